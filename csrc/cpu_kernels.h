@@ -1,0 +1,76 @@
+// The one list of CPU kernels. Each entry works on a range, on the calling thread, with no allocation;
+// who splits the work over threads is cpu_parallel.cpp, who picks the instruction set is cpu_dispatch.cpp.
+//
+// Every kernel gives the same bits for every instruction set, every cut into ranges and every thread count
+// (up to the payload of a NaN). A file that is compiled once per instruction set must not use inline functions
+// or templates of the standard library: the linker keeps one copy of such a function, and if it keeps the copy
+// made with AVX-512, the scalar build dies with an illegal instruction on an old machine.
+#pragma once
+
+#include <cstdint>
+
+#include "adam_math.h"
+
+namespace zero {
+
+// The codes are part of the Python side's contract (zero/kernels/native.py).
+enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+inline constexpr int64_t dtype_size(int dtype) { return dtype == kF32 ? 4 : 2; }
+
+struct AdamJob {
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  const void* grad;  // kF32, kBF16 or kF16
+  int grad_dtype;
+  void* param_out;  // written only; kNone: there is no copy
+  int param_out_dtype;
+  AdamCoef coef;
+  bool l2;  // weight decay enters the gradient (Adam) rather than the parameter (AdamW)
+};
+
+// out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32.
+struct SumRowsJob {
+  const void* const* rows;
+  int64_t count;
+  int dtype;
+  float* out;
+  bool accumulate;
+};
+
+// The structure of the sum of squares is fixed: blocks of 4096 elements, in each block 16 fp64 lanes (element i
+// goes to lane i % 16), lanes folded as a tree, blocks added in order. Hence no thread count changes the result.
+inline constexpr int64_t kNormBlock = 4096;
+inline constexpr int kNormLanes = 16;
+
+struct Kernels {
+  const char* name;
+  void (*adam)(const AdamJob& job, int64_t begin, int64_t end);
+  double (*sum_squares_block)(const void* x, int dtype, int64_t numel);  // numel <= kNormBlock
+  void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale);
+  void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
+};
+
+// cpu_dispatch.cpp
+const Kernels& active();
+void set_isa(const char* name);  // "auto" or a name; throws std::invalid_argument
+int compiled_count();
+const Kernels& compiled(int index);  // weakest first
+bool runnable(int index);            // this processor, and its operating system, can run it
+
+// cpu_parallel.cpp: the same kernels over whole arrays. threads <= 1 never enters an OpenMP region.
+struct Span {
+  void* tensor;
+  int dtype;
+  int64_t numel;
+  int64_t offset;  // of its first element in the flat buffer
+};
+
+void adam(const AdamJob& job, int64_t numel, int threads);
+double sum_squares(const void* x, int dtype, int64_t numel, int threads);
+void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
+void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads);
+void unpack(const void* flat, int flat_dtype, const Span* spans, int64_t count, float scale, int threads);
+
+}  // namespace zero

@@ -1,0 +1,217 @@
+"""Train a byte-level GPT on text with the zero engine, on as many ranks as it is started with.
+
+    zero run --num_gpus 2 examples/gpt/train.py --config examples/gpt/zero3.json
+    torchrun --nproc_per_node 2 examples/gpt/train.py --config examples/gpt/zero1.json
+
+What the JSON says (batch, optimizer, schedule, precision, clipping, stage) is no flag here. The same seed and
+text give the same losses under every stage. At the end: the validation loss beside that of a bigram model, a
+sample, the bytes of model state on this rank beside the formula of the ZeRO paper, and loss.png and loss.csv
+in `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from model import GPT, Shape
+from report import Bytes, Point, bytes_table, write_csv, write_curve
+from text import Split, Windows, bigram_counts, bigram_loss, read_split
+from torch import Tensor
+from tqdm import tqdm
+
+import zero
+from zero.data import RepeatingLoader
+from zero.plan.memory import formula_nbytes, replica_nbytes
+
+DEFAULT_STEPS = 400
+"""Steps of a run whose schedule has no end and that got no --steps."""
+VALIDATION_WINDOWS = 256
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+PROMPT = b"def "
+SAMPLE_BYTES = 160
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    shape = Shape()
+    parser = argparse.ArgumentParser(description="train a byte-level GPT with the zero engine")
+    parser.add_argument(
+        "--config", required=True, help="JSON of the engine, such as zero3.json beside this file"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="folder of text; default: the source of Python's standard library"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="optimizer steps; default: total_num_steps of the JSON's schedule"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder for loss.png and loss.csv")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the windows and the sample")
+    for name in ("width", "layers", "heads", "context"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(shape, name))
+    args = parser.parse_args(argv)
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps: wanted at least 1, got {args.steps}")
+    return args
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean over all ranks of a scalar, in fp64, the same on each."""
+    value = value.detach().double()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def memory_text(device: torch.device) -> str:
+    """Return what this rank's process holds now: of the GPU, or of the machine's memory."""
+    if device.type == "cuda":
+        return f"{torch.cuda.memory_allocated(device) / 2**20:.0f} MiB GPU"
+    return f"{psutil.Process().memory_info().rss / 2**20:.0f} MiB"
+
+
+def train(engine: Any, loader: Any, steps: int) -> tuple[list[Point], Bytes]:
+    """Run the optimizer steps; return a point for each, and the bytes alive here after the last backward."""
+    points: list[Point] = []
+    batches = RepeatingLoader(loader)
+    every = max(1, steps // 10)
+    start = time.perf_counter()
+    engine.train()
+    with tqdm(total=steps, unit="step", disable=engine.global_rank != 0, mininterval=2) as bar:
+        for step in range(1, steps + 1):
+            loss, tokens, states = optimizer_step(engine, batches, measure=step == steps)
+            seconds = time.perf_counter() - start
+            points.append(Point(step, loss, engine.get_lr()[0], seconds))
+            bar.update()
+            rate = tokens * step / seconds
+            bar.set_postfix_str(
+                f"loss {loss:.3f}, {rate:,.0f} tokens/s, {memory_text(engine.device)}", refresh=False
+            )
+            if engine.global_rank == 0 and (step % every == 0 or step == 1):
+                # All digits: runs that should agree can be compared as text.
+                bar.write(f"step {step} loss {loss!r}", file=sys.stdout)
+    return points, states
+
+
+def optimizer_step(engine: Any, batches: RepeatingLoader, measure: bool) -> tuple[float, int, Bytes | None]:
+    """Run one optimizer step; return the loss of the global batch and its tokens, over all ranks.
+
+    With `measure` also the bytes of model state that this rank holds when the gradients are complete.
+    """
+    losses, tokens, states = [], 0, None
+    micro_steps = engine.gradient_accumulation_steps()
+    for micro in range(micro_steps):
+        x, y = (part.to(engine.device) for part in next(batches))
+        loss = engine(x, y)
+        engine.backward(loss)
+        losses.append(loss.detach())
+        tokens += x.numel() * engine.world_size
+        if measure and micro == micro_steps - 1:
+            states = engine.state_nbytes()
+        engine.step()
+    return mean_over_ranks(torch.stack(losses).mean()), tokens, states
+
+
+@torch.no_grad()
+def validate(engine: Any, windows: Windows) -> float:
+    """Return the mean loss over fixed windows in nats per byte, the same for any number of ranks.
+
+    The ranks take whole batches in turn. All run as many forwards, since stage 3 gathers weights in each; a
+    rank whose turn finds no batch repeats the first one and does not count it.
+    """
+    engine.eval()
+    size = engine.train_micro_batch_size_per_gpu()
+    begins = range(0, len(windows), size)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum of losses over windows, windows
+    for turn in range(0, len(begins), engine.world_size):
+        mine = turn + engine.global_rank
+        begin = begins[mine] if mine < len(begins) else 0
+        items = [windows[i] for i in range(begin, min(begin + size, len(windows)))]
+        x, y = (torch.stack(part).to(engine.device) for part in zip(*items, strict=True))
+        loss = engine(x, y)
+        if mine < len(begins):
+            total += torch.tensor([loss.item() * len(items), len(items)], dtype=torch.float64).to(
+                total.device
+            )
+    dist.all_reduce(total)
+    engine.train()
+    return (total[0] / total[1]).item()
+
+
+def sample(engine: Any, seed: int) -> str:
+    """Return generated text; every rank draws the same, because every rank has to run the same forwards."""
+    engine.eval()
+    prompt = torch.tensor([list(PROMPT)], device=engine.device)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = engine.module.generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=generator)
+    engine.train()
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    # An untrained model draws control characters, which a terminal would obey.
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def bigram_on(windows: Windows, train_text: Tensor) -> float:
+    """Return the loss of the bigram model on the windows that the GPT is measured on, in nats per byte."""
+    x, y = (torch.stack(part) for part in zip(*(windows[i] for i in range(len(windows))), strict=True))
+    return bigram_loss(bigram_counts(train_text), x, y)
+
+
+def tell(
+    engine: Any, args: argparse.Namespace, text: Split, windows: Windows, run: tuple, after: tuple
+) -> None:
+    """Print the result and write the files; for rank 0."""
+    (points, states), (validation, generated, elapsed) = run, after
+    bigram = bigram_on(windows, text.train)
+    parameters = list(engine.module.parameters())
+    numel, dtype = sum(p.numel() for p in parameters), DTYPE_NAMES[parameters[0].dtype]
+    stage, world_size = engine.zero_optimization_stage(), engine.world_size
+    replica = replica_nbytes(numel, dtype)
+    formula = formula_nbytes(numel, dtype, stage, world_size)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_csv(args.out / "loss.csv", points)
+    write_curve(args.out / "loss.png", points, validation, bigram)
+    print(f"\nsample, from the prompt {PROMPT!r}:\n{textwrap.indent(generated, '    ')}\n")
+    title = f"rank 0 of {world_size}, stage {stage}, {numel:,} parameters in {dtype}"
+    print(bytes_table(title, states, replica, formula))
+    verdict = "below" if validation < bigram else "NOT BELOW"
+    print(f"\nvalidation loss {validation:.4f} nats/byte, {verdict} the bigram model's {bigram:.4f}")
+    print(f"{len(points)} steps in {points[-1].seconds:.1f} s, all in {elapsed:.1f} s")
+    print(f"wrote {args.out / 'loss.png'} and {args.out / 'loss.csv'}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, measure, and report on rank 0."""
+    begin = time.perf_counter()
+    args = parse(argv)
+    shape = Shape(args.width, args.layers, args.heads, args.context)
+    text = read_split(args.data)
+    # As many windows as fit into the text side by side: one pass of the loader is about one reading of it.
+    dataset = Windows(text.train, shape.context, max(1, text.train.numel() // shape.context), args.seed)
+    windows = Windows(text.validation, shape.context, VALIDATION_WINDOWS, seed=None)
+    torch.manual_seed(args.seed)
+    model = GPT(shape)
+    engine, _, loader, scheduler = zero.initialize(
+        model=model, model_parameters=model.parameters(), config=args.config, training_data=dataset
+    )
+    if engine.global_rank == 0:
+        files = f"{len(text.train_files)} + {len(text.validation_files)} files"
+        print(
+            f"text: {text.train.numel():,} + {text.validation.numel():,} bytes, {files} (train + validation)"
+        )
+    steps = args.steps or getattr(scheduler, "total_num_steps", DEFAULT_STEPS)
+    run = train(engine, loader, steps)
+    validation = validate(engine, windows)
+    generated = sample(engine, args.seed)
+    if engine.global_rank == 0:
+        tell(engine, args, text, windows, run, (validation, generated, time.perf_counter() - begin))
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""What a right config becomes: defaults, names, file syntax and the batch triple."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from zero.config import Config, ConfigError, json_schema, load
+from zero.config.batch import Batch, BatchError, resolve
+from zero.config.file import File
+from zero.config.tidy import aliases, names, sections
+from zero.config.unavailable import IDLE, UNAVAILABLE
+
+MICRO = {"train_micro_batch_size_per_gpu": 1}
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "zero.json"
+    path.write_text(text)
+    return path
+
+
+def test_defaults():
+    config = load(MICRO, 4)
+    assert isinstance(config, Config)
+    assert (config.train_batch_size, config.gradient_accumulation_steps, config.world_size) == (4, 1, 4)
+    assert config.optimizer is None and config.scheduler is None
+    assert config.gradient_clipping == 1.0 and config.steps_per_print == 10
+    assert config.compute_dtype == "fp32"
+    assert not config.fp16.enabled and not config.bf16.enabled and config.bf16.check_grad_overflow
+    assert not config.dataloader_drop_last and not config.wall_clock_breakdown
+    zero = config.zero_optimization
+    assert zero.stage == 0 and not zero.stage3_gather_16bit_weights_on_model_save
+    assert zero.reduce_bucket_size == 500_000_000 and zero.stage3_prefetch_bucket_size == 50_000_000
+    assert zero.offload_optimizer.device == zero.offload_param.device == "none"
+    assert zero.overlap_comm is None
+    assert config.zero.units == [] and config.zero.reduce_every_micro_batch is False
+
+
+def test_no_torch():
+    code = "import sys, zero.config, zero.log; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_frozen():
+    config = load(MICRO, 1)
+    with pytest.raises(ValidationError):
+        config.train_batch_size = 3
+    with pytest.raises(ValidationError):
+        config.zero_optimization.stage = 3
+
+
+def test_raw_is_a_copy_of_what_was_given():
+    source = {**MICRO, "mine": {"x": [1]}, "gradient_clipping": "auto", "zero_optimization": {"stage": 1.0}}
+    before = json.dumps(source)
+    config = load(source, 1)
+    assert config.raw == source and json.dumps(source) == before
+    config.raw["mine"]["x"].append(2)
+    assert source["mine"]["x"] == [1]
+
+
+def test_optimizer_and_scheduler_are_handed_on():
+    config = load(
+        {
+            **MICRO,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": "auto"}},
+        },
+        1,
+    )
+    assert (config.optimizer.type, config.optimizer.params) == ("AdamW", {"lr": 3e-4, "betas": [0.9, 0.95]})
+    assert (config.scheduler.type, config.scheduler.params) == ("WarmupLR", {"warmup_num_steps": 10})
+
+
+def test_arguments_of_other_optimizers_are_not_checked():
+    params = {"lr": 0.1, "momentum": 0.9, "foreach": None}
+    assert load({**MICRO, "optimizer": {"type": "SGD", "params": params}}, 1).optimizer.params == params
+
+
+def test_aliases():
+    config = load({**MICRO, "bfloat16": {"enabled": True}}, 1)
+    assert config.bf16.enabled and config.compute_dtype == "bf16"
+    for name in ("prefetch_bucket_size", "stage3_prefetch_bucket_size"):
+        assert (
+            load({**MICRO, "zero_optimization": {name: 7}}, 1).zero_optimization.stage3_prefetch_bucket_size
+            == 7
+        )
+
+
+@pytest.mark.parametrize(
+    "key", ["gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"]
+)
+def test_names_of_the_gather_on_save(key):
+    config = load({**MICRO, "zero_optimization": {key: True}}, 1)
+    assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+
+def test_old_keys_that_are_off():
+    keys = {"cpu_offload": False, "cpu_offload_param": False, "cpu_offload_use_pin_memory": True}
+    assert load({**MICRO, "zero_optimization": keys}, 1).zero_optimization.offload_optimizer.device == "none"
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_zero_optimization_as_a_bool(value):
+    assert load({**MICRO, "zero_optimization": value}, 1).zero_optimization.stage == int(value)
+
+
+def test_auto_and_null_are_not_given():
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": None},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": None,
+            "reduce_bucket_size": "auto",
+            "offload_param": {"device": "none", "nvme_path": None},
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    }
+    config = load(auto, 2)
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (4, 1)
+    assert config.gradient_clipping == 1.0 and config.compute_dtype == "fp32"
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert config.optimizer.params == {}
+
+
+def test_a_batch_size_that_nobody_knows_yet():
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    with pytest.raises(ConfigError):
+        load(auto, 2)
+    assert load(auto, 2, need_batch=False).train_batch_size == 2
+
+
+def test_integral_floats_are_integers():
+    config = load(
+        {"train_batch_size": 8.0, "zero_optimization": {"stage": 2.0, "reduce_bucket_size": 5e8}}, 1
+    )
+    assert config.train_batch_size == 8 and type(config.train_batch_size) is int
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert type(config.zero_optimization.reduce_bucket_size) is int
+
+
+def test_steps_per_print_may_be_infinite(tmp_path):
+    assert load({**MICRO, "steps_per_print": math.inf}, 1).steps_per_print == math.inf
+    assert load({**MICRO, "steps_per_print": 5.0}, 1).steps_per_print == 5
+    path = written(tmp_path, json.dumps({**MICRO, "steps_per_print": math.inf}, indent=1))
+    assert load(path, 1).steps_per_print == math.inf
+    path = written(tmp_path, "{train_batch_size: 1\n steps_per_print: inf\n}")
+    assert load(path, 1).steps_per_print == math.inf
+
+
+def test_hjson(tmp_path):
+    text = """
+    {
+      // how many samples
+      train_batch_size: 16
+      "gradient_accumulation_steps": 2,  # passes
+      /* what is sharded */
+      "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8,},
+      "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "betas": [0.9, 0.95,],},
+      },
+    }
+    """
+    config = load(str(written(tmp_path, text)), 4)
+    assert config.train_micro_batch_size_per_gpu == 2
+    assert config.zero_optimization.stage == 3
+    assert config.optimizer.params == {"lr": 1e-4, "betas": [0.9, 0.95]}
+    assert type(config.raw) is dict and type(config.raw["optimizer"]) is dict
+
+
+def test_words_in_any_case():
+    keys = {"gradient_allreduce_op": "Mean", "checkpoint": {"tag_validation": "FAIL"}}
+    assert load({**MICRO, **keys}, 1).checkpoint.tag_validation == "fail"
+    dtypes = {"data_types": {"grad_accum_dtype": "torch.float32"}}
+    assert load({**MICRO, **dtypes}, 1).data_types.grad_accum_dtype == "fp32"
+
+
+def test_everything_that_is_off_is_silent():
+    off = {
+        **MICRO,
+        "fp16": {"enabled": False, "auto_cast": True, "loss_scale": 0, "initial_scale_power": 16},
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "msamp": {"enabled": False},
+        "hybrid_engine": {"enabled": False, "max_out_tokens": 512},
+        "elasticity": {"enabled": False, "max_train_batch_size": 2000},
+        "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
+        "tensor_parallel": {"autotp_size": 1},
+        "wandb": {"enabled": False, "project": "x"},
+        "aio": {"block_size": 262144, "thread_count": 1, "queue_depth": 32},
+        "flops_profiler": {"enabled": False, "module_depth": -1},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": 4},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "none", "pin_memory": True},
+            "mics_shard_size": -1,
+            "zero_hpz_partition_size": 1,
+            "allgather_bucket_size": 2e8,
+        },
+    }
+    assert load(off, 1).zero_optimization.stage == 3
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, "2", 1.5])
+def test_world_size_is_checked(world_size):
+    with pytest.raises(ValueError, match="world_size: got .*, wanted an integer of at least 1"):
+        load(MICRO, world_size)
+
+
+maybe = st.none() | st.integers(1, 24)
+
+
+@settings(max_examples=400, deadline=None)
+@given(train=maybe, micro=maybe, steps=maybe, world=st.integers(1, 6))
+def test_batch_triple_is_what_a_search_finds(train, micro, steps, world):
+    """Every triple that agrees with what is given and with the rule; with less given, one of the two factors is 1."""
+    top = 24 * 24 * 6
+    found = {
+        Batch(m * s * world, m, s)
+        for m, s in itertools.product([micro] if micro else range(1, 25), [steps] if steps else range(1, 25))
+        if m * s * world <= top and (train is None or m * s * world == train)
+    }
+    if train is None and micro is None:
+        found = set()
+    elif steps is None and (train is None or micro is None):
+        found = {triple for triple in found if triple.steps == 1}
+    try:
+        assert {resolve(train, micro, steps, world)} == found
+    except BatchError as error:
+        assert not found
+        for value in (train, micro, steps):
+            assert f"={'(not given)' if value is None else value}" in str(error)
+        assert f"world size {world}" in str(error)
+
+
+@settings(max_examples=200, deadline=None)
+@given(train=maybe, micro=maybe, steps=maybe, world=st.integers(1, 6))
+def test_the_batch_size_that_an_error_names_works(train, micro, steps, world):
+    try:
+        resolve(train, micro, steps, world)
+    except BatchError as error:
+        if "set train_batch_size to " in str(error):
+            fixes = str(error).split("set train_batch_size to ")[1].split(",")[0]
+            for fix in fixes.split(" or "):
+                assert resolve(int(fix), micro, steps, world).train == int(fix)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 9)
+    | st.floats()
+    | st.sampled_from(["auto", "none", "cpu", "x", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["enabled", "stage", "type", "params", "lr", "x", 1]), inner, max_size=3
+        )
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from([*names(File), "mine", 3]), json_values, max_size=4))
+def test_any_values_give_a_config_or_a_config_error(values):
+    try:
+        config = load({**values, **MICRO}, 2)
+    except ConfigError as error:
+        assert error.errors and all("\n" not in line for line in error.errors)
+    else:
+        assert config.train_batch_size >= 1
+
+
+def test_every_key_of_every_section_is_described():
+    for path, model in sections().items():
+        assert model.__doc__, path
+        for name, field in model.model_fields.items():
+            assert field.description, (*path, name)
+
+
+def test_the_tables_name_keys_that_exist():
+    known = sections()
+    for path in [row.path for row in UNAVAILABLE] + [path for row in IDLE for path in row.paths]:
+        parts = tuple(path.split("."))
+        length = next(n for n in range(len(parts) - 1, -1, -1) if parts[:n] in known)
+        assert parts[length] in known[parts[:length]].model_fields, path
+
+
+def test_other_names_point_at_keys():
+    for model in sections().values():
+        assert set(aliases(model).values()) <= set(model.model_fields)
+
+
+def test_schema_knows_names_and_auto():
+    schema = json_schema()
+    json.dumps(schema)
+    zero = schema["$defs"]["ZeroOptimization"]
+    assert zero["additionalProperties"] is False
+    assert {"stage", "prefetch_bucket_size", "stage3_prefetch_bucket_size"} <= set(zero["properties"])
+    assert {"const": "auto"} in zero["properties"]["reduce_bucket_size"]["anyOf"]
+    assert {"bf16", "bfloat16"} <= set(schema["properties"])
+    assert schema["properties"]["zero"]["description"]

@@ -1,0 +1,225 @@
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from zero.data import RepeatingLoader, build_loader
+
+
+class Numbers(Dataset):
+    """The numbers below `count`; `read` remembers which were asked for."""
+
+    def __init__(self, count):
+        self.count = count
+        self.read = []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.count
+
+
+class Draw(Dataset):
+    """Each sample is a random number, as an augmentation would draw it."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+def loaders(count, world_size, batch_size, **options):
+    return [
+        build_loader(Numbers(count), batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+
+
+def samples(batches):
+    return [int(number) for batch in batches for number in batch]
+
+
+def test_the_ranks_share_the_samples_and_all_have_as_many():
+    parts = [samples(loader) for loader in loaders(12, 3, 2)]
+    assert [len(part) for part in parts] == [4, 4, 4]
+    assert sorted(itertools.chain(*parts)) == list(range(12))
+
+
+def test_what_does_not_go_round_is_padded():
+    parts = [samples(loader) for loader in loaders(777, 2, 8)]
+    assert [len(part) for part in parts] == [389, 389]
+    everything = sorted(itertools.chain(*parts))
+    assert sorted(set(everything)) == list(range(777)) and len(everything) == 778
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_the_last_batch(drop_last, sizes):
+    (loader,) = loaders(10, 1, 4, drop_last=drop_last)
+    assert [len(batch) for batch in loader] == sizes
+    assert len(loader) == len(sizes) and loader.batch_size == 4 and loader.dataset.count == 10
+
+
+def test_each_pass_shuffles_anew_and_all_ranks_shuffle_alike():
+    first, second = loaders(40, 2, 4)
+    passes = [(samples(first), samples(second)) for _ in range(3)]
+    for mine, other in passes:
+        assert sorted(mine + other) == list(range(40))
+    assert len({tuple(mine) for mine, _ in passes}) == 3
+
+
+def test_a_pass_has_its_order_by_its_number():
+    (loader,) = loaders(20, 1, 4)
+    orders = [samples(loader) for _ in range(3)]
+    (again,) = loaders(20, 1, 4)
+    again.set_epoch(2)
+    assert samples(again) == orders[2]
+    again.set_epoch(0)
+    assert [samples(again), samples(again)] == orders[:2]
+    (other,) = loaders(20, 1, 4, seed=1)
+    assert samples(other) != orders[0]
+
+
+def test_a_pass_that_was_broken_off_is_over():
+    (loader,) = loaders(20, 1, 4)
+    orders = [samples(loader) for _ in range(2)]
+    (other,) = loaders(20, 1, 4)
+    assert samples(itertools.islice(other, 2)) == orders[0][:8]
+    assert samples(other) == orders[1]
+
+
+def test_two_passes_at_once_do_not_disturb_each_other():
+    (loader,) = loaders(8, 1, 2)
+    orders = [samples(loader) for _ in range(2)]
+    (other,) = loaders(8, 1, 2)
+    pairs = list(zip(other, other, strict=True))
+    assert [samples(part) for part in zip(*pairs, strict=True)] == orders
+
+
+def test_the_global_generator_is_not_touched():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    list(loaders(8, 1, 2)[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seen", range(9))
+def test_a_resumed_run_goes_on_behind_the_last_batch(seen):
+    (whole,) = loaders(10, 1, 4)  # 3 batches per pass
+    wanted = samples(itertools.islice(RepeatingLoader(whole), 12))
+    (loader,) = loaders(10, 1, 4)
+    before = samples(itertools.islice(RepeatingLoader(loader), seen))
+    (resumed,) = loaders(10, 1, 4)
+    batches = RepeatingLoader(resumed)
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.state_dict()["epoch"] == seen // 3 or seen % 3 == 0
+    after = samples(itertools.islice(batches, 12 - seen))
+    assert before + after == wanted
+    if seen < 3:
+        assert resumed.dataset.read[: 10 - 4 * seen] == wanted[4 * seen : 10], "it read what it had seen"
+
+
+def test_a_position_holds_for_another_number_of_ranks():
+    before = loaders(48, 2, 4)
+    seen = [samples(itertools.islice(loader, 3)) for loader in before]
+    assert before[0].state_dict() == before[1].state_dict() == {"epoch": 0, "samples": 24}
+    rest = []
+    for loader in loaders(48, 3, 4):
+        loader.load_state_dict(before[0].state_dict())
+        rest += samples(loader)
+    assert sorted(itertools.chain(*seen, rest)) == list(range(48))
+
+
+def test_set_epoch_of_the_resumed_pass_keeps_its_position():
+    (loader,) = loaders(20, 1, 4)
+    whole = samples(loader)
+    for epoch, wanted in ((0, whole[8:]), (1, samples(loader))):
+        (resumed,) = loaders(20, 1, 4)
+        resumed.load_state_dict({"epoch": 0, "samples": 8})
+        resumed.set_epoch(epoch)
+        assert samples(resumed) == wanted
+
+
+def test_a_sampler_of_the_user_is_taken_as_it_is():
+    (loader,) = loaders(10, 1, 2, sampler=[9, 1, 5])
+    assert [samples(loader), samples(loader)] == [[9, 1, 5]] * 2
+    assert len(loader) == 2 and loader.sampler == [9, 1, 5]
+
+
+def test_collate_fn_makes_the_batch():
+    (loader,) = loaders(4, 1, 2, collate_fn=lambda items: {"n": len(items)})
+    assert list(loader) == [{"n": 2}, {"n": 2}]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_iterable_dataset_is_dealt_out_item_by_item(world_size):
+    parts = []
+    for rank in range(world_size):
+        loader = build_loader(SizedStream(7), batch_size=2, rank=rank, world_size=world_size)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        parts.append(samples(batches))
+    count = 7 // world_size
+    assert parts == [list(range(rank, count * world_size, world_size)) for rank in range(world_size)]
+
+
+def test_an_iterable_dataset_resumes_and_is_told_the_epoch():
+    loader = build_loader(Stream(8), batch_size=2, rank=1, world_size=2)
+    with pytest.raises(TypeError):
+        len(loader)
+    assert samples(loader) == [1, 3, 5, 7]
+    assert samples(itertools.islice(loader, 1)) == [1, 3]
+    resumed = build_loader(Stream(8), batch_size=2, rank=1, world_size=2)
+    resumed.load_state_dict(loader.state_dict())
+    assert samples(resumed) == [5, 7]
+    assert loader.dataset.epochs == [0, 1] and resumed.dataset.epochs == [1]
+    with pytest.raises(ValueError, match="sampler: an IterableDataset"):
+        build_loader(Stream(8), batch_size=2, rank=0, world_size=1, sampler=[1])
+
+
+def test_workers_draw_other_numbers_on_each_rank_and_in_each_pass():
+    def draw(rank):
+        loader = build_loader(Draw(), batch_size=2, rank=rank, world_size=2, num_workers=1)
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+
+    first, second = draw(0), draw(1)
+    assert len({number for run in (*first, *second) for number in run}) == 8
+    assert draw(0) == first
+
+
+def test_repeating_goes_on_for_ever():
+    (loader,) = loaders(6, 1, 4)
+    repeating = RepeatingLoader(loader)
+    assert iter(repeating) is repeating and len(repeating) == 2
+    batches = list(itertools.islice(repeating, 7))
+    assert [len(batch) for batch in batches] == [4, 2] * 3 + [4]
+    assert loader.epoch == 3
+    assert [next(RepeatingLoader([1])) for _ in range(2)] == [1, 1]
+
+
+def test_nothing_to_load_is_an_error_and_no_endless_loop():
+    with pytest.raises(ValueError, match="dataset: wanted at least one sample"):
+        build_loader(Numbers(0), batch_size=1, rank=0, world_size=1)
+    (loader,) = loaders(3, 1, 4, drop_last=True)
+    with pytest.raises(RuntimeError, match="the loader has no batch"):
+        next(RepeatingLoader(loader))

@@ -1,0 +1,284 @@
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.optim import lr
+
+
+def optimizer(*rates, kind=torch.optim.AdamW):
+    """An optimizer with one parameter group per rate."""
+    return kind([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.8,)])
+
+
+def run(kind, params, steps, *rates):
+    """The first group's rate in effect at optimizer steps 0, 1, ...: the scheduler is stepped after each."""
+    opt = optimizer(*rates)
+    scheduler = lr.build_scheduler(opt, kind, params)
+    seen = []
+    for _ in range(steps):
+        seen.append(opt.param_groups[0]["lr"])
+        opt.step()  # torch warns of a scheduler that steps first
+        scheduler.step()
+    return seen
+
+
+# Worked out by hand from the formulas. The first column is iteration -1, what construction writes.
+LOG3 = math.log(3) / math.log(8)
+COS45 = (1 + math.sqrt(0.5)) / 2
+COS135 = (1 - math.sqrt(0.5)) / 2
+RANGE = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}
+TABLES = {
+    "warmup linear, up to the group's rate": (
+        "WarmupLR",
+        {"warmup_min_lr": 0.2, "warmup_num_steps": 4, "warmup_type": "linear"},
+        [0.2, 0.2, 0.35, 0.5, 0.65, 0.8, 0.8],
+    ),
+    "warmup log": (
+        "WarmupLR",
+        {"warmup_max_lr": 3.0, "warmup_num_steps": 8},
+        [0, 0, 1, 3 * LOG3, 2, 3 * math.log(5) / math.log(8)],
+    ),
+    "warmup of 1 step is one of 2": (
+        "WarmupLR",
+        {"warmup_max_lr": 1.0, "warmup_num_steps": 1, "warmup_type": "linear"},
+        [0, 0, 0.5, 1, 1],
+    ),
+    "warmup log of 2 steps": ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 2}, [0, 0, 1, 1]),
+    "decay": (
+        "WarmupDecayLR",
+        {"total_num_steps": 8, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"},
+        [0, 0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0],
+    ),
+    "decay to the min rate": (
+        "WarmupDecayLR",
+        {
+            "total_num_steps": 4,
+            "warmup_min_lr": 0.2,
+            "warmup_max_lr": 1.0,
+            "warmup_num_steps": 2,
+            "warmup_type": "linear",
+        },
+        [0.2, 0.2, 0.6, 1, 0.6, 0.2, 0.2],
+    ),
+    "cosine": (
+        "WarmupCosineLR",
+        {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_type": "linear", "cos_min_ratio": 0.0},
+        [0, 0, 0.2, 0.4, 0.6, 0.8 * COS45, 0.4, 0.8 * COS135, 0, 0, 0],
+    ),
+    "cosine with floors": (
+        "WarmupCosineLR",
+        {
+            "total_num_steps": 8,
+            "warmup_num_steps": 4,
+            "warmup_type": "linear",
+            "warmup_min_ratio": 0.5,
+            "cos_min_ratio": 0.1,
+        },
+        [0, 0.4, 0.5, 0.6, 0.7, 0.8 * (0.1 + 0.9 * COS45), 0.44, 0.8 * (0.1 + 0.9 * COS135), 0.08, 0.08],
+    ),
+    "cosine log": (
+        "WarmupCosineLR",
+        {"total_num_steps": 10, "warmup_num_steps": 8},
+        [0, 0, 0.8 / 3, 0.8 * LOG3, 0.8 * 2 / 3],
+    ),
+    "one cycle": (
+        "OneCycle",
+        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 2, "cycle_second_step_size": 4},
+        [0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0, 0],
+    ),
+    "one cycle with decay": (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 1.1,
+            "cycle_first_step_size": 2,
+            "decay_step_size": 2,
+            "decay_lr_rate": 1,
+        },
+        [0.1, 0.6, 1.1, 0.6, 0.1, 0.1 / 1.5, 0.05, 0.04],
+    ),
+    "range test": ("LRRangeTest", RANGE, [0.1, 0.15, 0.2, 0.25, 0.3]),
+    "range test in stairs": (
+        "LRRangeTest",
+        {**RANGE, "lr_range_test_staircase": True, "lr_range_test_step_rate": 2.0},
+        [0.1, 0.1, 0.3, 0.3, 0.5, 0.5],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_rates_of_the_first_steps(name):
+    kind, params, wanted = TABLES[name]
+    assert run(kind, params, len(wanted)) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_defaults_are_deepspeeds():
+    log1000 = math.log(1000)
+    assert run("WarmupLR", {}, 3) == pytest.approx([0, 0, 0.8 * math.log(2) / log1000])
+    decayed = run("WarmupDecayLR", {"total_num_steps": 2000}, 3)
+    assert decayed == pytest.approx([0, 0, 0.001 * math.log(2) / log1000])
+    assert run("WarmupCosineLR", {"total_num_steps": 2000}, 2001)[-1] == pytest.approx(0.8 * 0.0001)
+    assert run("LRRangeTest", {}, 2) == pytest.approx([1e-3, 1e-3 * (1 + 1 / 2000)])
+    assert run("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 3) == pytest.approx(
+        [0, 1 / 2000, 2 / 2000]
+    )
+
+
+def test_one_cycle_moves_the_first_beta_against_the_rate():
+    opt = optimizer()
+    params = {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": 1.1,
+        "cycle_first_step_size": 2,
+        "cycle_second_step_size": 4,
+        "decay_step_size": 2,
+        "decay_mom_rate": 0.1,
+    }
+    scheduler = lr.build_scheduler(opt, "OneCycle", params)
+    seen = []
+    for _ in range(9):
+        seen.append(opt.param_groups[0]["betas"])
+        scheduler.step()
+    first = [0.8, 0.85, 0.8, 0.825, 0.85, 0.875, 0.9, 0.9 * 1.05, 0.9 * 1.1]
+    assert [beta for beta, _ in seen] == pytest.approx(first)
+    assert {beta for _, beta in seen} == {0.99}
+
+
+def test_one_cycle_says_what_has_no_effect():
+    with pytest.warns(UserWarning, match="SGD has no betas"):
+        scheduler = lr.OneCycle(optimizer(kind=torch.optim.SGD), 0.1, 1.0)
+    assert scheduler.get_mom() is None
+    scheduler.step()
+    with pytest.warns(UserWarning, match="stair counts have no effect"):
+        lr.OneCycle(optimizer(), 0.1, 1.0, cycle_first_stair_count=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lr.OneCycle(optimizer(kind=torch.optim.SGD), 0.1, 1.0, cycle_momentum=False)
+
+
+def test_every_group_has_its_own_rate():
+    opt = optimizer(1.0, 2.0)
+    lr.build_scheduler(opt, "WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 4}).step(4)
+    one, two = (group["lr"] for group in opt.param_groups)
+    assert two == 2 * one > 0
+    opt = optimizer(1.0, 2.0)
+    params = {"warmup_min_lr": [0.0, 1.0], "warmup_num_steps": 2, "warmup_type": "linear"}
+    scheduler = lr.build_scheduler(opt, "WarmupLR", params)
+    assert [group["lr"] for group in opt.param_groups] == [0.0, 1.0]
+    scheduler.step(1)
+    assert scheduler.get_last_lr() == scheduler.get_lr() == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_saved_schedule_goes_on_where_it_was(name):
+    kind, params, _ = TABLES[name]
+    first, second = optimizer(), optimizer()
+    old = lr.build_scheduler(first, kind, params)
+    for _ in range(3):
+        old.step()
+    assert old.state_dict() == {"last_batch_iteration": 2}
+    new = lr.build_scheduler(second, kind, params)
+    new.load_state_dict(old.state_dict())
+    for _ in range(6):
+        assert second.param_groups[0]["lr"] == first.param_groups[0]["lr"]
+        assert second.param_groups[0]["betas"] == first.param_groups[0]["betas"]
+        assert new.get_last_lr() == old.get_last_lr()
+        old.step()
+        new.step()
+
+
+def test_a_schedule_that_begins_later_leaves_the_rate_alone_until_its_step():
+    opt = optimizer(0.7)
+    params = {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 1.0, "last_batch_iteration": 1}
+    scheduler = lr.build_scheduler(opt, "WarmupLR", params)
+    assert opt.param_groups[0]["lr"] == 0.7 and scheduler.get_last_lr() == [0.7]
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.5
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    opt = optimizer(torch.tensor(0.8))
+    rate = opt.param_groups[0]["lr"]
+    scheduler = lr.build_scheduler(opt, "WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear"})
+    scheduler.step(2)
+    assert opt.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.4)
+
+
+def test_a_wrapped_optimizer_is_unwrapped():
+    class Wrapper:
+        optimizer = optimizer()
+
+    for kind, params in (("WarmupLR", {}), ("StepLR", {"step_size": 1})):
+        assert lr.build_scheduler(Wrapper(), kind, params).optimizer is Wrapper.optimizer
+
+
+def test_a_schedule_of_torch_by_name():
+    assert run("StepLR", {"step_size": 2, "gamma": 0.5}, 5, 1.0) == [1, 1, 0.5, 0.5, 0.25]
+    scheduler = lr.build_scheduler(optimizer(), "CosineAnnealingLR", {"T_max": 10})
+    assert isinstance(scheduler, torch.optim.lr_scheduler.CosineAnnealingLR)
+
+
+def test_the_list_of_schedules():
+    names = lr.schedules()
+    assert names[:5] == ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
+    assert {"StepLR", "OneCycleLR", "CosineAnnealingLR", "ReduceLROnPlateau"} < set(names)
+    assert len(names) == len(set(names)) and not {"LRScheduler", "_LRScheduler", "Optimizer"} & set(names)
+
+
+WRONG = [
+    ("WarmupLr", {}, ["scheduler.type", "'WarmupLr'", "did you mean 'WarmupLR'?", "LRRangeTest"]),
+    ("Optimizer", {}, ["scheduler.type", "'Optimizer'"]),
+    ("WarmupLR", {"warmup_step": 3}, ["scheduler.params.warmup_step:", "3", "did you mean 'warmup_"]),
+    ("WarmupLR", {"warmup_num_steps": 0}, ["scheduler.params.warmup_num_steps:", "at least 1", "got 0"]),
+    ("WarmupLR", {"warmup_num_steps": 2.5}, ["scheduler.params.warmup_num_steps:", "integer", "got 2.5"]),
+    ("WarmupLR", {"warmup_num_steps": True}, ["scheduler.params.warmup_num_steps:", "integer", "got True"]),
+    ("WarmupLR", {"warmup_max_lr": "1e-3"}, ["scheduler.params.warmup_max_lr:", "number", "'1e-3'"]),
+    ("WarmupLR", {"warmup_max_lr": -1}, ["scheduler.params.warmup_max_lr:", "at least 0", "-1"]),
+    ("WarmupLR", {"warmup_max_lr": float("nan")}, ["scheduler.params.warmup_max_lr:", "finite", "nan"]),
+    ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, ["scheduler.params.warmup_min_lr:", "1", "[0.1, 0.2]"]),
+    ("WarmupLR", {"warmup_min_lr": [None]}, ["scheduler.params.warmup_min_lr[0]:", "None"]),
+    ("WarmupLR", {"warmup_type": "exp"}, ["scheduler.params.warmup_type:", "'log'", "'linear'", "'exp'"]),
+    ("WarmupDecayLR", {}, ["scheduler.params.total_num_steps:", "WarmupDecayLR needs it", "none"]),
+    ("OneCycle", {"cycle_min_lr": 0.1}, ["scheduler.params.cycle_max_lr:", "needs it", "cycle_min_lr"]),
+    ("LRRangeTest", {"lr_range_test_staircase": 1}, ["scheduler.params.lr_range_test_staircase:", "got 1"]),
+    ("StepLR", {"size": 3}, ["scheduler.params.size:", "did you mean 'step_size'?"]),
+    ("StepLR", {}, ["scheduler.params.step_size:", "StepLR needs it"]),
+    ("OneCycleLR", {"max_lr": 0.1, "total_steps": -1}, ["scheduler.params:", "OneCycleLR", "-1"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "parts"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_is_named(kind, params, parts):
+    with pytest.raises(ValueError) as caught:
+        lr.build_scheduler(optimizer(), kind, params)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_steps_may_be_written_as_1e1():
+    params = {"total_num_steps": 1e1, "warmup_num_steps": 4.0}
+    assert lr.build_scheduler(optimizer(), "WarmupCosineLR", params).total_num_steps == 10
+
+
+def test_a_warmup_longer_than_the_run_is_told():
+    for kind in ("WarmupDecayLR", "WarmupCosineLR"):
+        with pytest.warns(UserWarning, match="total_num_steps 5 is less than warmup_num_steps 1000"):
+            lr.build_scheduler(optimizer(), kind, {"total_num_steps": 5})
+
+
+@given(st.integers(2, 50), st.integers(1, 60), st.floats(0, 1), st.sampled_from(["log", "linear"]))
+def test_factors_stay_between_0_and_1_and_turn_once(warmup, decay, floor, kind):
+    total = warmup + decay
+    up = [lr.warmup_gamma(i, warmup, kind) for i in range(-1, warmup + 1)]
+    assert up == sorted(up) and up[0] == up[1] == 0 and up[-1] == 1
+    for fall in (
+        [lr.linear_decay(i, total, warmup) for i in range(warmup, total + 5)],
+        [lr.cosine_decay(i, total, warmup, floor) for i in range(warmup, total + 5)],
+    ):
+        assert fall == sorted(fall, reverse=True) and all(0 <= value <= 1 for value in fall)
+    assert lr.cosine_decay(total - 1, total, warmup, floor) == pytest.approx(floor)

@@ -1,0 +1,39 @@
+"""zero: a ZeRO optimizer-and-memory engine for PyTorch.
+
+    import zero
+    engine, optimizer, loader, scheduler = zero.initialize(model=model, config="zero.json", training_data=data)
+
+Names are looked up when they are first used, so `import zero` costs next to nothing and makes no CUDA context.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "initialize": "zero.engine",
+    "add_config_arguments": "zero.engine",
+    "Engine": "zero.engine",
+    "GatheredParameters": "zero.core.access",
+    "init_distributed": "zero.core.mesh",
+    "RepeatingLoader": "zero.data",
+    "ConfigError": "zero.config",
+}
+_MODULES = ("config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan")
+
+__all__ = ["__version__", *_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module in which a public name lives, on first use."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"zero.{name}")
+    raise AttributeError(f"module 'zero' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Every public name, also those not yet imported."""
+    return sorted(__all__)

@@ -1,0 +1,160 @@
+"""From plain values to a `Config`: everything that is wrong is found in one go, and said in lines."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from zero import log
+from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve
+from zero.config.errors import ConfigError, dotted, show
+from zero.config.file import Config, File
+from zero.config.read import read
+from zero.config.sections import AdamParams
+from zero.config.tidy import Tidy, hint, section_of
+from zero.config.unavailable import idle, lookup, unavailable
+from zero.config.values import WANTED, Section
+
+_ADAMS = ("adam", "adamw")
+
+
+def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = True) -> Config:
+    """Read and check a config for `world_size` data-parallel ranks.
+
+    `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
+    that is wrong. With `need_batch=False` a config that names no batch size, which is what Hugging Face has
+    before it knows the size, counts as a micro-batch of 1.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
+    taken = read(source)
+    tidy = Tidy(taken.values)
+    file, errors = _validated(tidy)
+    errors = [*taken.errors, *tidy.errors, *errors, *_optimizer(tidy)]
+    batch = None
+    if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
+        batch, wrong = _batch(file, world_size, need_batch)
+        errors += wrong
+    errors += _together(file)
+    errors += [
+        f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)
+    ]
+    for line in tidy.warnings:
+        log.log_once(logging.WARNING, line)  # before the error: a misspelt section may be its cause
+    if errors or batch is None:
+        raise ConfigError(errors, taken.name)
+    _say_idle(tidy)
+    fields = dict(file) | {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
+    return Config.model_construct(
+        _fields_set=set(file.model_fields_set), **fields, world_size=world_size, raw=taken.values
+    )
+
+
+def _validated(tidy: Tidy) -> tuple[File, list[str]]:
+    """The file without its wrong keys, so that later checks can go on, and a line for each of those keys."""
+    lines: list[str] = []
+    while True:
+        try:
+            return File.model_validate(tidy.values), lines
+        except ValidationError as error:
+            first = not lines
+            for found in error.errors(include_url=False):
+                # A key can be missing in a later round only because its wrong value was taken out before.
+                if first or found["type"] != "missing":
+                    lines.append(_line(found, tidy, File))
+                _remove(tidy.values, found["loc"])
+
+
+def _remove(values: dict, path: tuple) -> None:
+    """Take the wrong key out; a section that misses a key goes as a whole."""
+    here: Any = values
+    for part in path[:-1]:
+        if not isinstance(here.get(part), dict):
+            break
+        holder, last, here = here, part, here[part]
+    else:
+        if path[-1] in here:
+            del here[path[-1]]
+        elif len(path) > 1:
+            del holder[last]
+        return
+    here.pop(part, None)
+
+
+def _line(found: Any, tidy: Tidy, model: type[BaseModel], prefix: tuple = ()) -> str:
+    path = tidy.written((*prefix, *found["loc"]))
+    if found["type"] == "extra_forbidden":
+        home = _home(model, found["loc"][:-1])
+        return f"{dotted(path[:-1])}: unknown key {str(path[-1])!r}{hint(str(path[-1]), home)}"
+    if found["type"] == "missing":
+        return f"{dotted(path[:-1])}: {str(path[-1])!r} is missing"
+    if found["type"] == WANTED:
+        wanted = found["ctx"]["wanted"]
+    elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        wanted = "an object {...}"
+    else:
+        return f"{dotted(path)}: got {show(found['input'])}; {found['msg']}"
+    return f"{dotted(path)}: got {show(found['input'])}, wanted {wanted}"
+
+
+def _home(model: type[BaseModel], path: tuple) -> type[Section]:
+    for part in path:
+        model = section_of(model.model_fields[part].annotation)
+    return model
+
+
+def _optimizer(tidy: Tidy) -> list[str]:
+    """What is wrong with the optimizer's arguments: Adam's are known here, others are torch's to check."""
+    kind, params = lookup(tidy.values, "optimizer.type"), lookup(tidy.values, "optimizer.params")
+    if kind is None or not params:
+        return []
+    prefix, lines, known = ("optimizer", "params"), [], dict(params)
+    if "max_grad_norm" in known:
+        norm = show(known.pop("max_grad_norm"))
+        lines.append(
+            f"optimizer.params: 'max_grad_norm' is not an argument of the optimizer; "
+            f"set the top-level key gradient_clipping to {norm}"
+        )
+    if kind.lower() not in _ADAMS:
+        return lines
+    if known.get("amsgrad") is True:
+        lines.append("optimizer.params.amsgrad: got true, wanted false; AMSGrad is not available")
+    try:
+        AdamParams.model_validate(known)
+    except ValidationError as error:
+        lines += [_line(found, tidy, AdamParams, prefix) for found in error.errors(include_url=False)]
+    return lines
+
+
+def _batch(file: File, world_size: int, need_batch: bool) -> tuple[Batch | None, list[str]]:
+    train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
+    if not need_batch and train is None and micro is None:
+        micro = 1
+    try:
+        return resolve(train, micro, steps, world_size), []
+    except BatchError as error:
+        return None, [str(error)]
+
+
+def _together(file: File) -> list[str]:
+    """What is wrong only in combination."""
+    lines = []
+    if file.fp16.enabled and file.bf16.enabled:
+        lines.append("fp16.enabled and bf16.enabled: both are true; set one of them to false")
+    if file.fp16.enabled and file.fp16.loss_scale == 0:
+        for name in ("loss_scale_window", "min_loss_scale"):
+            if getattr(file.fp16, name) == 0:
+                lines.append(f"fp16.{name}: got 0, wanted an integer of at least 1 for a dynamic loss scale")
+    return lines
+
+
+def _say_idle(tidy: Tidy) -> None:
+    groups = idle(tidy.values)
+    if groups:
+        text = "; ".join(
+            f"{', '.join(dotted(tidy.written(tuple(path.split('.')))) for path in paths)} ({why})"
+            for why, paths in groups
+        )
+        log.log_once(logging.INFO, f"keys of the config that have no effect: {text}")

@@ -1,0 +1,52 @@
+"""The error that lists everything wrong with a config, and how values and near misses are shown in it."""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_SHOWN = 60  # characters of a value that are worth showing in an error line
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with one config: one line each, naming the JSON path.
+
+    `errors` holds the lines; `source` is the path of the file, or None for a dict.
+    """
+
+    def __init__(self, errors: Sequence[str], source: str | None = None) -> None:
+        self.errors = tuple(errors)
+        self.source = source
+        lines = "\n".join(self.errors)
+        super().__init__(f"in {source}:\n{lines}" if source else lines)
+
+
+def show(value: Any) -> str:
+    """A value as the user would write it in the file, shortened."""
+    if isinstance(value, str):
+        text = repr(value)
+    else:
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError):
+            text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known name that `key` was most likely meant to be, or None."""
+    names = sorted(known)
+    lowered = {name.lower(): name for name in reversed(names)}
+    found = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def dotted(path: Iterable[Any]) -> str:
+    """`("optimizer", "params", "betas", 1)` as `optimizer.params.betas[1]`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
+    return text

@@ -1,0 +1,97 @@
+"""From a path or a dict to plain values: hjson syntax, and keys that stand twice in one object."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.config.errors import ConfigError, dotted, show
+
+EXPECTED = "the path of a JSON or hjson file, or a dict"
+
+
+class Source(NamedTuple):
+    """What was read, and from where."""
+
+    values: dict[str, Any]  # a copy; the caller may change it
+    name: str | None  # the path as given, None for a dict
+    errors: list[str]  # keys that stand twice
+
+
+class _Object(dict):
+    """A parsed object that remembers the keys it was given twice."""
+
+    repeats: list[tuple[str, Any, Any]]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    made = _Object()
+    made.repeats = []
+    for key, value in pairs:
+        if key in made:
+            made.repeats.append((key, made[key], value))
+        else:
+            made[key] = value
+    return made
+
+
+def read(source: str | Path | Mapping) -> Source:
+    """The values of a file or a dict, and the keys that stand twice in it."""
+    if isinstance(source, Mapping):
+        return Source(_plain(source), None, [])
+    if not isinstance(source, str | Path):
+        raise ConfigError([f"config: got {show(source)} ({type(source).__name__}), wanted {EXPECTED}"])
+    values = _parse(_text(source), str(source))
+    if not isinstance(values, _Object):
+        raise ConfigError([f"got {show(values)}, wanted an object {{...}} at the top"], str(source))
+    return Source(_plain(values), str(source), _repeats(values))
+
+
+def _text(source: str | Path) -> str:
+    path = Path(source)
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError([f"config: there is no file {str(source)!r}{where}; wanted {EXPECTED}"])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError([f"config: cannot read {str(source)!r}: {why}; wanted {EXPECTED}"]) from error
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        # Strict JSON first: Infinity, which json.dump writes, is a quoteless string to hjson.
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError:
+        pass
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_object)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError([f"line {error.lineno} column {error.colno}: {error.msg}"], name) from error
+
+
+def _repeats(value: Any, path: tuple = ()) -> list[str]:
+    found = []
+    if isinstance(value, _Object):
+        for key, first, second in value.repeats:
+            where = f"{dotted(path)}: " if path else ""
+            found.append(f"{where}key {key!r} stands twice ({show(first)}, then {show(second)}); keep one")
+        for key, inner in value.items():
+            found += _repeats(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            found += _repeats(inner, (*path, index))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of plain dicts and lists, so that nobody can change the caller's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return copy.copy(value)

@@ -1,0 +1,31 @@
+"""The JSON Schema of a config file, so that an editor completes and checks it."""
+
+from typing import Any
+
+from zero.config.file import File
+from zero.config.tidy import aliases, sections
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a config file, with the other names of keys, and `"auto"` as a value of any key."""
+    schema = File.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for model in sections().values():
+        properties = (schema if model is File else schema["$defs"][model.__name__])["properties"]
+        for name, shape in list(properties.items()):
+            properties[name] = _or_auto(shape)
+        for alias, name in aliases(model).items():
+            properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+    # A top-level key that is not ours is a warning only, as other programs keep theirs in the same file.
+    schema["additionalProperties"] = True
+    return schema
+
+
+def _or_auto(shape: dict[str, Any]) -> dict[str, Any]:
+    notes = {key: shape[key] for key in ("title", "description", "default") if key in shape}
+    if "description" in notes:
+        notes["description"] = " ".join(notes["description"].split())
+    rest = {key: value for key, value in shape.items() if key not in notes}
+    if not rest or (rest.get("type") == "string" and "enum" not in rest):
+        return shape  # a string of any kind may be "auto" already
+    return {**notes, "anyOf": [rest, {"const": "auto"}]}

@@ -1,0 +1,256 @@
+"""The sections of a config other than `zero_optimization`."""
+
+from pydantic import Field
+
+from zero.config.values import (
+    Betas,
+    Bool,
+    Count,
+    Dtype,
+    Int,
+    NotNegative,
+    Number,
+    Object,
+    Positive,
+    Section,
+    Text,
+    Texts,
+    choice,
+)
+
+
+class Optimizer(Section):
+    """The optimizer that the engine builds when the script hands it none."""
+
+    type: Text
+    """Adam, AdamW, or a class in torch.optim; as in DeepSpeed, Adam decays weights as AdamW does."""
+    params: Object = Field(default_factory=dict)
+    """Its arguments."""
+    legacy_fusion: Bool = False
+    """A detail of one of DeepSpeed's kernels."""
+
+
+class AdamParams(Section):
+    """The arguments of Adam and AdamW."""
+
+    lr: NotNegative = 1e-3
+    """The learning rate."""
+    betas: Betas = (0.9, 0.999)
+    """The decay of the two running means."""
+    eps: NotNegative = 1e-8
+    """Added to the root of the second mean."""
+    weight_decay: NotNegative = 0.0
+    """The decay of the weights."""
+    bias_correction: Bool = True
+    """Correct the means for their start at zero."""
+    adam_w_mode: Bool = True
+    """Decay the weights themselves (AdamW), not the gradient."""
+    torch_adam: Bool = False
+    """Use torch's own class."""
+    amsgrad: Bool = False
+    """The AMSGrad variant, which is not available."""
+    fp32_optimizer_states: Bool = True
+    """Keep the means in fp32."""
+
+
+class Scheduler(Section):
+    """The learning rate schedule that the engine builds when the script hands it none."""
+
+    type: Text
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class in torch's lr_scheduler."""
+    params: Object = Field(default_factory=dict)
+    """Its arguments."""
+
+
+class Fp16(Section):
+    """Half precision with loss scaling."""
+
+    enabled: Bool = False
+    """Compute in fp16."""
+    auto_cast: Bool = False
+    """Cast the float inputs of the model to fp16."""
+    loss_scale: NotNegative = 0.0
+    """A fixed loss scale; 0 means dynamic."""
+    initial_scale_power: Count = 16
+    """The dynamic scale starts at two to this power."""
+    loss_scale_window: Count = 1000
+    """Good steps after which the dynamic scale doubles."""
+    hysteresis: Count = 2
+    """Overflows that are forgiven before the dynamic scale halves."""
+    consecutive_hysteresis: Bool = False
+    """Forgive anew after each good step."""
+    min_loss_scale: Count = 1
+    """The dynamic scale never goes below this."""
+    fp16_master_weights_and_grads: Bool = False
+    """Keep the masters in fp16."""
+
+
+class Bf16(Section):
+    """Brain floats: the range of fp32 in 16 bits, so there is no loss scaling."""
+
+    enabled: Bool = False
+    """Compute in bf16; the masters stay fp32."""
+    immediate_grad_update: Bool = False
+    """Add each gradient to the fp32 sum as soon as it is there; here this is always so."""
+    check_grad_overflow: Bool = True
+    """Skip the step on all ranks when a gradient is not finite."""
+    bf16_master_weights_and_grads: Bool = False
+    """Keep the masters in bf16."""
+    bf16_optimizer_states: Bool = False
+    """Keep the optimizer state in bf16."""
+
+
+class TorchAutocast(Section):
+    """torch.autocast around the forward pass."""
+
+    enabled: Bool = False
+    """Run the forward pass under torch.autocast."""
+    dtype: Dtype | None = None
+    """The dtype that autocast computes in."""
+    lower_precision_safe_modules: Texts | None = None
+    """Classes whose parameters are communicated in that dtype."""
+
+
+class DataTypes(Section):
+    """Dtypes that follow from the precision unless they are given here."""
+
+    grad_accum_dtype: Dtype | None = None
+    """The dtype that gradients accumulate in; not given means fp32."""
+    param_dtype: Dtype | None = None
+    """The dtype of the parameters."""
+    buffer_dtype: Dtype | None = None
+    """The dtype that the model's buffers are cast to; not given leaves them alone."""
+
+
+class ActivationCheckpointing(Section):
+    """Recomputing activations in the backward pass."""
+
+    partition_activations: Bool = False
+    """Shard the saved activations over the ranks that compute one sample together."""
+    contiguous_memory_optimization: Bool = False
+    """Keep the saved activations in one block."""
+    cpu_checkpointing: Bool = False
+    """Keep the saved activations in main memory."""
+    number_checkpoints: Count | None = None
+    """How many are saved."""
+    synchronize_checkpoint_boundary: Bool = False
+    """Synchronize the device at each boundary."""
+    profile: Bool = False
+    """Time forward and backward of each."""
+
+
+class Aio(Section):
+    """Asynchronous file access, for offload to nvme."""
+
+    block_size: Positive = 1_048_576
+    """Bytes of one request."""
+    queue_depth: Positive = 8
+    """Requests in flight."""
+    intra_op_parallelism: Positive = 1
+    """Threads that share one read or write."""
+    single_submit: Bool = False
+    """Submit requests one by one."""
+    overlap_events: Bool = True
+    """Submit while earlier requests complete."""
+    use_gds: Bool = False
+    """Read from the drive into GPU memory directly."""
+    thread_count: Positive = 1
+    """The old name of intra_op_parallelism; it has no effect in DeepSpeed either."""
+
+
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    tag_validation: choice("ignore", "warn", "fail") = "warn"
+    """What to do when the ranks disagree about the tag."""
+    load_universal: Bool = False
+    """Load DeepSpeed's universal format."""
+    use_node_local_storage: Bool = False
+    """Write on every machine instead of a shared file system."""
+    parallel_write: Object = Field(default_factory=dict)
+    """A detail of pipeline checkpoints."""
+    checkpoint_serialization: Bool = True
+    """A detail of DeepSpeed's file format."""
+    writer: Object | None = None
+    """DeepSpeed's asynchronous writer."""
+
+
+class Tensorboard(Section):
+    """Progress as TensorBoard events."""
+
+    enabled: Bool = False
+    """Write them."""
+    output_path: Text = ""
+    """The folder."""
+    job_name: Text = "DeepSpeedJobName"
+    """The folder inside it."""
+
+
+class Wandb(Section):
+    """Progress to Weights & Biases."""
+
+    enabled: Bool = False
+    """Send it."""
+    group: Text | None = None
+    """The group of the run."""
+    team: Text | None = None
+    """The team that owns the run."""
+    project: Text = "deepspeed"
+    """The project of the run."""
+
+
+class CsvMonitor(Section):
+    """Progress as CSV files."""
+
+    enabled: Bool = False
+    """Write them."""
+    output_path: Text = ""
+    """The folder."""
+    job_name: Text = "DeepSpeedJobName"
+    """The folder inside it."""
+
+
+class CommsLogger(Section):
+    """A log of the communication."""
+
+    enabled: Bool = False
+    """Keep it."""
+    prof_all: Bool = True
+    """For all operations."""
+    prof_ops: Texts = Field(default_factory=list)
+    """For these operations."""
+    verbose: Bool = False
+    """Print each call."""
+    debug: Bool = False
+    """Print the caller too."""
+
+
+class FlopsProfiler(Section):
+    """A count of the operations of one step."""
+
+    enabled: Bool = False
+    """Count them."""
+    recompute_fwd_factor: Number = 0.0
+    """The part of the forward pass that is computed again in the backward pass."""
+    profile_step: Positive = 1
+    """The step that is counted."""
+    module_depth: Int = -1
+    """How deep the table goes into the model."""
+    top_modules: Positive = 1
+    """How many modules the table shows per level."""
+    detailed: Bool = True
+    """Print every module."""
+    output_file: Text | None = None
+    """A file instead of the screen."""
+
+
+class Zero(Section):
+    """The keys that DeepSpeed does not have."""
+
+    units: Texts = Field(default_factory=list)
+    """Class names or path patterns (fnmatch on the module path) of the modules that become one unit each;
+    default: found by itself from repeated blocks."""
+    reduce_every_micro_batch: Bool = False
+    """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
+    micro-batch like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under
+    accumulation too, at the price of more communication."""

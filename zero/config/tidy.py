@@ -1,0 +1,156 @@
+"""One name for each key: aliases and old names are replaced, `"auto"` and null are taken out."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from zero.config.errors import dotted, nearest
+from zero.config.file import File
+from zero.config.values import Section
+from zero.config.zero_section import ZeroOptimization
+
+_FREE = ("params",)  # objects handed on to somebody else, to whom null may mean something
+_ZERO = "zero_optimization"
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The `Section` behind a field's annotation, `| None` or not."""
+    for found in (annotation, *get_args(annotation)):
+        if isinstance(found, type) and issubclass(found, Section):
+            return found
+    return None
+
+
+def sections(model: type[Section] = File, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[Section]]:
+    """Every section of the file by its path; the file itself is `()`."""
+    found = {path: model}
+    for name, field in model.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            found |= sections(inner, (*path, name))
+    return found
+
+
+def names(model: type[Section]) -> list[str]:
+    """The keys of a section: its fields, and the other names they go by."""
+    return [*model.model_fields, *aliases(model)]
+
+
+def aliases(model: type[Section]) -> Mapping[str, str]:
+    """The other names of a section's fields."""
+    return getattr(model, "ALIASES", {})
+
+
+@functools.cache
+def _homes() -> dict[str, list[tuple[str, ...]]]:
+    homes: dict[str, list[tuple[str, ...]]] = {}
+    for path, model in sections().items():
+        for name in names(model):
+            homes.setdefault(name, []).append(path)
+    return homes
+
+
+def hint(key: str, model: type[Section]) -> str:
+    """What a user who wrote the unknown `key` inside `model` may have meant, as the end of a sentence."""
+    homes = _homes().get(key, [])
+    if len(homes) == 1:
+        return f"; it belongs in {dotted(homes[0])!r}" if homes[0] else "; it belongs at the top level"
+    found = nearest(key, names(model))
+    if found is not None:
+        return f"; did you mean {found!r}?"
+    if len(model.model_fields) <= 12:
+        return f"; known keys: {', '.join(model.model_fields)}"
+    return "; `zero schema` lists the known keys"
+
+
+def _absent(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == "auto")
+
+
+def _free(value: Any, keep_null: bool) -> Any:
+    """An object whose keys are not ours, without what counts as not given."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _free(inner, keep_null)
+        for key, inner in value.items()
+        if not _absent(inner) or (keep_null and inner is None)
+    }
+
+
+class Tidy:
+    """The values of a file under one name each, and what was noticed on the way.
+
+    `values` uses the field names of the models; `written(path)` gives a path as the user wrote it.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self._written: dict[tuple, tuple] = {}
+        self.values = self._section(values, File, (), ())
+        self._old_zero_keys()
+
+    def written(self, path: tuple) -> tuple:
+        """`path` as the user wrote it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self._written:
+                return (*self._written[path[:length]], *path[length:])
+        return path
+
+    def _section(self, given: Any, model: type[Section], path: tuple, written: tuple) -> Any:
+        if not isinstance(given, Mapping):
+            return given  # the check that follows says what was wanted
+        known, made = aliases(model), {}
+        for key, value in given.items():
+            name, at = known.get(key, key), (*written, key)
+            if model is File and name not in model.model_fields:
+                self.warnings.append(f"unknown top-level key {str(key)!r} is ignored{hint(str(key), model)}")
+                continue
+            if name in made:
+                both = f"{dotted(self.written((*path, name)))} and {dotted(at)}"
+                self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
+                continue
+            self._written[(*path, name)] = at
+            if not _absent(value):
+                made[name] = self._value(value, model, name, (*path, name), at)
+        return made
+
+    def _value(self, value: Any, model: type[Section], name: Any, path: tuple, written: tuple) -> Any:
+        field = model.model_fields.get(name)
+        inner = section_of(field.annotation) if field else None
+        if inner is ZeroOptimization and isinstance(value, bool):
+            self.warnings.append(f"{_ZERO}: true and false are old; write {{'stage': {int(value)}}}")
+            return {"stage": int(value)}
+        if inner is not None:
+            return self._section(value, inner, path, written)
+        return _free(value, keep_null=name in _FREE)
+
+    def _old_zero_keys(self) -> None:
+        zero = self.values.get(_ZERO) if isinstance(self.values, dict) else None
+        if not isinstance(zero, dict):
+            return
+        self._renamed(
+            zero, "stage3_gather_fp16_weights_on_model_save", ("stage3_gather_16bit_weights_on_model_save",)
+        )
+        self._renamed(zero, "cpu_offload", ("offload_optimizer", "device"))
+        self._renamed(zero, "cpu_offload_param", ("offload_param", "device"))
+        if zero.pop("cpu_offload_use_pin_memory", None) is not None:
+            self.warnings.append(f"{_ZERO}: 'cpu_offload_use_pin_memory' is old and has no effect")
+
+    def _renamed(self, zero: dict, old: str, new: tuple[str, ...]) -> None:
+        """Move an old key to where it belongs now; only `true` and `false` mean something there."""
+        if old not in zero:
+            return
+        at, name = f"{_ZERO}.{old}", dotted((_ZERO, *new))
+        value = zero.pop(old)
+        if new[0] in zero:
+            self.errors.append(
+                f"{at} and {dotted((_ZERO, new[0]))}: an old and a new name of one key; keep the new"
+            )
+        elif not isinstance(value, bool):
+            self.errors.append(f"{at}: got {value!r}, wanted true or false")
+        else:
+            self.warnings.append(f"{_ZERO}: {old!r} is old; write {name}")
+            self._written[(_ZERO, *new)] = (_ZERO, old)
+            zero[new[0]] = value if len(new) == 1 else {new[1]: "cpu" if value else "none"}

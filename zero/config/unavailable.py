@@ -1,0 +1,265 @@
+"""What the config knows and this release does not do.
+
+A later release deletes rows here and changes nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Unavailable(NamedTuple):
+    """A key that is an error once it is switched on."""
+
+    path: str  # dotted, in canonical names
+    on: Callable[[Any], bool]  # sees the value that the file gives, None where it gives none
+    message: str  # what is missing, and what to do instead
+
+
+class Idle(NamedTuple):
+    """Keys that are accepted and change nothing."""
+
+    why: str
+    paths: tuple[str, ...]
+
+
+def true(value: Any) -> bool:
+    """Switched on by `true`."""
+    return value is True
+
+
+def false(value: Any) -> bool:
+    """Switched on by `false`, because the default is true."""
+    return value is False
+
+
+def given(value: Any) -> bool:
+    """Switched on by anything but an empty value."""
+    return value not in (None, False, {}, [])
+
+
+def above(limit: float) -> Callable[[Any], bool]:
+    """Switched on by a number above `limit`."""
+    return lambda value: isinstance(value, int | float) and value > limit
+
+
+def other_than(*allowed: Any) -> Callable[[Any], bool]:
+    """Switched on by any value but these."""
+    return lambda value: (
+        value is not None and (value.lower() if isinstance(value, str) else value) not in allowed
+    )
+
+
+def enabled(value: Any) -> bool:
+    """Switched on by an `enabled: true` anywhere inside."""
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("enabled") is True or any(enabled(inner) for inner in value.values())
+
+
+_ZERO = "zero_optimization"
+_RECOMPUTE = "is not available in this release; use torch.utils.checkpoint.checkpoint inside the model"
+_MONITOR = "is not available in this release; log the loss in the training loop"
+_PLUS = "ZeRO++ is not available in this release; leave it out"
+_MICS = "shard groups smaller than the world are not available in this release; leave it out"
+_MODEL = "is not available in this release; only data parallelism is"
+_UNITS = "is not available in this release; name the modules in zero.units"
+_ONE_GATHER = "another way to gather is not available in this release; leave it out"
+
+UNAVAILABLE: tuple[Unavailable, ...] = (
+    Unavailable("fp16.enabled", true, "fp16 with loss scaling is not available in this release; use bf16"),
+    Unavailable(
+        "bf16.bf16_master_weights_and_grads", true, "masters in bf16 are not available; they are fp32"
+    ),
+    Unavailable(
+        "bf16.bf16_optimizer_states", true, "optimizer states in bf16 are not available; they are fp32"
+    ),
+    Unavailable("torch_autocast.enabled", true, "is not available in this release; use bf16"),
+    Unavailable("amp", enabled, "apex amp is not available; use bf16"),
+    Unavailable("msamp", enabled, "MS-AMP is not available; use bf16"),
+    Unavailable(
+        "data_types.grad_accum_dtype",
+        other_than("fp32", "float32", "float", "torch.float32"),
+        "gradients accumulate in fp32 only in this release; leave it out or set it to 'fp32'",
+    ),
+    Unavailable("data_types.param_dtype", given, "is not available in this release; use bf16.enabled"),
+    Unavailable(
+        "data_types.buffer_dtype", given, "is not available in this release; buffers stay as they are"
+    ),
+    Unavailable(
+        "communication_data_type",
+        given,
+        "another dtype for the reduction is not available in this release; leave it out",
+    ),
+    Unavailable("prescale_gradients", true, "is not available in this release; leave it out"),
+    Unavailable("gradient_predivide_factor", other_than(1), "is not available in this release; leave it out"),
+    Unavailable(
+        "gradient_allreduce_op",
+        other_than("mean"),
+        "a sum over the ranks is not available in this release; use 'mean' and multiply the loss",
+    ),
+    Unavailable("sparse_gradients", true, "is not available in this release; gradients are dense"),
+    Unavailable(
+        "managed_gradient_accumulation",
+        false,
+        "is not available in this release; set gradient_accumulation_steps",
+    ),
+    Unavailable("graph_harvesting", true, "CUDA graphs are not available in this release; leave it out"),
+    Unavailable("optimizer.legacy_fusion", true, "is not available; leave it out"),
+    Unavailable(
+        "optimizer.params.fp32_optimizer_states",
+        false,
+        "optimizer states are fp32 in this release; leave it out",
+    ),
+    Unavailable(
+        f"{_ZERO}.offload_optimizer.device",
+        other_than("none"),
+        "offload is not available in this release; use 'none', and a higher stage to save memory",
+    ),
+    Unavailable(
+        f"{_ZERO}.offload_param.device",
+        other_than("none"),
+        "offload is not available in this release; use 'none'",
+    ),
+    Unavailable(
+        f"{_ZERO}.elastic_checkpoint", true, "DeepSpeed's elastic checkpoints are not available; leave it out"
+    ),
+    Unavailable(f"{_ZERO}.load_from_fp32_weights", false, "is not available in this release; leave it out"),
+    Unavailable(
+        f"{_ZERO}.ignore_unused_parameters",
+        false,
+        "parameters without a gradient are always allowed here; leave it out",
+    ),
+    Unavailable(f"{_ZERO}.legacy_stage1", true, "is gone from DeepSpeed too; leave it out"),
+    Unavailable(f"{_ZERO}.stage3_module_granularity_threshold", above(0), _UNITS),
+    Unavailable(f"{_ZERO}.leaf_module.classes", given, _UNITS),
+    Unavailable(f"{_ZERO}.leaf_module.names", given, _UNITS),
+    Unavailable(f"{_ZERO}.leaf_module.name_suffixes", given, _UNITS),
+    Unavailable(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", true, _ONE_GATHER),
+    Unavailable(f"{_ZERO}.stage3_allgather_sequential", true, _ONE_GATHER),
+    Unavailable(
+        f"{_ZERO}.pipeline_loading_checkpoint", true, "is not available in this release; leave it out"
+    ),
+    Unavailable(f"{_ZERO}.zero_hpz_partition_size", above(1), _PLUS),
+    Unavailable(f"{_ZERO}.zero_quantized_weights", true, _PLUS),
+    Unavailable(f"{_ZERO}.zero_quantized_nontrainable_weights", true, _PLUS),
+    Unavailable(f"{_ZERO}.zero_quantized_gradients", true, _PLUS),
+    Unavailable(f"{_ZERO}.zeropp_loco_param", given, _PLUS),
+    Unavailable(f"{_ZERO}.mics_shard_size", above(0), _MICS),
+    Unavailable(f"{_ZERO}.mics_hierarchical_params_gather", true, _MICS),
+    Unavailable(f"{_ZERO}.save_muon_momentum_buffer_in_memory", true, "is not available; leave it out"),
+    Unavailable(f"{_ZERO}.zenflow", given, "ZenFlow is not available; leave it out"),
+    Unavailable("activation_checkpointing.partition_activations", true, _RECOMPUTE),
+    Unavailable("activation_checkpointing.contiguous_memory_optimization", true, _RECOMPUTE),
+    Unavailable("activation_checkpointing.cpu_checkpointing", true, _RECOMPUTE),
+    Unavailable("activation_checkpointing.synchronize_checkpoint_boundary", true, _RECOMPUTE),
+    Unavailable("activation_checkpointing.profile", true, _RECOMPUTE),
+    Unavailable(
+        "checkpoint.load_universal", true, "DeepSpeed's universal checkpoints are not available; leave it out"
+    ),
+    Unavailable(
+        "checkpoint.use_node_local_storage", true, "is not available in this release; use a shared folder"
+    ),
+    Unavailable("checkpoint.parallel_write.pipeline_stage", true, "is not available; leave it out"),
+    Unavailable("checkpoint.writer", given, "DeepSpeed's writers are not available; leave it out"),
+    Unavailable("nebula", enabled, "is not available; leave it out"),
+    Unavailable("datastates_ckpt", given, "is not available; leave it out"),
+    Unavailable("tensorboard.enabled", true, _MONITOR),
+    Unavailable("wandb.enabled", true, _MONITOR),
+    Unavailable("csv_monitor.enabled", true, _MONITOR),
+    Unavailable("comet", enabled, _MONITOR),
+    Unavailable("comms_logger.enabled", true, "is not available in this release; use torch.profiler"),
+    Unavailable("flops_profiler.enabled", true, "is not available in this release; use torch.profiler"),
+    Unavailable("pipeline", given, _MODEL),
+    Unavailable("tensor_parallel.autotp_size", above(1), _MODEL),
+    Unavailable("tensor_parallel.tp.tp_size", above(1), _MODEL),
+    Unavailable("sequence_parallel_size", above(1), _MODEL),
+    Unavailable("expert_parallel", enabled, _MODEL),
+    Unavailable("use_data_before_expert_parallelism", true, _MODEL),
+    Unavailable("compile.deepcompile", true, "DeepCompile is not available; leave it out"),
+    Unavailable("elasticity", enabled, "is not available in this release; set train_batch_size"),
+    Unavailable("autotuning", enabled, "is not available; leave it out"),
+    Unavailable("hybrid_engine", enabled, "is not available; leave it out"),
+    Unavailable("progressive_layer_drop", enabled, "is not available; leave it out"),
+    Unavailable("data_efficiency", enabled, "is not available; leave it out"),
+    Unavailable("curriculum_learning", enabled, "is not available; leave it out"),
+    Unavailable("compression_training", enabled, "is not available; leave it out"),
+    Unavailable("quantize_training", enabled, "is not available; leave it out"),
+    Unavailable("weight_quantization", given, "is not available; leave it out"),
+    Unavailable("sparse_attention", given, "is not available; leave it out"),
+)
+
+IDLE: tuple[Idle, ...] = (
+    Idle(
+        "the units decide what is reduced and gathered together",
+        tuple(
+            f"{_ZERO}.{key}"
+            for key in (
+                "contiguous_gradients",
+                "reduce_scatter",
+                "reduce_bucket_size",
+                "use_multi_rank_bucket_allreduce",
+                "allgather_partitions",
+                "allgather_bucket_size",
+                "overlap_comm",
+                "sub_group_size",
+                "round_robin_gradients",
+            )
+        ),
+    ),
+    Idle(
+        "not used yet",
+        (
+            *(
+                f"{_ZERO}.stage3_{key}"
+                for key in (
+                    "prefetch_bucket_size",
+                    "param_persistence_threshold",
+                    "model_persistence_threshold",
+                    "max_live_parameters",
+                    "max_reuse_distance",
+                )
+            ),
+            "aio",
+            "activation_checkpointing.number_checkpoints",
+            "timers",
+            "checkpoint.tag_validation",
+        ),
+    ),
+    Idle(
+        "there is nothing to set here",
+        (
+            f"{_ZERO}.memory_efficient_linear",
+            f"{_ZERO}.override_module_apply",
+            f"{_ZERO}.log_trace_cache_warnings",
+            f"{_ZERO}.enable_sanity_checks",
+            "bf16.immediate_grad_update",
+            "checkpoint.checkpoint_serialization",
+            "zero_force_ds_cpu_optimizer",
+            "seq_parallel_communication_data_type",
+            "data_parallel_size",
+            "disable_allgather",
+            "vocabulary_size",
+        ),
+    ),
+)
+
+
+def lookup(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None where there is none."""
+    here: Any = values
+    for part in path.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            return None
+        here = here[part]
+    return here
+
+
+def unavailable(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The path and the message of everything in `values` that is switched on and not available."""
+    return [(row.path, row.message) for row in UNAVAILABLE if row.on(lookup(values, row.path))]
+
+
+def idle(values: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """The keys of `values` that change nothing, with the reason, grouped by it."""
+    found = [(row.why, [path for path in row.paths if lookup(values, path) is not None]) for row in IDLE]
+    return [(why, paths) for why, paths in found if paths]

@@ -1,0 +1,150 @@
+"""The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
+
+import math
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+WANTED = "wanted"  # the type of every error raised here; its context holds the phrase
+DTYPES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+
+
+class Section(BaseModel):
+    """A JSON object whose keys are all known: an unknown one is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=False
+    )
+
+
+def _refuse(wanted: str) -> PydanticCustomError:
+    return PydanticCustomError(WANTED, "{wanted}", {"wanted": wanted})
+
+
+def _range(noun: str, low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"{noun} from {low} to {high}"
+    if low is not None:
+        return f"{noun} of at least {low}"
+    return noun
+
+
+def integer(low: int | None = None, high: int | None = None) -> Any:
+    """An integer in a range. A float without a fraction is one too: JSON people write 5e8."""
+    wanted = _range("an integer", low, high)
+
+    def check(value: Any) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _refuse(wanted)
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise _refuse(wanted)
+        return value
+
+    return Annotated[int, Field(ge=low, le=high), BeforeValidator(check)]
+
+
+def number(low: float | None = None, high: float | None = None) -> Any:
+    """A finite number in a range."""
+    wanted = _range("a number", low, high)
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _refuse(wanted)
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise _refuse(wanted)
+        return float(value)
+
+    return Annotated[float, Field(ge=low, le=high), BeforeValidator(check)]
+
+
+def choice(*names: str) -> Any:
+    """One of a few words, in any case; kept in lower case."""
+    wanted = "one of " + ", ".join(repr(name) for name in names)
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or value.lower() not in names:
+            raise _refuse(wanted)
+        return value.lower()
+
+    return Annotated[str, Field(json_schema_extra={"enum": list(names)}), BeforeValidator(check)]
+
+
+def dtype(*allowed: str) -> Any:
+    """A dtype under any of its usual names; kept as fp32, fp16 or bf16."""
+    meaning = {alias: name for name in allowed for alias in DTYPES[name]}
+    wanted = "one of " + ", ".join(repr(name) for name in allowed)
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or value.lower() not in meaning:
+            raise _refuse(wanted)
+        return meaning[value.lower()]
+
+    return Annotated[str, Field(json_schema_extra={"enum": list(meaning)}), BeforeValidator(check)]
+
+
+def _boolean(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise _refuse("true or false")
+    return value
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise _refuse("a string")
+    return value
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise _refuse("a list of strings")
+    return list(value)
+
+
+def _object(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _refuse("an object {...}")
+    return value
+
+
+def _pair(value: Any) -> Any:
+    wanted = "a list of two numbers in [0, 1)"
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise _refuse(wanted)
+    for beta in value:
+        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < 1:
+            raise _refuse(wanted)
+    return tuple(value)
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in ("inf", "infinity"):
+        return math.inf
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value != math.inf and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise _refuse("an integer of at least 1, or inf")
+    return value
+
+
+Bool: TypeAlias = Annotated[bool, BeforeValidator(_boolean)]
+Text: TypeAlias = Annotated[str, BeforeValidator(_text)]
+Texts: TypeAlias = Annotated[list[str], BeforeValidator(_texts)]
+Object: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_object)]
+Betas: TypeAlias = Annotated[tuple[float, float], BeforeValidator(_pair)]
+Steps: TypeAlias = Annotated[int | float, BeforeValidator(_steps)]
+Int = integer()
+Count = integer(0)
+Positive = integer(1)
+Number = number()
+NotNegative = number(0)
+Fraction = number(0, 1)
+Dtype = dtype("fp32", "fp16", "bf16")

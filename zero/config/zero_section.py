@@ -1,0 +1,183 @@
+"""The section `zero_optimization`: what is sharded, where it rests and how it moves."""
+
+import sys
+from typing import ClassVar
+
+from pydantic import Field
+
+from zero.config.values import (
+    Bool,
+    Count,
+    Fraction,
+    Int,
+    Object,
+    Positive,
+    Section,
+    Text,
+    Texts,
+    choice,
+    integer,
+)
+
+Device = choice("none", "cpu", "nvme")
+_MOE = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class OffloadParam(Section):
+    """Where the parameter shards of stage 3 rest."""
+
+    device: Device = "none"
+    """The place of the parameter shards between uses: none (the device that computes), cpu or nvme."""
+    nvme_path: Text | None = None
+    """A folder on the drive, for device nvme."""
+    buffer_count: Positive = 5
+    """The number of buffers between the drive and memory."""
+    buffer_size: Positive = 100_000_000
+    """The size of one such buffer, in elements."""
+    max_in_cpu: Count = 1_000_000_000
+    """The number of elements that stay in main memory although the device is nvme."""
+    pin_memory: Bool = True
+    """Page-locked main memory, which copies faster to the GPU."""
+
+
+class OffloadOptimizer(Section):
+    """Where the optimizer state and the fp32 masters rest, and who computes the step."""
+
+    device: Device = "none"
+    """The place of the optimizer state: none (the device that computes), cpu or nvme."""
+    nvme_path: Text | None = None
+    """A folder on the drive, for device nvme."""
+    buffer_count: Positive = 4
+    """The number of buffers between the drive and memory, at least the number of states."""
+    pin_memory: Bool = True
+    """Page-locked main memory, which copies faster to the GPU."""
+    pipeline_read: Bool = False
+    """Read the next piece from the drive while this one is computed."""
+    pipeline_write: Bool = False
+    """Write the last piece to the drive while this one is computed."""
+    fast_init: Bool = False
+    """Fill the files on the drive without writing zeros first."""
+    ratio: Fraction = 1.0
+    """The part of the parameters that the CPU updates; the GPU updates the rest."""
+    super_offload: Bool = False
+    """A scheme for machines whose CPU and GPU share fast memory."""
+    cpuadam_cores_perc: Fraction = 0.8
+    """The part of the cores that the scheme above gives to the update."""
+
+
+class LeafModule(Section):
+    """Modules whose parameters are gathered all at once although they hold modules of their own."""
+
+    classes: Texts = Field(default_factory=lambda: list(_MOE))
+    """Class names, short or with the package in front."""
+    names: Texts = Field(default_factory=list)
+    """Paths of modules in the model."""
+    name_suffixes: Texts = Field(default_factory=list)
+    """Endings of such paths."""
+
+
+class ZeroOptimization(Section):
+    """What is sharded over the ranks, and DeepSpeed's knobs for how it moves."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        name.removeprefix("stage3_"): name
+        for name in (
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_module_granularity_threshold",
+            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_allgather_sequential",
+        )
+    }
+
+    stage: integer(0, 3) = 0
+    """0 replicates everything; 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
+    offload_param: OffloadParam = Field(default_factory=OffloadParam)
+    """Where the parameter shards of stage 3 rest."""
+    offload_optimizer: OffloadOptimizer = Field(default_factory=OffloadOptimizer)
+    """Where the optimizer state rests, and who computes the step."""
+    stage3_gather_16bit_weights_on_model_save: Bool = False
+    """Gather whole weights when a 16-bit model is saved from stage 3."""
+
+    contiguous_gradients: Bool = True
+    """Copy gradients into one flat buffer as they are produced; here they always are."""
+    reduce_scatter: Bool = True
+    """Send each rank its own part of the gradients only; here the stage decides."""
+    reduce_bucket_size: Count = 500_000_000
+    """Elements reduced at a time; here a unit is."""
+    use_multi_rank_bucket_allreduce: Bool = True
+    """A detail of DeepSpeed's buckets."""
+    allgather_partitions: Bool = True
+    """A detail of DeepSpeed's gather; it has no effect there either."""
+    allgather_bucket_size: Count = 500_000_000
+    """Elements gathered at a time; here a unit is."""
+    overlap_comm: Bool | None = None
+    """Communicate while the backward pass computes; not given means as the stage does best."""
+    sub_group_size: Count = 1_000_000_000
+    """Elements the optimizer updates at a time; here a unit is."""
+    round_robin_gradients: Bool = False
+    """An order of the parameters over the ranks; here each rank holds an equal part of each unit."""
+    load_from_fp32_weights: Bool = True
+    """Take the masters of a checkpoint, not the 16-bit weights, when one is loaded."""
+    elastic_checkpoint: Bool = False
+    """DeepSpeed's old way to load at another world size; here every checkpoint loads at any."""
+    ignore_unused_parameters: Bool = True
+    """Allow parameters that get no gradient in a step."""
+    legacy_stage1: Bool = False
+    """An implementation of stage 1 that DeepSpeed has removed."""
+
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    """Elements gathered ahead of their use."""
+    stage3_param_persistence_threshold: Count = 100_000
+    """Parameters with fewer elements than this stay whole."""
+    stage3_model_persistence_threshold: Count = sys.maxsize
+    """The most elements that may stay whole in all."""
+    stage3_max_live_parameters: Count = 1_000_000_000
+    """The most elements that are whole at one time."""
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    """Keep a parameter whole if it is used again within this many elements."""
+    stage3_module_granularity_threshold: Count = 0
+    """Treat modules smaller than this as one."""
+    stage3_use_all_reduce_for_fetch_params: Bool = False
+    """Gather by an all-reduce over zeros."""
+    stage3_allgather_sequential: Bool = False
+    """Gather one parameter at a time."""
+    memory_efficient_linear: Bool = True
+    """Replace torch's linear function by one that saves less."""
+    override_module_apply: Bool = True
+    """Gather parameters inside `Module.apply`."""
+    pipeline_loading_checkpoint: Bool = False
+    """Let the ranks of a machine load one after the other."""
+    log_trace_cache_warnings: Bool = False
+    """Say when the order of the modules changes between steps."""
+    enable_sanity_checks: Bool = False
+    """Look for edits of gathered parameters that would be lost; here this is always on."""
+    leaf_module: LeafModule = Field(default_factory=LeafModule)
+    """Modules that are gathered all at once."""
+
+    zero_hpz_partition_size: Positive = 1
+    """ZeRO++: ranks of a second shard group inside a machine."""
+    zero_quantized_weights: Bool = False
+    """ZeRO++: gather quantized weights."""
+    zero_quantized_nontrainable_weights: Bool = False
+    """ZeRO++: gather quantized weights of frozen parameters."""
+    zero_quantized_gradients: Bool = False
+    """ZeRO++: reduce quantized gradients."""
+    zeropp_loco_param: Object | None = None
+    """ZeRO++: error feedback of the quantized gradients."""
+    mics_shard_size: Int = -1
+    """MiCS: ranks that share one copy of the parameters; -1 is all of them."""
+    mics_hierarchical_params_gather: Bool = False
+    """MiCS: gather inside a machine and between machines in two steps."""
+    save_muon_momentum_buffer_in_memory: Bool = False
+    """Keep Muon's momentum in main memory."""
+    zenflow: Object | None = None
+    """ZenFlow: update the parameters that matter most at once and the others later."""

@@ -1,0 +1,139 @@
+"""The two collectives of ZeRO, asynchronous: gather a full buffer from its shards, reduce one to a shard.
+
+NCCL takes its native all-gather and reduce-scatter. On gloo both are made of point-to-point messages: each
+rank sends every other rank the slice it owns. That moves the same bytes as a ring, starts at once instead of
+queueing for gloo's two worker threads, and was the fastest of what gloo offers (benchmarks/collectives.py;
+table in benchmarks/README.md). Above all it leaves the sum to us: rows are added in fp32 in the order of
+ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked.
+
+A message carries a tag made of its unit and direction, so that ranks which diverge wait for each other
+instead of taking one unit's bytes for another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero.core.mesh import Axis
+from zero.kernels.bucket import sum_rows
+
+# Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
+PIECE = 1 << 20
+
+# torch 2.13 renamed both and warns on the old names; older releases have only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Transfer(NamedTuple):
+    """A gather on its way. Keeps the buffers of the messages alive, and the host copy where one is needed."""
+
+    works: Sequence[dist.Work]
+    full: torch.Tensor
+    host: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Return when `full` is whole (on CUDA: when the current stream will see it whole)."""
+        for work in self.works:
+            work.wait()
+        if self.host is not None:
+            self.full.copy_(self.host)
+
+
+def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
+    """Start to fill `full` [axis.size x n] from every rank's slice of it; the own slice must be in place already."""
+    if axis.size == 1:
+        return Transfer((), full)
+    if axis.native:
+        own = _slice(full, axis, axis.rank)
+        return Transfer((_all_gather(full, own, group=axis.group, async_op=True),), full)
+    host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
+    buffer = full if host is None else host
+    works = []
+    for step in range(1, axis.size):
+        peer = (axis.rank + step) % axis.size
+        works.append(dist.irecv(_slice(buffer, axis, peer), group=axis.group, group_src=peer, tag=tag))
+    own = _slice(buffer, axis, axis.rank)
+    for step in range(1, axis.size):
+        peer = (axis.rank - step) % axis.size
+        works.append(dist.isend(own, group=axis.group, group_dst=peer, tag=tag))
+    return Transfer(works, full, host)
+
+
+class Inbox(NamedTuple):
+    """A scatter on its way: one row per rank, in the order of ranks, ours among them.
+
+    `rows` are slices of `flat` (ours) and of the receive buffer; all of it lives until `sum` has returned,
+    because messages read and write it.
+    """
+
+    flat: torch.Tensor
+    rows: Sequence[torch.Tensor]
+    arrivals: Sequence[Sequence[dist.Work]]  # per piece of `piece` elements: what to wait for
+    departures: Sequence[dist.Work]
+    piece: int
+
+    def sum(self, out: torch.Tensor, accumulate: bool) -> None:
+        """out [n] fp32 = (out if accumulate) + rows[0] + rows[1] + ..., each piece as soon as it is here."""
+        host = out.cpu() if out.device != self.rows[0].device else out
+        for index, works in enumerate(self.arrivals):
+            for work in works:
+                work.wait()
+            part = slice(index * self.piece, (index + 1) * self.piece)
+            sum_rows([row[part] for row in self.rows], host[part], accumulate)
+        if host is not out:
+            out.copy_(host)
+        for work in self.departures:
+            work.wait()
+
+
+def scatter(flat: torch.Tensor, axis: Axis, tag: int) -> Inbox:
+    """Start to send every rank its slice of `flat` [axis.size x n] and to receive everyone's slice for us."""
+    numel = flat.numel() // axis.size
+    if axis.size == 1:
+        return Inbox(flat, (flat,), ((),), (), max(1, numel))
+    if axis.native:
+        own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+        work = _reduce_scatter(own, flat, group=axis.group, async_op=True)
+        return Inbox(flat, (own,), ((work,),), (), max(1, numel))
+    flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
+    peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    received = torch.empty((axis.size - 1, numel), dtype=flat.dtype)
+    rows = {peer: received[index] for index, peer in enumerate(peers)}
+    rows[axis.rank] = _slice(flat, axis, axis.rank)
+    starts = range(0, numel, PIECE)
+    # All receives first: a message that finds its buffer waiting is written straight into it.
+    arrivals = [
+        [dist.irecv(rows[peer][at : at + PIECE], group=axis.group, group_src=peer, tag=tag) for peer in peers]
+        for at in starts
+    ]
+    departures = [
+        dist.isend(_slice(flat, axis, peer)[at : at + PIECE], group=axis.group, group_dst=peer, tag=tag)
+        for at in starts
+        for peer in peers
+    ]
+    return Inbox(flat, [rows[rank] for rank in range(axis.size)], arrivals, departures, PIECE)
+
+
+def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> None:
+    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking."""
+    if axis.size > 1:
+        dist.broadcast(tensor, group=axis.group, group_src=source)
+
+
+def gather_scalars(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Every rank's `values` [k] in order of ranks, as [size, k]; blocking."""
+    if axis.size == 1:
+        return values[None]
+    out = torch.empty(axis.size * values.numel(), dtype=values.dtype, device=values.device)
+    _all_gather(out, values.contiguous(), group=axis.group)
+    return out.view(axis.size, -1)
+
+
+def _slice(flat: torch.Tensor, axis: Axis, rank: int) -> torch.Tensor:
+    numel = flat.numel() // axis.size
+    return flat.narrow(0, rank * numel, numel)

@@ -1,0 +1,96 @@
+"""Ranks as a mesh of two axes: along *shard* state is cut, along *replica* it is repeated.
+
+Stage 0 is a mesh whose shard axis has size 1, stages 1 to 3 one whose replica axis has; nothing else in the
+core asks for the stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zero.log import rank_zero
+from zero.plan.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh: the process group along it, its size, and this process's place on it."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    native: bool  # NCCL: take the backend's own reduce-scatter and all-gather
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The two axes, and the world they make up."""
+
+    rank: int
+    world_size: int
+    shard: Axis
+    replica: Axis
+
+    @property
+    def spans_per_shard(self) -> int:
+        """How many of the world's 1/world_size spans one shard holds: the grain of sums that no stage changes."""
+        return self.world_size // self.shard.size
+
+
+def make_mesh(sharding: Sharding) -> Mesh:
+    """The mesh of the default process group (one process without one) under `sharding`."""
+    if not dist.is_initialized():
+        alone = Axis(None, 1, 0, False)
+        return Mesh(0, 1, alone, alone)
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    line = Axis(group, size, rank, dist.get_backend() == "nccl")
+    point = Axis(None, 1, 0, line.native)
+    shard, replica = (line, point) if sharding.optim else (point, line)
+    return Mesh(rank, size, shard, replica)
+
+
+def local_device() -> torch.device:
+    """The GPU of this process (LOCAL_RANK, wrapped round when ranks share GPUs), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def init_distributed(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Join the process group that the environment describes; adopt the one that exists; stay alone without either.
+
+    `backend` defaults to NCCL where every local rank has a GPU of its own and to gloo elsewhere. A world of
+    one process needs no process group. Raises ValueError when the environment is only half set.
+    """
+    if dist.is_initialized():
+        return
+    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in os.environ]
+    if missing == list(wanted) or (missing and os.environ.get("WORLD_SIZE", "1") == "1"):
+        return
+    if missing:
+        raise ValueError(
+            f"the environment describes a distributed run but lacks {missing}; "
+            "start the script with `zero run` or `torchrun`, which set them"
+        )
+    device = local_device()
+    if backend is None:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own_gpu = device.type == "cuda" and ranks_here <= torch.cuda.device_count()
+        backend = "nccl" if own_gpu else "gloo"
+        if device.type == "cuda" and not own_gpu:
+            rank_zero(
+                logging.INFO,
+                "%d ranks share %d GPU(s): they talk over gloo, since NCCL wants a GPU for each",
+                ranks_here,
+                torch.cuda.device_count(),
+            )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)

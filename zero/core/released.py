@@ -1,0 +1,94 @@
+"""What a parameter is while its memory is away: true shape and metadata, and a clear error for everything else.
+
+Reading a tensor whose storage was freed crashes the process, so a released parameter shows a NaN scalar
+expanded to its shape, and its class is swapped for one that answers questions about metadata only. Autograd
+may still hold views of the freed buffer; their version counter, which they share with the parameter, is
+moved on at release and set back when the memory is, so that a backward that reaches them too early raises
+instead of crashing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_METADATA = frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.__len__,
+        Tensor.dim,
+        Tensor.element_size,
+        Tensor.get_device,
+        Tensor.is_complex,
+        Tensor.is_floating_point,
+        Tensor.ndimension,
+        Tensor.nelement,
+        Tensor.numel,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.requires_grad_,
+        Tensor.size,
+        torch.is_complex,
+        torch.is_floating_point,
+        torch.numel,
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "ndim", "nbytes", "itemsize", "layout", "requires_grad", "is_leaf"),
+                *("grad", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "names"),
+                *("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "retains_grad"),
+            )
+            if hasattr(Tensor, name)
+        ),
+        Tensor.grad.__set__,
+        Tensor.grad.__delete__,
+        Tensor.requires_grad.__set__,
+        Tensor._backward_hooks.__set__,
+        Tensor._post_accumulate_grad_hooks.__set__,
+    }
+)
+
+
+class Released:
+    """Mixed into the class of a released parameter."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for metadata; raise RuntimeError, naming the parameter, for everything that reads or writes values."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(
+            f"parameter '{_first_name((args, kwargs))}' is released; read it inside zero.GatheredParameters(...)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied: the values are elsewhere."""
+        return self.__torch_function__(Tensor.__reduce_ex__, (type(self),), (self, protocol))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse to be copied: the values are elsewhere."""
+        return self.__torch_function__(Tensor.__deepcopy__, (type(self),), (self, memo))
+
+
+@functools.cache
+def released_class(kind: type) -> type:
+    """The class that a parameter of class `kind` has while it is released."""
+    return type(f"Released{kind.__name__}", (Released, kind), {"__module__": __name__, "__doc__": Released.__doc__})
+
+
+def _first_name(values: Any) -> str:
+    """The name of the first released parameter among nested arguments."""
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Released):
+            return value._zero_owner.name
+        if isinstance(value, dict):
+            stack += reversed(list(value.values()))
+        elif isinstance(value, (tuple, list)):
+            stack += reversed(value)
+    return "?"

@@ -1,0 +1,218 @@
+"""A unit: parameters that are gathered, reduced and released together, as a small state machine.
+
+    SHARDED --gather--> GATHERING --wait--> FULL --release / invalidate--> SHARDED
+
+The fifth verb, reduce, concerns the gradient and is legal in every state. Storage is flat, parameters are not: the module keeps its own `nn.Parameter` objects, which become views of
+the unit's flat buffer. Releasing resizes that buffer's storage to 0 and gathering resizes it back, so that
+views which autograd saved in between are valid again when backward reaches them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zero.core import comm
+from zero.core.comm import Transfer
+from zero.core.gradients import Gradients
+from zero.core.mesh import Mesh
+from zero.core.released import Released, released_class
+from zero.plan.units import UnitPlan
+
+
+class State(enum.Enum):
+    """What is in memory of a unit's parameters.
+
+    SHARDED:   the own shard. Where parameters are cut, nothing else; where they are not, a full copy that
+               the optimizer has outdated.
+    GATHERING: the shard, and a full buffer that is being filled.
+    FULL:      the shard and a valid full buffer; parameters may be read.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+LEGAL = {
+    (State.SHARDED, "gather"): State.GATHERING,
+    (State.GATHERING, "wait"): State.FULL,
+    (State.FULL, "release"): State.SHARDED,
+    (State.FULL, "invalidate"): State.SHARDED,
+}
+
+
+class Owner(NamedTuple):
+    """What a parameter knows of us: its name in the model, its unit, and its index there."""
+
+    name: str
+    unit: Unit
+    index: int
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter itself."""
+        return self.unit.params[self.index]
+
+
+class Unit:
+    """Parameters with one flat buffer, one shard, one gradient.
+
+    full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
+    shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
+    master: the same slice in fp32 for the optimizer, `shard` itself when that is fp32; None when frozen;
+    holds:  how many readers (`GatheredParameters`) keep it full for now.
+    """
+
+    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
+        self.plan = plan
+        self.index = index
+        self.params = list(params)
+        self.cut = cut and mesh.shard.size > 1
+        self.state = State.FULL
+        self.gradients: Gradients | None = None
+        self.holds = 0
+        self._mesh = mesh
+        self._axis = mesh.shard
+        self._transfer: Transfer | None = None
+        self._kinds = [type(param) for param in params]
+        self._versions = [param._version for param in params]
+
+    def adopt(self, dtype: torch.dtype, device: torch.device, gradient_dtype: torch.dtype) -> None:
+        """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
+
+        The masters are cut from the values before they are rounded to a 16-bit `dtype`.
+        """
+        layout, trained = self.plan.layout, self.plan.requires_grad
+        source = torch.float32 if trained and dtype.itemsize < 4 else dtype
+        flat = torch.zeros(layout.numel, dtype=source, device=device)
+        for param, span in zip(self.params, layout.spans.values(), strict=True):
+            flat.narrow(0, *span).view(param.shape).copy_(param.detach())
+        for axis in (self._mesh.shard, self._mesh.replica):
+            comm.broadcast(flat, 0, axis)
+        own = layout.shard(self._axis.rank, self._axis.size)
+        self.full = flat.to(dtype)
+        self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
+        self.master = None
+        if trained:
+            self.master = self.shard if source == dtype else flat.narrow(0, *own).clone()
+        self._views = [
+            self.full.narrow(0, *span).view(param.shape)
+            for param, span in zip(self.params, layout.spans.values(), strict=True)
+        ]
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self._absent = [nothing.expand(param.shape) for param in self.params]
+        for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            param.data = view
+            param.grad = None
+            param._zero_owner = Owner(self.plan.params[position].name, self, position)
+        if trained:
+            shapes = [param.shape for param in self.params]
+            self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtype, device, 3 * self.index + 1)
+
+    def gather(self) -> None:
+        """Start to bring the full parameters; a no-op when they are there or on their way."""
+        if self.state is not State.SHARDED:
+            return
+        if self.cut:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            own = self.plan.layout.shard(self._axis.rank, self._axis.size)
+            self.full.narrow(0, *own).copy_(self.shard)
+        self._transfer = comm.gather(self.full, self._axis, 3 * self.index)
+        self._move("gather")
+
+    def wait(self) -> None:
+        """Block until the full parameters may be read; a no-op when they are."""
+        if self.state is State.FULL:
+            return
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
+        self._move("wait")
+        if self.cut:
+            self._show()
+
+    def release(self) -> None:
+        """Give the memory of the full parameters back, where parameters are cut; else they stay."""
+        if not self.cut or self.holds or self.state is State.SHARDED:
+            return
+        self.wait()  # messages on their way still write into the buffer
+        self._hide()
+        self.full.untyped_storage().resize_(0)
+        self._move("release")
+
+    def invalidate(self) -> None:
+        """The shard has changed: whatever full copy there is must be gathered again.
+
+        Tells autograd too, so that a graph built before the change raises, as it does in plain torch.
+        """
+        if self.cut:
+            self.release()
+            self._versions = [version + 1 for version in self._versions]
+            return
+        self.wait()
+        torch.autograd.graph.increment_version(self.params)
+        self._move("invalidate")
+
+    def reduce(self) -> None:
+        """Start to turn the full gradient into its reduced shard."""
+        self.gradients.reduce()
+
+    def overwrite(self, index: int, source: int) -> None:
+        """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master."""
+        view = self._views[index]
+        for axis in (self._mesh.shard, self._mesh.replica):
+            comm.broadcast(view, source, axis)
+        own = self.plan.layout.shard(self._axis.rank, self._axis.size)
+        name = self.plan.params[index].name
+        for fragment in self.plan.layout.fragments(own):
+            if fragment.name == name:
+                values = view.reshape(-1).narrow(0, fragment.start, fragment.numel)
+                for kept in (self.shard, self.master):
+                    if kept is not None:
+                        kept.narrow(0, fragment.at, fragment.numel).copy_(values)
+
+    def dissolve(self) -> None:
+        """Give every parameter storage of its own again, with its current value, and forget the flat buffers."""
+        self.gather()
+        self.wait()
+        for param in self.params:
+            param.data = param.data.clone()
+            del param._zero_owner
+        if self.gradients is not None:
+            self.gradients.drop()
+
+    def _move(self, verb: str) -> None:
+        after = LEGAL.get((self.state, verb))
+        if after is None:
+            raise RuntimeError(
+                f"unit '{self.plan.name}' (rank {self._axis.rank}) cannot {verb} while it is {self.state.value}"
+            )
+        self.state = after
+
+    def _show(self) -> None:
+        for param, view, kind in zip(self.params, self._views, self._kinds, strict=True):
+            param.__class__ = kind
+            param.data = view
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.params), tuple(self._versions))
+
+    def _hide(self) -> None:
+        self._versions = [param._version for param in self.params]
+        torch.autograd.graph.increment_version(self.params)
+        for param, absent, kind in zip(self.params, self._absent, self._kinds, strict=True):
+            param.data = absent
+            param.__class__ = released_class(kind)
+
+
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """The unit of a parameter, or None when no engine manages it."""
+    return getattr(param, "_zero_owner", None)
+
+
+def is_released(param: torch.Tensor) -> bool:
+    """Whether the parameter's values are away."""
+    return isinstance(param, Released)

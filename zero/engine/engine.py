@@ -1,0 +1,192 @@
+"""The engine that users hold: a module whose call, backward and step keep ZeRO's promises."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from zero.config import Config
+from zero.core.wrap import Sharded
+from zero.data import Loader, build_loader
+from zero.engine.queries import Queries
+from zero.log import logger
+from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.memory import StateBytes
+
+
+class Engine(Queries, nn.Module):
+    """Wraps a model for training; made by `zero.initialize`.
+
+        loss = engine(batch)
+        engine.backward(loss)      # or loss.backward()
+        engine.step()              # updates at the accumulation boundary, does nothing before it
+
+    Gradients are the mean over ranks and micro-batches, divided exactly once: the division is one factor of
+    the optimizer step, so it holds however the backward was called. Unknown attributes are looked up in the
+    wrapped module.
+    """
+
+    def __init__(self, sharded: Sharded, optimizer: ZeroOptimizer | None, config: Config, device: torch.device) -> None:
+        super().__init__()
+        self.module = sharded.module
+        self.optimizer = optimizer
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Loader | None = None
+        self.device = device
+        self.config = config.raw
+        self.global_rank = sharded.mesh.rank
+        self.world_size = self.dp_world_size = sharded.mesh.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self._config = config
+        self._sharded = sharded
+        self._boundary: bool | None = None  # set by the user; None: count
+        self._applied = False
+        self._mark_boundary()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model. An exception leaves the engine usable; gradients of this step are dropped."""
+        self._alive()
+        self._sharded.recover()
+        try:
+            return self.module(*inputs, **kwargs)
+        except Exception:
+            self._sharded.abandon()
+            raise
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute and reduce gradients; returns loss / gradient_accumulation_steps for logging, detached.
+
+        `scale_wrt_gas=False` says that the caller has already divided the loss. Raises ValueError for a loss
+        that is not a scalar with a graph, RuntimeError without an optimizer.
+        """
+        self._alive()
+        if self.optimizer is None:
+            raise RuntimeError("backward() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = (
+                f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
+            raise ValueError(f"backward() wants the loss, a scalar tensor with a graph; got {what}")
+        steps = self.gradient_accumulation_steps()
+        reducer = self._sharded.reducer
+        rounds = reducer.rounds
+        try:
+            (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
+            if reducer.rounds == rounds:
+                # No parameter of ours was in the graph here; other ranks may have some and wait for us.
+                reducer.flush()
+        except Exception:
+            self._sharded.abandon()
+            raise
+        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the accumulation boundary, update the model and step the scheduler."""
+        self._alive()
+        if self.optimizer is None:
+            raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._sharded.recover()
+            self.optimizer.step()
+            self._applied = not self.optimizer.overflow
+            self.skipped_steps += self.optimizer.overflow
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+            if self._applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._print_progress()
+        self.micro_steps += 1
+        self._mark_boundary()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch that runs is the last of its optimizer step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide the boundary yourself, until told otherwise; None goes back to counting."""
+        self._boundary = is_boundary
+        self._mark_boundary()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed parameters."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged gradient before clipping; None before the first step."""
+        return self.optimizer.grad_norm if self.optimizer else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""
+        self._sharded.drop_gradients()
+        for param in self.module.parameters():
+            param.grad = None
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset,
+        batch_size: int | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> Loader:
+        """A loader that gives each rank its part of `dataset`, in micro-batches."""
+        return build_loader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self._config.dataloader_drop_last,
+            num_workers=num_local_io_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def state_nbytes(self) -> StateBytes:
+        """Bytes of model state alive on this rank now: parameters, gradients, optimizer (masters included)."""
+        held = self._sharded.nbytes()
+        return held._replace(optimizer=held.optimizer + (self.optimizer.nbytes() if self.optimizer else 0))
+
+    def destroy(self) -> None:
+        """Take every hook off and give the module whole parameters of its own again; collective."""
+        if self._sharded is not None:
+            self._sharded.dissolve()
+            self._sharded = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what the engine lacks in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def _alive(self) -> None:
+        if self._sharded is None:
+            raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+
+    def _mark_boundary(self) -> None:
+        self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()
+
+    def _print_progress(self) -> None:
+        every = self.steps_per_print()
+        if self.global_rank == 0 and not math.isinf(every) and self.global_steps % int(every) == 0:
+            logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )

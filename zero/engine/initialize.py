@@ -1,0 +1,137 @@
+"""From a model and a JSON to an engine, its optimizer, a loader and a scheduler."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from zero.config import Config, load
+from zero.core.mesh import init_distributed, local_device, make_mesh
+from zero.core.wrap import Numerics, Sharded, wrap
+from zero.data import Loader
+from zero.engine.arguments import resolve_config
+from zero.engine.engine import Engine
+from zero.optim.lr import build_scheduler
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
+from zero.plan.sharding import Sharding
+
+Groups = list[dict[str, Any]]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
+    """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), as DeepSpeed does.
+
+    Collective: every rank calls it with the same arguments, and all take rank 0's parameters. The model is
+    changed in place: its parameters move to this rank's device and into the precision that the JSON says.
+
+    model_parameters: tensors or parameter groups for the optimizer; default: all that require a gradient.
+    optimizer: instead of the JSON's, one of `torch.optim` that works element by element, or a callable that
+    makes it from the parameters. lr_scheduler: an object or a callable of the optimizer.
+    training_data: a dataset, from which each rank's loader of micro-batches is made.
+    Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
+    source = resolve_config(args, config, config_params)
+    if dist_init_required is not False:
+        init_distributed(timeout=timedelta(minutes=10))
+    settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+    zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
+    sharding = Sharding.of_stage(settings.zero_optimization.stage, settings.zero.reduce_every_micro_batch)
+    device = local_device()
+    sharded = _wrap(model, groups, sharding, device, settings)
+    if zero_optimizer is not None:
+        mean = 1.0 / (sharded.mesh.world_size * settings.gradient_accumulation_steps)
+        zero_optimizer.bind(sharded, mean)
+    engine = Engine(sharded, zero_optimizer, settings, device)
+    engine.lr_scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, zero_optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _wrap(model: nn.Module, groups: Groups, sharding: Sharding, device: torch.device, settings: Config) -> Sharded:
+    numerics = Numerics(settings.compute_dtype, settings.gradient_accumulation_steps)
+    params = [group["params"] for group in groups]
+    return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units)
+
+
+def _make_optimizer(
+    model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config
+) -> tuple[ZeroOptimizer | None, Groups]:
+    if client is None and settings.optimizer is None:
+        return None, []
+    groups = _groups(model, model_parameters)
+    if client is None:
+        rule: Rule = make_rule(settings.optimizer.type, dict(settings.optimizer.params or {}))
+    else:
+        if not isinstance(client, torch.optim.Optimizer):
+            client = client([param for group in groups for param in group["params"]])
+        rule = _client_rule(client)
+        groups = client.param_groups  # the same dicts: a scheduler made for the client's optimizer stays in charge
+    check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
+    made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check)
+    return made, made.param_groups
+
+
+def _client_rule(client: torch.optim.Optimizer) -> Rule:
+    kind = type(client)
+    if kind.__name__ in NOT_ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
+        reason = NOT_ELEMENTWISE.get(kind.__name__, "only optimizers of torch.optim that work element by element can")
+        raise ValueError(f"optimizer: {kind.__name__} cannot run on shards: {reason}")
+    accepted = inspect.signature(kind.__init__).parameters
+    return TorchRule(kind, {key: value for key, value in client.defaults.items() if key in accepted})
+
+
+def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
+    """Parameter groups as new dicts, without parameters that need no gradient; raises ValueError if none is left."""
+    items = list(model.parameters() if given is None else given)
+    if not all(isinstance(item, dict) for item in items):
+        items = [{"params": items}]
+    groups = []
+    for index, item in enumerate(items):
+        params = item["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        for param in params:
+            if not isinstance(param, torch.Tensor):
+                raise ValueError(f"model_parameters: group {index} holds a {type(param).__name__}; wanted parameters")
+        kept = [param for param in dict.fromkeys(params) if param.requires_grad]
+        if kept:
+            groups.append({**item, "params": kept})
+    if not groups:
+        raise ValueError("model_parameters: no parameter requires a gradient, so there is nothing to optimize")
+    return groups
+
+
+def _make_scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) else given
+    if settings.scheduler is None or settings.scheduler.type is None or optimizer is None:
+        return None
+    return build_scheduler(optimizer, settings.scheduler.type, dict(settings.scheduler.params or {}))

@@ -1,0 +1,97 @@
+"""What one may ask an engine: answers straight from its configuration, under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero.config import Config
+
+
+class Queries:
+    """Read-only methods over `self._config` and `self.optimizer`; mixed into the engine."""
+
+    _config: Config
+    optimizer: Any
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self._config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward on one rank."""
+        return self._config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._config.gradient_accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is cut at all."""
+        return self._config.zero_optimization.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self._config.zero_optimization.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether reduced gradients are cut (stages 2 and 3)."""
+        return self._config.zero_optimization.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are cut between uses (stage 3)."""
+        return self._config.zero_optimization.stage >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """The key `stage3_gather_16bit_weights_on_model_save`."""
+        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self._config.bf16.enabled
+
+    def amp_enabled(self) -> bool:
+        """Always False: there is no apex here."""
+        return False
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts by itself (fp16 only)."""
+        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
+
+    def loss_scale(self) -> float:
+        """The loss scale of the configuration; 1 outside fp16."""
+        return float(self._config.fp16.loss_scale) if self._config.fp16.enabled else 1.0
+
+    def gradient_clipping(self) -> float:
+        """The largest global gradient norm that is not clipped; 0 means no clipping."""
+        return self._config.gradient_clipping
+
+    def steps_per_print(self) -> float:
+        """Optimizer steps between progress lines; inf for none."""
+        return self._config.steps_per_print
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return self._per_group("lr")
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or Adam's betas, of each parameter group."""
+        return self._per_group("betas" if self._has("betas") else "momentum")
+
+    def get_type(self) -> list[str]:
+        """The optimizer's name, once per parameter group."""
+        name = self._config.optimizer.type if self._config.optimizer else "client"
+        return [name for _ in self.optimizer.param_groups] if self.optimizer else []
+
+    def _per_group(self, key: str) -> list[Any]:
+        return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def _has(self, key: str) -> bool:
+        return bool(self.optimizer) and all(key in group for group in self.optimizer.param_groups)

@@ -1,0 +1,86 @@
+"""The logger of the package, and what only one rank should say.
+
+The rank is read from the environment (`RANK`), so that this works before torch is imported.
+"""
+
+import functools
+import logging
+import os
+import sys
+
+NAME = "zero"
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class _Console(logging.Handler):
+    """Writes to stderr as long as the program has set up no logging of its own.
+
+    Once the root logger has a handler, the record reaches that one, and a copy from here would be noise.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record to the stderr of this moment (a test may have replaced it)."""
+        if logging.getLogger().handlers:
+            return
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except Exception:
+            self.handleError(record)
+
+
+class _Format(logging.Formatter):
+    """`[zero] text`, with the level in front of anything above INFO."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Lay one record out."""
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return f"[{NAME}] {level}{record.getMessage()}"
+
+
+def _configured() -> logging.Logger:
+    made = logging.getLogger(NAME)
+    if made.level == logging.NOTSET:
+        made.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Console) for handler in made.handlers):
+        handler = _Console()
+        handler.setFormatter(_Format())
+        made.addHandler(handler)
+    return made
+
+
+logger = _configured()
+
+
+def rank() -> int:
+    """The rank of this process as the launcher gave it; 0 where there is no launcher."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def rank_zero(level: int, message: str, *args: object) -> None:
+    """Log `message % args` on rank 0; the other ranks stay silent."""
+    if rank() == 0:
+        logger.log(level, message, *args)
+
+
+@functools.cache
+def _said(level: int, message: str) -> None:
+    rank_zero(level, "%s", message)
+
+
+def log_once(level: int, message: str) -> None:
+    """Log `message` on rank 0, once in the life of this process however often it is asked for."""
+    _said(level, message)
+
+
+def set_level(name: str) -> None:
+    """Set the level of the package's logger: debug, info, warning, error or critical."""
+    if name.lower() not in LEVELS:
+        raise ValueError(f"log_level: got {name!r}, wanted one of {', '.join(LEVELS)}")
+    logger.setLevel(LEVELS[name.lower()])

@@ -1,0 +1,161 @@
+"""Which parameters travel together: grouping a model into units.
+
+A unit is what is gathered, reduced and released as one: a transformer block, an embedding, or a bucket of
+leftovers, once per (dtype, requires_grad, optimizer group), because one flat buffer has one dtype, is
+reduced or not, and is updated with one set of hyperparameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zero.plan.layout import Layout, make_layout
+
+# A child of the root that is no repeated block gets a unit of its own from this many elements on; what is
+# smaller is cheaper to keep together than to send alone.
+OWN_UNIT_NUMEL = 100_000
+
+
+class ParamSpec(NamedTuple):
+    """What planning must know of one parameter. `group` is its index in the optimizer; -1 means in none."""
+
+    name: str
+    numel: int
+    dtype: str
+    requires_grad: bool
+    group: int
+
+
+@dataclass(frozen=True)
+class ModuleNode:
+    """One module of the model: its path ("" for the root), class, own parameters by name, and children.
+
+    `repeats` says that it is a list of children that follow each other (`nn.ModuleList`, `nn.Sequential`).
+    """
+
+    path: str
+    kind: str
+    params: tuple[str, ...] = ()
+    children: tuple[ModuleNode, ...] = ()
+    repeats: bool = False
+
+    def walk(self) -> Iterator[ModuleNode]:
+        """This node and all below it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def param_names(self) -> list[str]:
+        """Names of all parameters at and below this node, each once, in order of registration."""
+        return list(dict.fromkeys(name for node in self.walk() for name in node.params))
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit: the module at which it is anchored, its parameters in order, and their layout."""
+
+    name: str
+    anchor: str
+    params: tuple[ParamSpec, ...]
+    layout: Layout = field(repr=False)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that all parameters of the unit share."""
+        return self.params[0].dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the unit is trained; a frozen unit is gathered but never reduced or updated."""
+        return self.params[0].requires_grad
+
+    @property
+    def group(self) -> int:
+        """Index of the optimizer's parameter group; -1 for none."""
+        return self.params[0].group
+
+
+def plan_units(
+    root: ModuleNode, specs: Sequence[ParamSpec], world_size: int, patterns: Sequence[str] = ()
+) -> tuple[UnitPlan, ...]:
+    """Group every parameter of `specs` into exactly one unit, in order of registration.
+
+    `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the
+    children of the outermost repeating containers are the blocks. A shared parameter belongs to the first
+    module that has it. Raises ValueError for a pattern that matches nothing.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    taken: set[str] = set()
+    units: list[UnitPlan] = []
+    for anchor in _anchors(root, by_name, patterns):
+        buckets: dict[tuple[str, bool, int], list[ParamSpec]] = {}
+        for name in anchor.param_names():
+            if name in by_name and name not in taken:
+                taken.add(name)
+                spec = by_name[name]
+                buckets.setdefault((spec.dtype, spec.requires_grad, spec.group), []).append(spec)
+        units += [_unit(anchor, bucket, len(buckets) > 1, world_size) for bucket in buckets.values()]
+    # The order in which parameters were registered, so that a reader, a checkpoint and every rank agree.
+    position = {spec.name: index for index, spec in enumerate(specs)}
+    return tuple(sorted(units, key=lambda unit: position[unit.params[0].name]))
+
+
+def _unit(anchor: ModuleNode, bucket: list[ParamSpec], several: bool, world_size: int) -> UnitPlan:
+    name = anchor.path or "<root>"
+    if several:  # say what sets this one apart from its siblings
+        first = bucket[0]
+        name += f"[{first.dtype}, {'group ' + str(first.group) if first.requires_grad else 'frozen'}]"
+    return UnitPlan(name, anchor.path, tuple(bucket), make_layout({p.name: p.numel for p in bucket}, world_size))
+
+
+def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[str]) -> list[ModuleNode]:
+    """Blocks, then the large leftovers, then the root, which takes what nobody else did."""
+    blocks = _matching(root, patterns) if patterns else _repeated(root)
+    blocked = {node.path for block in blocks for node in block.walk()}
+
+    def large(node: ModuleNode) -> list[ModuleNode]:
+        found = []
+        for child in node.children:
+            if child.path in blocked:
+                continue
+            if any(below.path in blocked for below in child.walk()):
+                found += large(child)
+            elif sum(specs[name].numel for name in child.param_names() if name in specs) >= OWN_UNIT_NUMEL:
+                found.append(child)
+        return found
+
+    return [*blocks, *large(root), root]
+
+
+def _repeated(node: ModuleNode) -> list[ModuleNode]:
+    """Children with parameters of the outermost lists; a list that holds lists is looked into."""
+    blocks = []
+    for child in node.children:
+        if node.repeats and not child.repeats:
+            blocks += [child] if child.param_names() else []
+        else:
+            blocks += _repeated(child)
+    return blocks
+
+
+def _matching(root: ModuleNode, patterns: Sequence[str]) -> list[ModuleNode]:
+    """The outermost modules whose class or path one of the patterns names."""
+    unmatched = set(patterns)
+
+    def visit(node: ModuleNode) -> list[ModuleNode]:
+        hits = [p for p in patterns if p == node.kind or (node.path and fnmatch.fnmatchcase(node.path, p))]
+        unmatched.difference_update(hits)
+        below = [found for child in node.children for found in visit(child)]
+        return [node] if hits and node.param_names() else below
+
+    blocks = visit(root)
+    if unmatched:
+        kinds = sorted({node.kind for node in root.walk()})
+        hints = [difflib.get_close_matches(pattern, kinds, 1) for pattern in sorted(unmatched)]
+        near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint)
+        raise ValueError(f"zero.units: {sorted(unmatched)} match no module of the model{near} Its classes are {kinds}.")
+    return blocks
