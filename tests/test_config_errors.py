@@ -7,7 +7,6 @@ import pytest
 from zero import log
 from zero.config import ConfigError, load
 
-
 WANTED = "wanted the path of a JSON or hjson file, or a dict"
 
 
@@ -39,9 +38,7 @@ def test_unknown_key_like_no_other():
     assert errors({"train_batch_size": 8, "zero": {"xyzzy": 1}}) == (
         "zero: unknown key 'xyzzy'; known keys: units, reduce_every_micro_batch"
     )
-    assert (
-        errors(zero(xyzzy=1)) == "zero_optimization: unknown key 'xyzzy'; `zero schema` lists the known keys"
-    )
+    assert errors(zero(xyzzy=1)) == "zero_optimization: unknown key 'xyzzy'; `zero schema` lists the known keys"
 
 
 def test_several_errors_at_once():
@@ -134,16 +131,12 @@ def test_no_batch_size(steps):
 
 
 def test_a_batch_size_of_a_wrong_type_is_said_once():
-    assert errors({"train_batch_size": "big"}) == (
-        "train_batch_size: got 'big', wanted an integer of at least 1"
-    )
+    assert errors({"train_batch_size": "big"}) == ("train_batch_size: got 'big', wanted an integer of at least 1")
     assert errors({"train_batch_size": 0}) == "train_batch_size: got 0, wanted an integer of at least 1"
 
 
 def test_fp16_and_bf16_together():
-    assert errors(
-        {"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
-    ).splitlines() == [
+    assert errors({"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}).splitlines() == [
         "fp16.enabled and bf16.enabled: both are true; set one of them to false",
         "fp16.enabled: fp16 with loss scaling is not available in this release; use bf16",
     ]
@@ -151,9 +144,7 @@ def test_fp16_and_bf16_together():
 
 def test_duplicate_keys(tmp_path):
     path = tmp_path / "zero.json"
-    path.write_text(
-        '{"train_batch_size": 8, "train_batch_size": 8, "bf16": {"enabled": true, "enabled": false}}'
-    )
+    path.write_text('{"train_batch_size": 8, "train_batch_size": 8, "bf16": {"enabled": true, "enabled": false}}')
     assert errors(path) == (
         f"in {path}:\n"
         "key 'train_batch_size' stands twice (8, then 8); keep one\n"

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 VALIDATION_SHARE = 0.1
 """About this share of the files goes to validation."""
 
+PIECE = 1 << 20
+
 
 class Split(NamedTuple):
     """Two texts as flat uint8 tensors, and the relative paths of the files in each."""
@@ -122,12 +124,10 @@ class Windows(Dataset):
 def bigram_counts(text: Tensor) -> Tensor:
     """Return how often byte b follows byte a in a flat uint8 text: int64 of shape (256, 256)."""
     counts = torch.zeros(256 * 256, dtype=torch.int64)
-    # In pieces, because the int64 copies would take sixteen times the memory of the text.
-    for piece in text.split(1 << 20):
-        pairs = piece[:-1].long() * 256 + piece[1:].long()
-        counts += torch.bincount(pairs, minlength=256 * 256)
-    edges = torch.arange(1 << 20, text.numel(), 1 << 20)
-    counts += torch.bincount(text[edges - 1].long() * 256 + text[edges].long(), minlength=256 * 256)
+    # In pieces, because the int64 copies would take sixteen times the memory of the text. They overlap by a byte.
+    for begin in range(0, text.numel() - 1, PIECE):
+        piece = text[begin : begin + PIECE + 1].long()
+        counts += torch.bincount(piece[:-1] * 256 + piece[1:], minlength=256 * 256)
     return counts.view(256, 256)
 
 

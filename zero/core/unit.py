@@ -2,7 +2,9 @@
 
     SHARDED --gather--> GATHERING --wait--> FULL --release / invalidate--> SHARDED
 
-The fifth verb, reduce, concerns the gradient and is legal in every state. Storage is flat, parameters are not: the module keeps its own `nn.Parameter` objects, which become views of
+The fifth verb, reduce, concerns the gradient and is legal in every state.
+
+Storage is flat, parameters are not: the module keeps its own `nn.Parameter` objects, which become views of
 the unit's flat buffer. Releasing resizes that buffer's storage to 0 and gathering resizes it back, so that
 views which autograd saved in between are valid again when backward reaches them.
 """

@@ -165,7 +165,8 @@ def _dtype_name(param: nn.Parameter, name: str, compute_dtype: str) -> str:
         return compute_dtype
     if param.dtype not in _NAMES or (param.requires_grad and param.dtype == torch.float64):
         raise ValueError(
-            f"parameter '{name}' is {param.dtype}; wanted float32, bfloat16 or float16 (frozen: also float64, int8, uint8)"
+            f"parameter '{name}' is {param.dtype}; wanted float32, bfloat16 or float16 "
+            "(frozen ones also float64, int8, uint8)"
         )
     return _NAMES[param.dtype]
 

@@ -36,7 +36,7 @@ def replica_nbytes(numel: int, dtype: str) -> StateBytes:
 
 
 def formula_nbytes(numel: int, dtype: str, stage: int, world_size: int) -> StateBytes:
-    """ZeRO's formula 2Psi + 2Psi + K Psi (fp32: 4 + 4 + 8), each term divided by `world_size` where the stage cuts it."""
+    """ZeRO's formula 2Psi + 2Psi + K Psi (fp32: 4 + 4 + 8): each term over `world_size` where the stage cuts it."""
     whole = replica_nbytes(numel, dtype)
     cut = Sharding.of_stage(stage)
     return StateBytes(

@@ -1,0 +1,117 @@
+"""A pool of real worker processes that tests run ranks in: started once, reused by every test.
+
+`pool.run(world_size, function, *args)` calls `function(*args)` on ranks 0..world_size-1 inside a fresh gloo
+process group and returns the results in order of ranks. Functions are sent by name, so they must stand at
+the top level of a test module. A rank that raises, dies or stalls fails the call with what it said, and the
+pool starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120  # a test that takes longer than this hangs
+
+
+class RankError(AssertionError):
+    """What went wrong on a rank, with its traceback."""
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        module, name, args, rank, world_size, store_file = job
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        try:
+            # Collectives that wait for a dead or diverging peer give up well before the pool does.
+            store = dist.FileStore(store_file, world_size)
+            timeout = timedelta(seconds=30)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            torch.manual_seed(0)
+            result = getattr(importlib.import_module(module), name)(*args)
+            reply = (True, result)
+        except BaseException:
+            reply = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(reply)
+
+
+class Pool:
+    """Up to `size` ranks; see the module's docstring."""
+
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of `function(*args)` on `world_size` ranks, by rank; raises RankError."""
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            for rank in range(world_size):
+                job = (function.__module__, function.__name__, args, rank, world_size, store)
+                self._workers[rank][1].send(job)
+            replies = self._collect(world_size)
+        failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]
+        if failed:
+            self.close()
+            raise RankError("\n".join(failed))
+        return [result for _, result in replies]
+
+    def close(self) -> None:
+        """End all workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        while len(self._workers) < self._size:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def _collect(self, world_size: int) -> list[tuple[bool, Any]]:
+        replies: dict[int, tuple[bool, Any]] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world_size])}
+        end = time.monotonic() + SECONDS
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    replies[rank] = (False, f"gave no answer in {SECONDS} s")
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    replies[rank] = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    process = self._workers[rank][0]
+                    with contextlib.suppress(Exception):
+                        process.join(5)
+                    replies[rank] = (False, f"the process died with exit code {process.exitcode}")
+        return [replies[rank] for rank in range(world_size)]

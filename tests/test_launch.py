@@ -1,0 +1,324 @@
+"""`zero run` with real processes. The scripts import no torch unless the test is about it, so that this is fast."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from zero.__main__ import main
+from zero.launch.args import LaunchError, Request
+from zero.launch.plan import plan
+
+ROOT = Path(__file__).parent.parent
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+SHOW = "import os, sys; print(*(os.environ[k] for k in %r), *sys.argv[1:], sep='|')" % (OURS,)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in OURS and key != "LOGLEVEL"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # No GPU, so that the tests mean the same on every machine.
+    return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **extra}
+
+
+def zero(*args: str, **extra: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "zero", *args]
+    return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_two_ranks_and_their_environment(script):
+    ended = zero("run", "--num_gpus", "2", script(SHOW), "--lr", "1", "a b", "--num_gpus", "9", "x$$y ${local_rank}")
+    assert ended.returncode == 0, ended.stderr
+    ranks = sorted(line.split("|") for line in ended.stdout.splitlines())
+    cores = len(os.sched_getaffinity(0))
+    ports = {rank[5] for rank in ranks}
+    assert len(ports) == 1
+    for number, rank in enumerate(ranks):
+        assert rank[:5] == [str(number), "2", str(number), "2", "127.0.0.1"]
+        assert rank[6] == str(max(1, cores // 2))
+        assert rank[7:] == ["--lr", "1", "a b", "--num_gpus", "9", "x$$y ${local_rank}"]
+    # One line of ours, and nothing of torch's.
+    assert ended.stderr == f"zero run: OMP_NUM_THREADS={max(1, cores // 2)} for each rank ({cores} cores, 2 ranks)\n"
+
+
+def test_address_port_and_threads_of_the_user(script):
+    ended = zero("run", "--master_addr", "localhost", "--master_port", "29713", script(SHOW), OMP_NUM_THREADS="3")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "0|1|0|1|localhost|29713|3\n"
+    assert ended.stderr == "zero run: no GPU is visible: 1 process on the CPU (--num_gpus N starts N)\n"
+
+
+def test_module_and_program(tmp_path, script):
+    (tmp_path / "mine.py").write_text(SHOW)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = zero("run", "--num_gpus", "1", "--module", "mine", "arg", PYTHONPATH=path)
+    assert (ended.returncode, ended.stdout.strip().rsplit("|", 1)[1]) == (0, "arg"), ended.stderr
+    ended = zero("run", "--num_gpus", "1", "--no_python", "echo", "hello")
+    assert (ended.returncode, ended.stdout) == (0, "hello\n"), ended.stderr
+
+
+def test_exit_code_and_traceback_of_the_first_failure(script):
+    path = script(
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            try:
+                raise RuntimeError("boom in rank 1")
+            except RuntimeError:
+                import traceback
+                traceback.print_exc()
+            sys.exit(7)
+        time.sleep(600)
+        """
+    )
+    ended = zero("run", "--num_gpus", "2", path)
+    assert ended.returncode == 7
+    assert ended.stderr.count("RuntimeError: boom in rank 1") == 1
+    last = ended.stderr.splitlines()[-1]
+    assert re.fullmatch(r"zero run: rank 1 failed first, with exit code 7 \(pid \d+\)", last)
+
+
+def test_rank_that_is_killed(script):
+    path = script(
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """
+    )
+    ended = zero("run", "--num_gpus", "2", path)
+    assert ended.returncode == 137
+    assert "rank 1 was killed by SIGKILL" in ended.stderr
+
+
+@pytest.mark.parametrize(("number", "twice"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_leaves_no_process(tmp_path, script, number, twice):
+    path = script(
+        """
+        import os, signal, subprocess, sys, time
+        # A helper in a session of its own, which no signal to the rank's process group reaches.
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        with open(os.path.join(sys.argv[1], os.environ["RANK"] + ".tmp"), "w") as file:
+            file.write(f"{os.getpid()} {helper.pid}")
+        os.rename(file.name, file.name[:-4] + ".pid")
+        time.sleep(600)
+        """
+    )
+    command = [sys.executable, "-m", "zero", "run", "--num_gpus", "2", path, str(tmp_path)]
+    launcher = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pids = [int(pid) for file in tmp_path.glob("*.pid") for pid in file.read_text().split()]
+        assert len(pids) == 4
+        launcher.send_signal(number)
+        if twice:
+            launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert gone(pids)
+    assert launcher.returncode == 128 + number
+    assert said.splitlines()[-1] == f"zero run: stopped by {number.name}"
+
+
+def test_what_a_killed_rank_started_ends_too(tmp_path, script):
+    path = script(
+        """
+        import os, signal, subprocess, sys
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        with open(os.path.join(sys.argv[1], "helper.pid"), "w") as file:
+            file.write(str(helper.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert zero("run", "--num_gpus", "1", path, str(tmp_path)).returncode == 137
+    assert gone([int((tmp_path / "helper.pid").read_text())])
+
+
+def test_a_restart_recovers_with_gloo(tmp_path, script):
+    path = script(
+        """
+        import os, sys, torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 1:
+            os._exit(3)
+        dist.all_reduce(total)
+        print(f"attempt {attempt} total {total.item():.0f}")
+        dist.destroy_process_group()
+        """
+    )
+    ended = zero("run", "--num_gpus", "2", "--max_restarts", "1", path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["attempt 1 total 4"] * 2
+    assert "zero run: a rank failed; restart 1 of 1" in ended.stderr
+
+
+def test_the_script_runs_under_torchrun_too(script):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--standalone", script(SHOW)]
+    ended = subprocess.run(
+        command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stdout.startswith("0|1|0|1|"), ended.stderr
+
+
+def test_log_dir_has_a_file_per_rank(tmp_path, script):
+    logs = tmp_path / "logs"
+    ended = zero(
+        "run", "--num_gpus", "2", "--log_dir", str(logs), script("import os; print('I am', os.environ['RANK'])")
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(file.read_text() for file in logs.rglob("stdout.log")) == ["I am 0\n", "I am 1\n"]
+    assert sorted(ended.stdout.splitlines()) == ["[rank 0]: I am 0", "[rank 1]: I am 1"]
+
+
+def test_no_folder_is_left_behind(tmp_path, script):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert zero("run", script("pass"), TMPDIR=str(scratch)).returncode == 0
+    assert list(scratch.iterdir()) == []
+
+
+def test_dry_run_prints_and_starts_nothing(tmp_path, script):
+    path = script("import pathlib, sys; pathlib.Path(sys.argv[1]).touch()")
+    ended = zero("run", "--num_gpus", "2", "--dry-run", "--master_port", "29714", path, str(tmp_path / "ran it"))
+    assert ended.returncode == 0, ended.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended.stdout.splitlines() == [
+        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29714 "
+        f"OMP_NUM_THREADS={threads} {sys.executable} -u {path} '{tmp_path / 'ran it'}'"
+        for rank in range(2)
+    ]
+    assert not (tmp_path / "ran it").exists()
+
+
+def test_missing_script_is_said_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "nope.py"]) == 2
+    assert capsys.readouterr().err == f"zero run: error: there is no script 'nope.py' in {tmp_path}\n"
+    assert main(["run", "--module", "nope.there"]) == 2
+    assert "there is no module 'nope'" in capsys.readouterr().err
+    assert main(["run", "--no_python", "nope-program"]) == 2
+    assert "there is no program 'nope-program' in PATH" in capsys.readouterr().err
+    assert main(["run", "--num_nodes", "2", __file__]) == 2
+    assert capsys.readouterr().err == (
+        "zero run: error: --num_nodes: got 2, but this release starts one machine only; "
+        "on several, run the script under torchrun on each\n"
+    )
+
+
+def request(**changed) -> Request:
+    keys = {
+        "script": "x.py", "script_args": (), "num_gpus": None, "num_nodes": 1, "master_addr": "127.0.0.1",
+        "master_port": None, "module": False, "no_python": False, "max_restarts": 0, "log_dir": None,
+        "dry_run": False,
+    }  # fmt: skip
+    return Request(**{**keys, **changed})
+
+
+def test_how_many_ranks():
+    assert plan(request(), gpus=4).ranks == 4
+    assert plan(request(), gpus=0).ranks == 1
+    assert plan(request(num_gpus=3), gpus=0).ranks == 3
+    assert plan(request(num_gpus=3), gpus=4).ranks == 3
+    with pytest.raises(LaunchError) as caught:
+        plan(request(num_gpus=8), gpus=4)
+    assert str(caught.value) == (
+        "--num_gpus: got 8, but 4 GPUs are visible; hide them with CUDA_VISIBLE_DEVICES= to run on the CPU"
+    )
+
+
+def test_port_that_is_taken():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"--master_port: cannot listen on {port} "):
+            plan(request(master_port=port), gpus=0)
+
+
+@pytest.mark.parametrize("args", [["run", "--help"], ["--help"], ["schema"], ["run", "nope.py"]])
+def test_nothing_that_starts_no_process_imports_torch(args):
+    code = (
+        "import sys\nfrom zero.__main__ import main\n"
+        f"try: main({args!r})\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_help_speaks_of_local_rank():
+    assert "read LOCAL_RANK" in zero("run", "--help").stdout
+
+
+def test_unknown_command_lists_what_there_is(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["frobnicate"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "'frobnicate'" in said and "run" in said and "schema" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--num_gpus", "0"], "got '0', wanted an integer of at least 1"),
+        (["--num_gpus", "many"], "got 'many', wanted an integer of at least 1"),
+        (["--master_port", "70000"], "got '70000', wanted a port from 1 to 65535"),
+        (["--max_restarts", "-1"], "got '-1', wanted an integer of at least 0"),
+        (["--module", "--no_python"], "not allowed with argument"),
+    ],
+)
+def test_arguments_are_checked(args, text, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", *args, __file__])
+    assert text in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code in (0, None)
+    assert capsys.readouterr().out.startswith("zero ")

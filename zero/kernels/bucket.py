@@ -1,0 +1,174 @@
+"""Packing tensors into a flat buffer and back, with cast and factor, and the sum of rows in row order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero.kernels.checks import check_flat, check_tensor, cpu_address, describe
+from zero.kernels.native import DTYPE_CODES, load
+
+
+def _check_spans(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
+    """Check the arguments of pack and unpack."""
+    check_tensor("flat", flat)
+    size, device = flat.numel(), flat.device
+    if flat.ndim != 1:
+        raise ValueError(f"flat: got {describe(flat)}; wanted 1-D")
+    if len(tensors) != len(offsets):
+        raise ValueError(f"offsets: got {len(offsets)} for {len(tensors)} tensors; wanted one each")
+    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        check_tensor(f"tensors[{index}]", tensor)
+        if tensor.device != device:
+            raise ValueError(f"tensors[{index}]: got {describe(tensor)}; wanted {device}, where flat is")
+        if offset < 0 or offset + tensor.numel() > size:
+            raise ValueError(
+                f"offsets[{index}]: got {offset} for {tensor.numel()} elements; wanted a span within flat's {size}"
+            )
+
+
+def _native_spans(
+    tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]
+) -> tuple[tuple[list[int], list[int], list[int], list[int]], tuple[int, int]] | None:
+    """(addresses, dtype codes, numels, offsets), (address of flat, its code); None where no compiled kernel applies."""
+    shape = getattr(flat, "shape", ())
+    flat_address = cpu_address(flat, shape)
+    if not flat_address or len(shape) != 1 or flat.dtype not in DTYPE_CODES or len(tensors) != len(offsets):
+        return None
+    size = shape[0]
+    addresses, codes, numels = [], [], []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        numel = tensor.numel()
+        address, code = cpu_address(tensor, tensor.shape), DTYPE_CODES.get(tensor.dtype)
+        if not address or code is None or offset < 0 or offset + numel > size:
+            return None
+        addresses.append(address)
+        codes.append(code)
+        numels.append(numel)
+    return (addresses, codes, numels, list(offsets)), (flat_address, DTYPE_CODES[flat.dtype])
+
+
+def pack(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float = 1.0) -> None:
+    """Write each tensor into ``flat`` from its offset on, times ``scale``, cast to the dtype of ``flat``.
+
+    The product is taken in fp32 (in fp64 when a side is float64) and rounded to nearest, ties to even.
+
+    Args:
+        tensors: contiguous, any shapes, each float32, bfloat16 or float16. Read only.
+        flat: shape [n]. What lies between the spans is left alone.
+        offsets: first element of each tensor in ``flat``, in elements. Spans must not overlap: two threads would
+            write the same element.
+        scale: factor.
+
+    Raises:
+        ValueError: for a span outside ``flat``, tensors on different devices, or tensors that are not contiguous and
+            floating or whose storage was released. Nothing was written then.
+    """
+    module = load()
+    native = None if module is None else _native_spans(tensors, flat, offsets)
+    if native is None:
+        pack_reference(tensors, flat, offsets, scale)
+    else:
+        module.pack(*native[0], *native[1], scale, torch.get_num_threads())
+
+
+@torch.no_grad()
+def pack_reference(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float = 1.0) -> None:
+    """:func:`pack` as plain torch operations, on any device; the same arguments, errors and bits."""
+    _check_spans(tensors, flat, offsets)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        _convert(tensor.view(-1), flat[offset : offset + tensor.numel()], scale)
+
+
+def unpack(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float = 1.0) -> None:
+    """Fill each tensor from ``flat``, from its offset on, times ``scale``, cast to the dtype of the tensor.
+
+    The inverse of :func:`pack`: the same rounding, conditions and errors, with ``flat`` read and ``tensors`` written.
+    Spans may overlap; the tensors must not.
+    """
+    module = load()
+    native = None if module is None else _native_spans(tensors, flat, offsets)
+    if native is None:
+        unpack_reference(flat, tensors, offsets, scale)
+    else:
+        module.unpack(*native[1], *native[0], scale, torch.get_num_threads())
+
+
+@torch.no_grad()
+def unpack_reference(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float = 1.0) -> None:
+    """:func:`unpack` as plain torch operations, on any device; the same arguments, errors and bits."""
+    _check_spans(tensors, flat, offsets)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        _convert(flat[offset : offset + tensor.numel()], tensor.view(-1), scale)
+
+
+def _convert(source: Tensor, target: Tensor, scale: float) -> None:
+    if scale == 1.0:
+        target.copy_(source)
+        return
+    wide = torch.float64 if torch.float64 in (source.dtype, target.dtype) else torch.float32
+    target.copy_(source.to(wide) * scale)
+
+
+def _check_rows(rows: Sequence[Tensor], out: Tensor) -> None:
+    check_tensor("out", out)
+    if out.ndim != 1 or out.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"out: got {describe(out)}; wanted 1-D, torch.float32 or torch.float64")
+    if len(rows) == 0:
+        raise ValueError("rows: got none; wanted at least one")
+    numel, device, dtype = out.numel(), out.device, rows[0].dtype
+    for index, row in enumerate(rows):
+        check_flat(f"rows[{index}]", row, numel, device)
+        if row.dtype != dtype:
+            raise ValueError(f"rows[{index}]: got {describe(row)}; wanted {dtype}, the dtype of rows[0]")
+
+
+def _native_rows(rows: Sequence[Tensor], out: Tensor) -> list[int] | None:
+    """Address of out, then of each row; None where no compiled kernel applies."""
+    if not (len(rows) > 0 and isinstance(out, Tensor) and out.ndim == 1 and out.dtype == torch.float32):
+        return None
+    addresses = [cpu_address(tensor, out.shape) for tensor in (out, *rows)]
+    dtype = getattr(rows[0], "dtype", None)
+    if 0 in addresses or dtype not in DTYPE_CODES or any(row.dtype is not dtype for row in rows):
+        return None
+    return addresses
+
+
+def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """Add the rows, first to last, in fp32: ``s = rows[0]; s += rows[1]; ...``; then ``out = out + s`` or ``out = s``.
+
+    The order is fixed, so that the sum depends neither on how a buffer was cut nor on the number of threads.
+
+    Args:
+        rows: at least one tensor of shape [n], all float32, all bfloat16 or all float16 (rows of a matrix, or tensors
+            of their own).
+        out: shape [n], float32 (or float64, which runs as plain torch, summed in fp64). May be one of float32 rows,
+            but must not overlap a row in part.
+        accumulate: add to ``out`` rather than overwrite it.
+
+    Raises:
+        ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
+            whose storage was released. Nothing was written then.
+    """
+    module = load()
+    addresses = None if module is None else _native_rows(rows, out)
+    if addresses is None:
+        sum_rows_reference(rows, out, accumulate)
+        return
+    code = DTYPE_CODES[rows[0].dtype]
+    module.sum_rows(addresses[1:], code, addresses[0], out.numel(), accumulate, torch.get_num_threads())
+
+
+@torch.no_grad()
+def sum_rows_reference(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """:func:`sum_rows` as plain torch operations, on any device; the same arguments, errors and bits."""
+    _check_rows(rows, out)
+    total = rows[0].to(out.dtype, copy=True)
+    for row in rows[1:]:
+        total += row.to(out.dtype)
+    if accumulate:
+        out += total
+    else:
+        out.copy_(total)
