@@ -65,3 +65,63 @@ def config(stage: int, world: int, *, micro: int = 2, accumulation: int = 1, **m
         "steps_per_print": float("inf"),
         **more,
     }
+
+
+def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 10) -> dict[str, Any]:
+    """Train a Net under the engine on this rank's share of the global batches; losses are of the rank."""
+    import torch.distributed as dist
+
+    import zero
+
+    rank, accumulation = dist.get_rank(), settings["gradient_accumulation_steps"]
+    micro = settings["train_micro_batch_size_per_gpu"]
+    engine, *_ = zero.initialize(model=model, config=settings)
+    losses, norms = [], []
+    for step in range(steps * accumulation):
+        tokens, targets = batch(step, micro * world)
+        part = slice(rank * micro, (rank + 1) * micro)
+        loss = engine(tokens[part], targets[part])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "params": params}
+
+
+def reference(
+    model: nn.Module, world: int, settings: dict[str, Any], dtype: torch.dtype, steps: int = 10, bf16: bool = False
+) -> dict[str, Any]:
+    """The same training in plain torch, in one process: losses[micro-step][rank] and final parameters.
+
+    `dtype` is that of masters and arithmetic; with `bf16`, forward and backward run on a bf16 copy.
+    """
+    accumulation, micro = settings["gradient_accumulation_steps"], settings["train_micro_batch_size_per_gpu"]
+    model = model.to(dtype)
+    run = make_net().to(torch.bfloat16) if bf16 else model
+    optimizer = torch.optim.AdamW(model.parameters(), **settings["optimizer"]["params"])
+    losses = []
+    for step in range(steps * accumulation):
+        tokens, targets = batch(step, micro * world)
+        losses.append([])
+        for rank in range(world):
+            part = slice(rank * micro, (rank + 1) * micro)
+            if bf16:
+                run.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
+            loss = run(tokens[part], targets[part])
+            loss.backward()
+            losses[-1].append(loss.item())
+            if bf16:  # gradients accumulate in the masters' precision
+                for master, param in zip(model.parameters(), run.parameters(), strict=True):
+                    grad = param.grad.to(dtype)
+                    master.grad = grad if master.grad is None else master.grad + grad
+                    param.grad = None
+        if (step + 1) % accumulation == 0:
+            for param in model.parameters():
+                param.grad /= world * accumulation
+            if settings["gradient_clipping"]:
+                nn.utils.clip_grad_norm_(model.parameters(), settings["gradient_clipping"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "params": {name: param.detach() for name, param in model.named_parameters()}}

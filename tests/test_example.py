@@ -201,11 +201,11 @@ def test_the_configs_differ_in_the_stage_only():
     assert configs[0] == configs[1] == configs[2]
 
 
-def example(folder, stage, command, steps=12):
+def example(folder, stage, command, steps=12, accumulation=1):
     """Run the example with tiny sizes on two processes; return its output."""
     config = json.loads((EXAMPLE / f"zero{stage}.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 4
-    config["gradient_accumulation_steps"] = 2
+    config["gradient_accumulation_steps"] = accumulation
     config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 3}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -268,5 +268,5 @@ def test_a_short_run_gives_the_same_losses_under_stages_1_and_3(tmp_path):
 
 
 def test_the_example_also_runs_under_torchrun(tmp_path):
-    printed = losses(example(tmp_path / "run", 3, TORCHRUN, steps=3))
+    printed = losses(example(tmp_path / "run", 3, TORCHRUN, steps=3, accumulation=2))
     assert [line.split()[1] for line in printed] == ["1", "2", "3"]

@@ -17,7 +17,7 @@ from zero.launch.plan import plan
 
 ROOT = Path(__file__).parent.parent
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-SHOW = "import os, sys; print(*(os.environ[k] for k in %r), *sys.argv[1:], sep='|')" % (OURS,)
+SHOW = f"import os, sys; print(*(os.environ[k] for k in {OURS!r}), *sys.argv[1:], sep='|')"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ class Shape:
     """Sizes of a `GPT`: channels, blocks, attention heads per block, and tokens it can look at."""
 
     width: int = 192
-    layers: int = 6
+    layers: int = 4
     heads: int = 6
     context: int = 128
 

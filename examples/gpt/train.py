@@ -189,6 +189,8 @@ def main(argv: list[str] | None = None) -> None:
     """Train, measure, and report on rank 0."""
     begin = time.perf_counter()
     args = parse(argv)
+    # A terminal that cannot show a generated letter, or the frame of a table, must not end the run.
+    sys.stdout.reconfigure(errors="replace")
     shape = Shape(args.width, args.layers, args.heads, args.context)
     text = read_split(args.data)
     # As many windows as fit into the text side by side: one pass of the loader is about one reading of it.

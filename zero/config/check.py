@@ -38,9 +38,7 @@ def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = Tr
         batch, wrong = _batch(file, world_size, need_batch)
         errors += wrong
     errors += _together(file)
-    errors += [
-        f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)
-    ]
+    errors += [f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)]
     for line in tidy.warnings:
         log.log_once(logging.WARNING, line)  # before the error: a misspelt section may be its cause
     if errors or batch is None:

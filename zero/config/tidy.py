@@ -130,9 +130,7 @@ class Tidy:
         zero = self.values.get(_ZERO) if isinstance(self.values, dict) else None
         if not isinstance(zero, dict):
             return
-        self._renamed(
-            zero, "stage3_gather_fp16_weights_on_model_save", ("stage3_gather_16bit_weights_on_model_save",)
-        )
+        self._renamed(zero, "stage3_gather_fp16_weights_on_model_save", ("stage3_gather_16bit_weights_on_model_save",))
         self._renamed(zero, "cpu_offload", ("offload_optimizer", "device"))
         self._renamed(zero, "cpu_offload_param", ("offload_param", "device"))
         if zero.pop("cpu_offload_use_pin_memory", None) is not None:
@@ -145,9 +143,7 @@ class Tidy:
         at, name = f"{_ZERO}.{old}", dotted((_ZERO, *new))
         value = zero.pop(old)
         if new[0] in zero:
-            self.errors.append(
-                f"{at} and {dotted((_ZERO, new[0]))}: an old and a new name of one key; keep the new"
-            )
+            self.errors.append(f"{at} and {dotted((_ZERO, new[0]))}: an old and a new name of one key; keep the new")
         elif not isinstance(value, bool):
             self.errors.append(f"{at}: got {value!r}, wanted true or false")
         else:

@@ -44,9 +44,7 @@ def above(limit: float) -> Callable[[Any], bool]:
 
 def other_than(*allowed: Any) -> Callable[[Any], bool]:
     """Switched on by any value but these."""
-    return lambda value: (
-        value is not None and (value.lower() if isinstance(value, str) else value) not in allowed
-    )
+    return lambda value: value is not None and (value.lower() if isinstance(value, str) else value) not in allowed
 
 
 def enabled(value: Any) -> bool:
@@ -67,12 +65,8 @@ _ONE_GATHER = "another way to gather is not available in this release; leave it 
 
 UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("fp16.enabled", true, "fp16 with loss scaling is not available in this release; use bf16"),
-    Unavailable(
-        "bf16.bf16_master_weights_and_grads", true, "masters in bf16 are not available; they are fp32"
-    ),
-    Unavailable(
-        "bf16.bf16_optimizer_states", true, "optimizer states in bf16 are not available; they are fp32"
-    ),
+    Unavailable("bf16.bf16_master_weights_and_grads", true, "masters in bf16 are not available; they are fp32"),
+    Unavailable("bf16.bf16_optimizer_states", true, "optimizer states in bf16 are not available; they are fp32"),
     Unavailable("torch_autocast.enabled", true, "is not available in this release; use bf16"),
     Unavailable("amp", enabled, "apex amp is not available; use bf16"),
     Unavailable("msamp", enabled, "MS-AMP is not available; use bf16"),
@@ -82,9 +76,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         "gradients accumulate in fp32 only in this release; leave it out or set it to 'fp32'",
     ),
     Unavailable("data_types.param_dtype", given, "is not available in this release; use bf16.enabled"),
-    Unavailable(
-        "data_types.buffer_dtype", given, "is not available in this release; buffers stay as they are"
-    ),
+    Unavailable("data_types.buffer_dtype", given, "is not available in this release; buffers stay as they are"),
     Unavailable(
         "communication_data_type",
         given,
@@ -120,9 +112,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         other_than("none"),
         "offload is not available in this release; use 'none'",
     ),
-    Unavailable(
-        f"{_ZERO}.elastic_checkpoint", true, "DeepSpeed's elastic checkpoints are not available; leave it out"
-    ),
+    Unavailable(f"{_ZERO}.elastic_checkpoint", true, "DeepSpeed's elastic checkpoints are not available; leave it out"),
     Unavailable(f"{_ZERO}.load_from_fp32_weights", false, "is not available in this release; leave it out"),
     Unavailable(
         f"{_ZERO}.ignore_unused_parameters",
@@ -136,9 +126,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable(f"{_ZERO}.leaf_module.name_suffixes", given, _UNITS),
     Unavailable(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", true, _ONE_GATHER),
     Unavailable(f"{_ZERO}.stage3_allgather_sequential", true, _ONE_GATHER),
-    Unavailable(
-        f"{_ZERO}.pipeline_loading_checkpoint", true, "is not available in this release; leave it out"
-    ),
+    Unavailable(f"{_ZERO}.pipeline_loading_checkpoint", true, "is not available in this release; leave it out"),
     Unavailable(f"{_ZERO}.zero_hpz_partition_size", above(1), _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_weights", true, _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_nontrainable_weights", true, _PLUS),
@@ -153,12 +141,8 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("activation_checkpointing.cpu_checkpointing", true, _RECOMPUTE),
     Unavailable("activation_checkpointing.synchronize_checkpoint_boundary", true, _RECOMPUTE),
     Unavailable("activation_checkpointing.profile", true, _RECOMPUTE),
-    Unavailable(
-        "checkpoint.load_universal", true, "DeepSpeed's universal checkpoints are not available; leave it out"
-    ),
-    Unavailable(
-        "checkpoint.use_node_local_storage", true, "is not available in this release; use a shared folder"
-    ),
+    Unavailable("checkpoint.load_universal", true, "DeepSpeed's universal checkpoints are not available; leave it out"),
+    Unavailable("checkpoint.use_node_local_storage", true, "is not available in this release; use a shared folder"),
     Unavailable("checkpoint.parallel_write.pipeline_stage", true, "is not available; leave it out"),
     Unavailable("checkpoint.writer", given, "DeepSpeed's writers are not available; leave it out"),
     Unavailable("nebula", enabled, "is not available; leave it out"),

@@ -17,9 +17,7 @@ DTYPES = {
 class Section(BaseModel):
     """A JSON object whose keys are all known: an unknown one is an error."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=False)
 
 
 def _refuse(wanted: str) -> PydanticCustomError:

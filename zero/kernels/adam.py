@@ -222,7 +222,9 @@ def _reference_chunk(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, coef: _Coeff
     square *= g
     v *= coef.beta2
     v += square
-    denom = v.sqrt()
+    # torch's fp32 sqrt may be one ulp off on the CPU. Taken in fp64 and rounded, it is right: the root of a 24-bit
+    # number stays at least 4 fp64 ulp away from the middle between two fp32 numbers.
+    denom = v.double().sqrt().to(p.dtype)
     denom *= coef.inv_sqrt_correction2
     denom += coef.eps
     update = m * coef.neg_step_size

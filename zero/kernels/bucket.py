@@ -40,9 +40,11 @@ def _native_spans(
     size = shape[0]
     addresses, codes, numels = [], [], []
     for tensor, offset in zip(tensors, offsets, strict=True):
-        numel = tensor.numel()
-        address, code = cpu_address(tensor, tensor.shape), DTYPE_CODES.get(tensor.dtype)
-        if not address or code is None or offset < 0 or offset + numel > size:
+        address = cpu_address(tensor, getattr(tensor, "shape", ()))
+        if not address:
+            return None
+        code, numel = DTYPE_CODES.get(tensor.dtype), tensor.numel()
+        if code is None or offset < 0 or offset + numel > size:
             return None
         addresses.append(address)
         codes.append(code)

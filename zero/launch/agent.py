@@ -59,11 +59,12 @@ def _run_agent(request: Request, made: Plan, scratch: str) -> int:
     except ChildFailedError as error:
         status = _report(error.failures)
     except SignalException as error:
+        _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
         status = 128 + error.sigval
         say(f"stopped by {signal.Signals(error.sigval).name}")
     finally:
         if status:
-            _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
+            _ignore_signals()
             processes.end(others)
     return status
 

@@ -86,9 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--master_addr", default="127.0.0.1", metavar="A", help="address of rank 0 (default: %(default)s)"
     )
-    parser.add_argument(
-        "--master_port", type=_port, metavar="P", help="port of rank 0 (default: one that is free)"
-    )
+    parser.add_argument("--master_port", type=_port, metavar="P", help="port of rank 0 (default: one that is free)")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--module", action="store_true", help="run the script as python -m does")
     how.add_argument("--no_python", action="store_true", help="run the script itself, without python")

@@ -50,8 +50,7 @@ def lines(request: Request, made: Plan) -> list[str]:
     """The command lines of all ranks, as a shell would take them."""
     command = shlex.join(request.command())
     return [
-        " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items())
-        + f" {command}"
+        " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {command}"
         for rank in range(made.ranks)
     ]
 

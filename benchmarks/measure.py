@@ -1,0 +1,101 @@
+"""What the benchmarks share: ranks, medians, markdown tables, and the line that says where it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# Peers call collectives by names that torch 2.13 has renamed; each rank would say so.
+RENAMED = ".*(all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base).*"
+
+
+class Stat(NamedTuple):
+    """A median and the range it comes from."""
+
+    median: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 0) -> str:
+        return f"{self.median:,.{digits}f} [{self.low:,.{digits}f}-{self.high:,.{digits}f}]"
+
+
+def stat(values: Sequence[float]) -> Stat:
+    return Stat(statistics.median(values), min(values), max(values))
+
+
+def paired(values: Sequence[float], others: Sequence[float]) -> Stat:
+    """The ratio values[i] / others[i], taken pair by pair: what slows the machine down slows both of a pair."""
+    return stat([value / other for value, other in zip(values, others, strict=True)])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table, padded so that it reads well as text too."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+def machine_line() -> str:
+    """Cores, kind of CPU, versions, date and command."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return (
+        f"{cores} cores ({cpu}), {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{date.today().isoformat()}: `{command}`"
+    )
+
+
+def rotated(items: Sequence[Any], turn: int) -> list[Any]:
+    """`items` from place `turn` on, then those before it: so that nobody is always the first."""
+    start = turn % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def slowest(values: Sequence[float]) -> list[float]:
+    """The maximum over ranks of each value; collective."""
+    out = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(out, op=dist.ReduceOp.MAX)
+    return out.tolist()
+
+
+def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """Run `worker(rank, *args)` in `ranks` fresh processes over gloo, one thread each; returns what rank 0 returned.
+
+    The processes see no GPU. An exception in one ends all and is raised here.
+    """
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    answer = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_enter, (ranks, f"{folder}/store", answer, worker, args), nprocs=ranks)
+        return answer.get()
+
+
+def _enter(rank: int, ranks: int, store: str, answer: Any, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    result = worker(rank, *args)
+    if rank == 0:
+        answer.put(result)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,248 @@
+"""The layout of a flat buffer: every element has one place, and every rank owns an equal, aligned part."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zero.plan.layout import ALIGNMENT, Layout, Span, make_layout, round_up
+
+HOSTILE = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 97, 127, 128, 129, 257, 1023, 1024, 1025)
+WORLDS = (1, 2, 3, 4, 5, 7, 8, 12, 13, 16, 31, 64, 96, 127, 1000, 1024, 4095, 4096)
+
+few_numels = st.lists(st.sampled_from(HOSTILE) | st.integers(0, 400), max_size=8)
+any_numels = st.lists(st.sampled_from(HOSTILE) | st.integers(0, 10**10), max_size=12)
+small_worlds = st.integers(1, 24)
+any_worlds = st.sampled_from(WORLDS) | st.integers(1, 4096)
+
+
+def named(numels: list[int]) -> dict[str, int]:
+    return {f"p{index}": numel for index, numel in enumerate(numels)}
+
+
+def divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def shards(layout: Layout, parts: int) -> list[Span]:
+    return [layout.shard(rank, parts) for rank in range(parts)]
+
+
+@settings(deadline=None, max_examples=80)
+@given(any_numels, any_worlds)
+def test_parameters_lie_in_order_aligned_whole_and_apart(numels: list[int], world: int) -> None:
+    layout = make_layout(named(numels), world)
+    assert list(layout.spans) == list(named(numels))
+    end = 0
+    for span, numel in zip(layout.spans.values(), numels, strict=True):
+        assert span.numel == numel
+        assert span.start % ALIGNMENT == 0
+        assert end <= span.start < end + ALIGNMENT, "parameters overlap, or lie further apart than alignment asks"
+        end = span.stop
+    assert end <= layout.numel
+
+
+@settings(deadline=None, max_examples=80)
+@given(any_numels, any_worlds)
+def test_padding_is_what_the_world_needs_and_no_more(numels: list[int], world: int) -> None:
+    layout = make_layout(named(numels), world)
+    grain = world * ALIGNMENT
+    needed = sum(round_up(numel, ALIGNMENT) for numel in numels)
+    assert layout.numel % grain == 0
+    assert max(needed, 1) <= layout.numel < max(needed, 1) + grain
+
+
+@settings(deadline=None, max_examples=50)
+@given(any_numels, any_worlds, st.data())
+def test_shards_are_contiguous_equal_aligned_and_never_empty(
+    numels: list[int], world: int, data: st.DataObject
+) -> None:
+    layout = make_layout(named(numels), world)
+    parts = data.draw(st.sampled_from(divisors(world)))
+    cut = shards(layout, parts)
+    assert len({span.numel for span in cut}) == 1
+    assert cut[0].start == 0
+    assert cut[-1].stop == layout.numel
+    assert all(before.stop == after.start for before, after in pairwise(cut))
+    assert all(span.start % ALIGNMENT == 0 and span.numel % ALIGNMENT == 0 and span.numel > 0 for span in cut)
+
+
+@settings(deadline=None, max_examples=50)
+@given(few_numels, small_worlds, st.data())
+def test_every_element_lies_in_exactly_one_shard(numels: list[int], world: int, data: st.DataObject) -> None:
+    layout = make_layout(named(numels), world)
+    parts = data.draw(st.sampled_from(divisors(world)))
+    owners: dict[tuple[str, int], list[int]] = {}
+    for rank, window in enumerate(shards(layout, parts)):
+        for piece in layout.fragments(window):
+            for offset in range(piece.numel):
+                owners.setdefault((piece.name, piece.start + offset), []).append(rank)
+    wanted = {(name, element) for name, numel in named(numels).items() for element in range(numel)}
+    assert owners.keys() == wanted
+    assert all(len(ranks) == 1 for ranks in owners.values())
+
+
+@settings(deadline=None, max_examples=50)
+@given(few_numels, small_worlds, st.data())
+def test_parameters_scattered_into_shards_come_back(numels: list[int], world: int, data: st.DataObject) -> None:
+    layout = make_layout(named(numels), world)
+    parts = data.draw(st.sampled_from(divisors(world)))
+    params = {name: [(name, element) for element in range(numel)] for name, numel in named(numels).items()}
+    held: list[list[tuple[str, int] | None]] = []
+    for window in shards(layout, parts):
+        shard: list[tuple[str, int] | None] = [None] * window.numel
+        for name, start, at, numel in layout.fragments(window):
+            shard[at : at + numel] = params[name][start : start + numel]
+        assert len(shard) == window.numel, "a fragment reaches over the end of its shard"
+        held.append(shard)
+    full = [element for shard in held for element in shard]
+    assert {name: full[span.start : span.stop] for name, span in layout.spans.items()} == params
+    back: dict[str, list[tuple[str, int] | None]] = {name: [] for name in params}
+    for shard, window in zip(held, shards(layout, parts), strict=True):
+        for name, start, at, numel in layout.fragments(window):
+            assert len(back[name]) == start, "the fragments of a parameter come out of order"
+            back[name] += shard[at : at + numel]
+    assert back == params
+
+
+@settings(deadline=None, max_examples=50)
+@given(few_numels, small_worlds)
+def test_gaps_and_parameters_cover_the_buffer_once(numels: list[int], world: int) -> None:
+    layout = make_layout(named(numels), world)
+    covered = [0] * layout.numel
+    for span in (*layout.spans.values(), *layout.gaps):
+        for element in range(span.start, span.stop):
+            covered[element] += 1
+    assert covered == [1] * layout.numel
+    assert all(gap.numel > 0 for gap in layout.gaps)
+
+
+@settings(deadline=None, max_examples=50)
+@given(few_numels, small_worlds)
+def test_the_place_of_an_element_does_not_depend_on_the_number_of_parts(numels: list[int], world: int) -> None:
+    layout = make_layout(named(numels), world)
+    for parts in divisors(world):
+        places = {}
+        for window in shards(layout, parts):
+            for name, start, at, numel in layout.fragments(window):
+                for offset in range(numel):
+                    places[name, start + offset] = window.start + at + offset
+        assert places == {
+            (name, element): span.start + element
+            for name, span in layout.spans.items()
+            for element in range(span.numel)
+        }
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_numels, any_worlds, st.data())
+def test_a_finer_cut_splits_a_coarser_one(numels: list[int], world: int, data: st.DataObject) -> None:
+    layout = make_layout(named(numels), world)
+    fine = data.draw(st.sampled_from(divisors(world)))
+    coarse = data.draw(st.sampled_from(divisors(fine)))
+    rank = data.draw(st.integers(0, coarse - 1))
+    whole = layout.shard(rank, coarse)
+    inner = [layout.shard(rank * (fine // coarse) + index, fine) for index in range(fine // coarse)]
+    assert (inner[0].start, inner[-1].stop) == (whole.start, whole.stop)
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_numels, any_worlds, any_worlds)
+def test_starts_of_parameters_do_not_depend_on_the_world_size(numels: list[int], one: int, other: int) -> None:
+    assert make_layout(named(numels), one).spans == make_layout(named(numels), other).spans
+
+
+@settings(deadline=None, max_examples=50)
+@given(few_numels, st.integers(0, 3000), st.integers(0, 3000))
+@example([0, 0, 0], 0, 16)
+@example([16, 0, 16], 16, 0)
+@example([17], 16, 1)
+@example([17], 17, 15)
+def test_fragments_of_any_window_are_what_slicing_finds(numels: list[int], start: int, numel: int) -> None:
+    layout = make_layout(named(numels), 1)
+    full: list[tuple[str, int] | None] = [None] * max(layout.numel, start + numel)
+    for name, span in layout.spans.items():
+        full[span.start : span.stop] = [(name, element) for element in range(span.numel)]
+    wanted = {at: element for at, element in enumerate(full[start : start + numel]) if element is not None}
+    found = {}
+    for piece in layout.fragments(Span(start, numel)):
+        assert piece.numel > 0
+        for offset in range(piece.numel):
+            assert piece.at + offset not in found
+            found[piece.at + offset] = (piece.name, piece.start + offset)
+    assert found == wanted
+
+
+@settings(deadline=None, max_examples=100)
+@given(*[st.integers(0, 40)] * 4)
+def test_the_intersection_of_spans_is_that_of_sets(start: int, numel: int, other_start: int, other_numel: int) -> None:
+    one, other = Span(start, numel), Span(other_start, other_numel)
+    common = one.intersect(other)
+    wanted = set(range(one.start, one.stop)) & set(range(other.start, other.stop))
+    assert set(range(common.start, common.stop)) == wanted
+    assert common.numel == len(wanted)
+    assert other.intersect(one) == common
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_unit_without_elements_still_has_something_to_send(world: int) -> None:
+    for numels in ({}, {"empty": 0}):
+        layout = make_layout(numels, world)
+        assert layout.numel == world * ALIGNMENT
+        assert layout.gaps == (Span(0, layout.numel),)
+        assert layout.fragments(Span(0, layout.numel)) == ()
+        assert layout.shard(world - 1, world).numel == ALIGNMENT
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_element_over_the_boundary_takes_one_more_grain(world: int) -> None:
+    grain = world * ALIGNMENT
+    assert make_layout({"w": grain - 1}, world).numel == grain
+    assert make_layout({"w": grain}, world).numel == grain
+    assert make_layout({"w": grain}, world).gaps == ()
+    over = make_layout({"w": grain + 1}, world)
+    assert over.numel == 2 * grain
+    assert over.gaps == (Span(grain + 1, grain - 1),)
+
+
+def test_a_layout_by_hand() -> None:
+    layout = make_layout({"a": 17, "none": 0, "b": 1, "c": 32}, 3)
+    assert layout.spans == {"a": (0, 17), "none": (32, 0), "b": (32, 1), "c": (48, 32)}
+    assert layout.numel == 96
+    assert layout.gaps == ((17, 15), (33, 15), (80, 16))
+    assert layout.shard(1, 3) == (32, 32)
+    assert layout.fragments(layout.shard(0, 3)) == (("a", 0, 0, 17),)
+    assert layout.fragments(layout.shard(1, 3)) == (("b", 0, 0, 1), ("c", 0, 16, 16))
+    assert layout.fragments(layout.shard(2, 3)) == (("c", 16, 0, 16),)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 10**15), st.integers(1, 10**6))
+def test_round_up_gives_the_nearest_multiple_above(numel: int, multiple: int) -> None:
+    rounded = round_up(numel, multiple)
+    assert rounded % multiple == 0
+    assert numel <= rounded < numel + multiple
+
+
+@pytest.mark.parametrize(("parts", "world"), [(0, 4), (-1, 4), (3, 4), (8, 4), (5, 4), (2, 3), (4096, 2048)])
+def test_a_cut_that_does_not_divide_the_world_is_refused(parts: int, world: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_layout({"w": 5}, world).shard(0, parts)
+    assert str(caught.value) == f"a layout for {world} ranks cannot be cut into {parts} shards"
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 5, 4096])
+def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_layout({"w": 5}, 8).shard(rank, 4)
+    assert str(caught.value) == f"rank {rank} is not one of the 4 shards"
+
+
+def test_impossible_sizes_are_refused_and_named() -> None:
+    with pytest.raises(ValueError, match=r"^world_size must be at least 1, not 0$"):
+        make_layout({"w": 5}, 0)
+    with pytest.raises(ValueError, match=r"^parameter 'blocks\.0\.w' has -1 elements$"):
+        make_layout({"v": 3, "blocks.0.w": -1}, 2)

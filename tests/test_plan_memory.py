@@ -1,0 +1,204 @@
+"""Bytes per rank: the ZeRO paper's table, hand-made examples, and how the two relate."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.plan.layout import make_layout
+from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, gradient_itemsize, replica_nbytes
+from zero.plan.sharding import Sharding
+from zero.plan.units import ParamSpec, UnitPlan
+
+STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, 3, 7, 64, 127, 1024, 4096)
+
+
+def unit(
+    name: str, numel: int, world: int, dtype: str = "bf16", *, requires_grad: bool = True, group: int = 0
+) -> UnitPlan:
+    spec = ParamSpec(f"{name}.weight", numel, dtype, requires_grad, group)
+    return UnitPlan(name, name, (spec,), make_layout({spec.name: numel}, world))
+
+
+# Rajbhandari et al. 2020, figure 1 and table 1: model states of 7.5B parameters on 64 GPUs, mixed precision.
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_table_of_the_paper(stage: int, gigabytes: float, dtype: str) -> None:
+    assert round(formula_nbytes(7_500_000_000, dtype, stage, 64).total / 1e9, 1) == gigabytes
+
+
+# Table 1 of the paper for further sizes: GB per GPU by data-parallel degree.
+@pytest.mark.parametrize(
+    ("numel", "world", "row"),
+    [
+        (7_500_000_000, 4, (52.5, 41.3, 30)),
+        (7_500_000_000, 1024, (30.1, 15.1, 0.12)),
+        (128_000_000_000, 64, (536, 284, 32)),
+        (1_000_000_000_000, 1024, (4011, 2013, 15.6)),
+    ],
+)
+def test_further_rows_of_the_table(numel: int, world: int, row: tuple[float, ...]) -> None:
+    found = [formula_nbytes(numel, "fp16", stage, world).total / 1e9 for stage in (1, 2, 3)]
+    # The paper rounds to three digits at best.
+    assert found == pytest.approx(row, rel=0.025)
+
+
+def test_a_replica_holds_sixteen_bytes_a_parameter() -> None:
+    assert replica_nbytes(10, "bf16") == StateBytes(20, 20, 120)
+    assert replica_nbytes(10, "fp16") == StateBytes(20, 20, 120)
+    assert replica_nbytes(10, "fp32") == StateBytes(40, 40, 80)
+    assert replica_nbytes(0, "bf16") == StateBytes(0, 0, 0)
+    assert replica_nbytes(7_500_000_000, "bf16").total == 120_000_000_000
+    assert replica_nbytes(10, "fp32").total == 160
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("numel", [0, 1, 97, 4096 * 16 + 1])
+def test_one_rank_and_stage_0_hold_a_replica(numel: int, dtype: str) -> None:
+    for stage in STAGES:
+        assert formula_nbytes(numel, dtype, stage, 1) == replica_nbytes(numel, dtype)
+    for world in WORLDS:
+        assert formula_nbytes(numel, dtype, 0, world) == replica_nbytes(numel, dtype)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 10**12), st.sampled_from(["bf16", "fp16", "fp32"]), st.integers(1, 4096))
+def test_each_stage_cuts_one_term_more(numel: int, dtype: str, world: int) -> None:
+    whole = replica_nbytes(numel, dtype)
+    cut = StateBytes(*(term // world for term in whole))
+    assert formula_nbytes(numel, dtype, 1, world) == (whole.parameters, whole.gradients, cut.optimizer)
+    assert formula_nbytes(numel, dtype, 2, world) == (whole.parameters, cut.gradients, cut.optimizer)
+    assert formula_nbytes(numel, dtype, 3, world) == cut
+
+
+@pytest.mark.parametrize("stage", [-1, 4, 5])
+def test_a_stage_that_is_none_is_refused(stage: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        formula_nbytes(1, "bf16", stage, 2)
+    assert str(caught.value) == f"zero_optimization.stage: {stage} is no ZeRO stage; it is one of 0, 1, 2, 3"
+
+
+def test_the_stages_as_booleans() -> None:
+    found = [astuple(Sharding.of_stage(stage)) for stage in STAGES]
+    assert found == [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
+
+
+def test_reducing_every_micro_batch_lifts_gradients_and_nothing_else() -> None:
+    found = [astuple(Sharding.of_stage(stage, reduce_every_micro_batch=True)) for stage in STAGES]
+    assert found == [(False, True, False), (True, True, False), (True, True, False), (True, True, True)]
+
+
+def test_what_two_units_keep_alive_by_hand() -> None:
+    # 17 elements on 4 ranks: a buffer of 64, shards of 16. 128 elements: 128 and 32.
+    units = (unit("small", 17, 4), unit("large", 128, 4))
+    sharding = Sharding.of_stage(3)
+    optimizer = 12 * (16 + 32)
+    assert alive_nbytes(units, sharding, 4) == StateBytes(2 * (16 + 32), 0, optimizer)
+    assert alive_nbytes(units, sharding, 4, gathered=["small"]).parameters == 2 * (16 + 32) + 2 * 64
+    assert alive_nbytes(units, sharding, 4, gathered=["small", "large"]).parameters == 2 * (16 + 32) + 2 * (64 + 128)
+    assert alive_nbytes(units, sharding, 4, local_gradients=["large"]).gradients == 2 * 128
+    assert alive_nbytes(units, sharding, 4, reduced_gradients=["large"]).gradients == 4 * 32
+    at_once = alive_nbytes(
+        units, sharding, 4, gathered={"large"}, local_gradients={"large"}, reduced_gradients={"small", "large"}
+    )
+    assert at_once == StateBytes(2 * (16 + 32) + 2 * 128, 2 * 128 + 4 * (16 + 32), optimizer)
+
+
+def test_in_full_precision_the_parameter_is_its_own_master() -> None:
+    units = (unit("block", 128, 4, "fp32"),)
+    assert alive_nbytes(units, Sharding.of_stage(3), 4) == StateBytes(4 * 32, 0, 8 * 32)
+    assert alive_nbytes(units, Sharding.of_stage(1), 4) == StateBytes(4 * 128, 0, 8 * 32)
+    assert alive_nbytes(units, Sharding.of_stage(0), 1) == StateBytes(4 * 128, 0, 8 * 128)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_are_not_cut_are_full_gathered_or_not(stage: int) -> None:
+    units = (unit("block", 128, 4),)
+    sharding = Sharding.of_stage(stage)
+    assert alive_nbytes(units, sharding, 4).parameters == 2 * 128
+    assert alive_nbytes(units, sharding, 4, gathered=["block"]).parameters == 2 * 128
+
+
+def test_with_one_part_nothing_is_cut_at_stage_3_either() -> None:
+    units = (unit("block", 128, 1),)
+    assert alive_nbytes(units, Sharding.of_stage(3), 1, gathered=["block"]) == StateBytes(2 * 128, 0, 12 * 128)
+
+
+def test_a_frozen_unit_has_parameters_and_no_optimizer_state() -> None:
+    sharding = Sharding.of_stage(3)
+    for frozen in (unit("f", 128, 4, requires_grad=False, group=-1), unit("f", 128, 4, requires_grad=False, group=0)):
+        assert alive_nbytes((frozen,), sharding, 4) == StateBytes(2 * 32, 0, 0)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("int8", 1), ("uint8", 1), ("fp64", 8)])
+def test_a_frozen_unit_of_any_dtype_the_engine_takes_is_counted(dtype: str, size: int) -> None:
+    frozen = unit("quantized", 128, 4, dtype, requires_grad=False, group=-1)
+    assert alive_nbytes((frozen,), Sharding.of_stage(3), 4) == StateBytes(size * 32, 0, 0)
+    assert alive_nbytes((frozen,), Sharding.of_stage(2), 4) == StateBytes(size * 128, 0, 0)
+
+
+def test_local_gradients_that_add_up_are_fp32() -> None:
+    units = (unit("block", 128, 4),)
+
+    def local(stage: int, accumulation: int) -> int:
+        sharding = Sharding.of_stage(stage)
+        return alive_nbytes(
+            units, sharding, 4 if stage else 1, local_gradients=["block"], accumulation=accumulation
+        ).gradients
+
+    assert [local(stage, 1) for stage in STAGES] == [2 * 128] * 4
+    assert [local(stage, 8) for stage in STAGES] == [4 * 128, 4 * 128, 2 * 128, 2 * 128]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_the_size_of_a_gradient_element(stage: int, accumulation: int) -> None:
+    sharding = Sharding.of_stage(stage)
+    adds_up = accumulation > 1 and stage < 2
+    assert gradient_itemsize("bf16", sharding, accumulation) == (4 if adds_up else 2)
+    assert gradient_itemsize("fp16", sharding, accumulation) == (4 if adds_up else 2)
+    assert gradient_itemsize("fp32", sharding, accumulation) == 4
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_at_rest_the_engine_holds_what_the_formula_says(stage: int, dtype: str, world: int) -> None:
+    numel = 3 * 16 * world  # divides without padding
+    parts = world if stage else 1
+    found = alive_nbytes((unit("block", numel, world, dtype),), Sharding.of_stage(stage), parts)
+    wanted = formula_nbytes(numel, dtype, stage, world)
+    assert (found.parameters, found.optimizer) == (wanted.parameters, wanted.optimizer)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 10**6), max_size=5), st.sampled_from(WORLDS), st.sampled_from(STAGES))
+def test_the_bytes_of_units_add_up(numels: list[int], world: int, stage: int) -> None:
+    units = [unit(f"u{index}", numel, world) for index, numel in enumerate(numels)]
+    names = [one.name for one in units]
+    sharding, parts = Sharding.of_stage(stage), world if stage else 1
+
+    def alive(some: list[UnitPlan]) -> StateBytes:
+        return alive_nbytes(
+            some, sharding, parts, gathered=names, local_gradients=names, reduced_gradients=names, accumulation=2
+        )
+
+    each = [alive([one]) for one in units]
+    assert alive(units) == tuple(sum(terms) for terms in zip((0, 0, 0), *each, strict=True))
+
+
+def test_the_total_is_the_sum_of_the_three() -> None:
+    assert StateBytes(1, 20, 300).total == 321
+
+
+def test_element_sizes() -> None:
+    assert {name: ITEMSIZE[name] for name in ("fp16", "bf16", "fp32", "fp64")} == {
+        "fp16": 2,
+        "bf16": 2,
+        "fp32": 4,
+        "fp64": 8,
+    }
