@@ -21,6 +21,9 @@ from measure import Stat, machine_line, paired, rotated, run_ranks, slowest, sta
 from variants import PEERS, TITLES, Setup, Variant, make
 
 
+SOCKETS = Path("/proc/self/io")  # Linux's count of what this process reads and writes
+
+
 class Times(NamedTuple):
     """Seconds of one step, each the maximum over ranks."""
 
@@ -96,10 +99,9 @@ def cost_of_step(variant: Variant, batch: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def bytes_written() -> int:
     """Bytes this process has handed to write calls, which is how gloo sends; 0 where the system does not count."""
-    counters = Path("/proc/self/io")
-    if not counters.exists():
+    if not SOCKETS.exists():
         return 0
-    return int(dict(line.split(": ") for line in counters.read_text().splitlines())["wchar"])
+    return int(dict(line.split(": ") for line in SOCKETS.read_text().splitlines())["wchar"])
 
 
 def worker(rank: int, args: argparse.Namespace) -> dict[str, Result]:
@@ -129,25 +131,37 @@ def milliseconds(result: Result, part: str) -> Stat:
 
 
 def step_table(results: dict[str, Result], itemsize: int) -> str:
-    header = ["", "ms/step", "fwd", "bwd", "opt", "B/param after bwd", "after step", "sent, Psi", "last loss"]
+    header = [
+        "",
+        "ms/step",
+        "fwd",
+        "bwd",
+        "opt",
+        "B/param after bwd",
+        "after step",
+        "sent, Psi",
+        "last loss",
+        "off DDP",
+    ]
     reference = results.get("ddp")
     rows = []
     for name, result in results.items():
         cost, psi = result.cost, itemsize * result.numel
+        apart = "-"
+        if reference is not None and name != "alone":  # alone trains on other gradients
+            apart = f"{max(abs(a - b) for a, b in zip(result.losses, reference.losses, strict=True)):.0e}"
         row = [
-            TITLES[name],
+            TITLES[name] + (f" ({result.note})" if result.note else ""),
             milliseconds(result, "total").text(),
             *(f"{milliseconds(result, part).median:,.0f}" for part in ("forward", "backward", "update")),
             f"{cost.after_backward / result.numel:.2f}",
             f"{cost.after_step / result.numel:.2f}",
-            f"{cost.sent / psi:.2f}" if cost.sent else "not counted",
+            f"{cost.sent / psi:.2f}" if SOCKETS.exists() else "not counted",
             f"{result.losses[-1]:.6f}",
+            apart,
         ]
-        if reference is not None:
-            apart = max(abs(a - b) for a, b in zip(result.losses, reference.losses, strict=True))
-            row.append("other gradients" if name == "alone" else f"{apart:.0e}")
-        rows.append([*row, result.note])
-    return table([*header, *(["most off DDP's loss"] if reference else []), "state in bf16"], rows)
+        rows.append(row)
+    return table(header, rows)
 
 
 def ratio_table(results: dict[str, Result]) -> str:
@@ -171,7 +185,8 @@ def main() -> None:
     print(
         f"\n{first.numel / 1e6:.1f}M parameters (Psi), {args.ranks} gloo ranks of 1 thread, batch {args.batch} x "
         f"{args.context} per rank, {args.dtype}; {args.rounds} rounds x {args.repeat} steps (+ {args.warmup} warm-up), "
-        f"median [min-max]; last loss after {len(first.losses)} equal steps\n"
+        f"median [min-max]; last loss after {len(first.losses)} equal steps, "
+        "off DDP: the most that the loss of any step differed\n"
     )
     print(step_table(results, 2 if args.dtype == "bf16" else 4))
     print(f"\n{ratio_table(results)}")

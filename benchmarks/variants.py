@@ -88,6 +88,7 @@ class Zero(Variant):
             "train_micro_batch_size_per_gpu": setup.batch,
             "steps_per_print": 10**9,
             "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+            "gradient_clipping": 0,  # on by default, as in DeepSpeed, and not in the peers
             "bf16": {"enabled": setup.bf16},
             "zero_optimization": {"stage": stage},
         }

@@ -17,26 +17,33 @@ template <class V>
 ZERO_INLINE void store_param(const V&, Nothing*, int64_t) {}
 
 template <class V, bool L2, class Grad, class Out>
-ZERO_INLINE void step_at(const AdamJob& job, const AdamCoef& coef, const Grad* grad, Out* out, int64_t i) {
-  V p = V::load(job.master + i);
-  V m = V::load(job.exp_avg + i);
-  V v = V::load(job.exp_avg_sq + i);
+ZERO_INLINE void step_at(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                         const Grad* __restrict grad, Out* __restrict out, const AdamCoef& coef, int64_t i) {
+  V p = V::load(master + i);
+  V m = V::load(exp_avg + i);
+  V v = V::load(exp_avg_sq + i);
   adam_update<L2>(p, V::load(grad + i), m, v, coef);
-  m.store(job.exp_avg + i);
-  v.store(job.exp_avg_sq + i);
-  p.store(job.master + i);
+  m.store(exp_avg + i);
+  v.store(exp_avg_sq + i);
+  p.store(master + i);
   store_param(p, out, i);
 }
 
+// The arrays do not overlap. Without __restrict the compiler, which must fear that a store changes another array or
+// the coefficients, cannot vectorize the scalar build; for the same reason the coefficients are copied to the stack.
 template <bool L2, class Grad, class Out>
-void run(const AdamJob& shared, int64_t i, int64_t end) {
-  // A copy on the stack: else every store through a float* might change the coefficients in the caller's struct,
-  // and the compiler would load all of them again for each vector.
-  const AdamJob job = shared;
-  const Grad* grad = static_cast<const Grad*>(job.grad);
-  Out* out = static_cast<Out*>(job.param_out);
-  for (; i + Vector::width <= end; i += Vector::width) step_at<Vector, L2>(job, job.coef, grad, out, i);
-  for (; i < end; ++i) step_at<Scalar, L2>(job, job.coef, grad, out, i);
+void run(const AdamJob& job, int64_t begin, int64_t end) {
+  float* __restrict master = job.master;
+  float* __restrict exp_avg = job.exp_avg;
+  float* __restrict exp_avg_sq = job.exp_avg_sq;
+  const Grad* __restrict grad = static_cast<const Grad*>(job.grad);
+  Out* __restrict out = static_cast<Out*>(job.param_out);
+  const AdamCoef coef = job.coef;
+  const int64_t tail = begin + (end - begin) / Vector::width * Vector::width;
+  for (int64_t i = begin; i < tail; i += Vector::width) {
+    step_at<Vector, L2>(master, exp_avg, exp_avg_sq, grad, out, coef, i);
+  }
+  for (int64_t i = tail; i < end; ++i) step_at<Scalar, L2>(master, exp_avg, exp_avg_sq, grad, out, coef, i);
 }
 
 template <bool L2, class Grad>

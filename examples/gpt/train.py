@@ -83,7 +83,9 @@ def train(engine: Any, loader: Any, steps: int) -> tuple[list[Point], Bytes]:
     every = max(1, steps // 10)
     start = time.perf_counter()
     engine.train()
-    with tqdm(total=steps, unit="step", disable=engine.global_rank != 0, mininterval=2) as bar:
+    # A log file keeps every state of the bar, so there it moves seldom.
+    pause = 1 if sys.stderr.isatty() else 20
+    with tqdm(total=steps, unit="step", disable=engine.global_rank != 0, mininterval=pause) as bar:
         for step in range(1, steps + 1):
             loss, tokens, states = optimizer_step(engine, batches, measure=step == steps)
             seconds = time.perf_counter() - start

@@ -14,12 +14,7 @@ def cpu_address(tensor: Tensor, shape: tuple[int, ...]) -> int:
     """Address of a contiguous CPU tensor of this shape with data behind it; 0 if it is anything else, or empty."""
     try:
         # A tensor whose storage was given back still has a shape and an address; reading it would end the process.
-        if (
-            tensor.is_cpu
-            and tensor.shape == shape
-            and tensor.is_contiguous()
-            and tensor.untyped_storage().nbytes() > 0
-        ):
+        if tensor.is_cpu and tensor.shape == shape and tensor.is_contiguous() and tensor.untyped_storage().nbytes() > 0:
             return tensor.data_ptr()
     except (AttributeError, RuntimeError):  # no tensor at all; a sparse one; one of a tracer, without memory
         pass

@@ -1,0 +1,310 @@
+"""The promise: awkward models train right on every stage, and nothing hangs.
+
+Each case trains the same model on two ranks under every stage and, as the oracle, in one process in fp64 and
+in fp32 on both ranks' data: our error against fp64 is at most twice that of plain fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Block, config
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+
+STEPS = 4
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    """One rank's micro-batch [2, WIDTH]; row sums tell ranks apart."""
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Blocks(nn.Module):
+    """Three blocks of which the subclasses do something odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Twice(Blocks):
+    """A block that runs twice in one forward."""
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        for index in (0, 1, 0, 2):
+            x = self.blocks[index](x)
+        return self.head(x).square().mean()
+
+
+class Shared(Blocks):
+    """The same module registered under two names, nested in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].inner = self.blocks[0].up
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        x = self.blocks[2](self.blocks[1](self.blocks[0](x)))
+        return self.head(x).square().mean() + self.blocks[2].inner(x).mean()
+
+
+class Tied(nn.Module):
+    """Embedding and head are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        x = self.embed((x.abs() * 3).long().clamp(max=10))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).logsumexp(-1).mean()
+
+
+class Unused(Blocks):
+    """A block that no rank uses, and a parameter of the root that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        return self.head(self.blocks[2](self.blocks[0](x))).square().mean()
+
+
+class Extra(Block):
+    """A block with a parameter that only rank 1 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        return super().forward(x * self.extra if rank == 1 else x)
+
+
+class OneRankOnly(Blocks):
+    """One parameter inside a block and one of the root that only rank 1 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+        self.blocks[1] = Extra()
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        x = self.blocks[1](self.blocks[0](x), rank)
+        if rank == 1:
+            x = x * self.extra
+        return self.head(self.blocks[2](x)).square().mean()
+
+
+class Frozen(Blocks):
+    """The middle block and one weight of the first are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[0].up.weight.requires_grad_(False)
+
+
+class Tiny(Blocks):
+    """Parameters of 0 and of 1 element, and a block with fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.one = nn.Parameter(torch.tensor(0.5))
+        gate = nn.Module()
+        gate.scale = nn.Parameter(torch.ones(1))
+        gate.forward = lambda x: x * gate.scale
+        self.gates = nn.ModuleList([gate])
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        x = self.gates[0](x * self.one) + self.none.sum()
+        return super().forward(x, rank)
+
+
+@dataclasses.dataclass
+class Output:
+    """What a library might return."""
+
+    loss: torch.Tensor
+    features: list[torch.Tensor]
+
+
+class Structured(Blocks):
+    """Blocks that return a dict, a tuple and a dataclass; the loss uses several of the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block, kind in zip(self.blocks, (dict, tuple, Output), strict=True):
+            block.register_forward_hook(wrap_output(kind))
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first["hidden"])
+        third = self.blocks[2](second[0] + second[1])
+        loss = self.head(third.features[0]).square().mean() + first["side"].mean() + third.loss
+        return Output(loss, third.features)
+
+
+def wrap_output(kind: type) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> Any:
+        if kind is dict:
+            return {"hidden": output, "side": output * 2}
+        if kind is tuple:
+            return output, output.sin()
+        return Output(output.mean(), [output])
+
+    return hook
+
+
+class Stashed(Blocks):
+    """A loss made from something that a submodule left behind instead of returning it."""
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        seen = []
+        handle = self.blocks[1].up.register_forward_hook(lambda module, args, output: seen.append(output))
+        loss = super().forward(x, rank)
+        handle.remove()
+        return seen[0].square().mean() + loss
+
+
+class Checkpointed(Blocks):
+    """Every block recomputed in backward; the first with reentrant checkpointing."""
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        x = self.blocks[0](x)
+        x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        x = checkpoint(self.blocks[2], x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+CASES = [Blocks, Twice, Shared, Tied, Unused, OneRankOnly, Frozen, Tiny, Structured, Stashed, Checkpointed]
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind()
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output.loss if isinstance(output, Output) else output
+
+
+def one_backward(engine: Any, x: torch.Tensor, rank: int) -> None:
+    engine.backward(loss_of(engine(x, rank)))
+
+
+def plain_backward(engine: Any, x: torch.Tensor, rank: int) -> None:
+    loss_of(engine(x, rank)).backward()
+
+
+def two_backwards(engine: Any, x: torch.Tensor, rank: int) -> None:
+    """The loss in two halves, one backward each, before one step."""
+    engine.backward(loss_of(engine(x[:1], rank)) / 2)
+    engine.backward(loss_of(engine(x[1:], rank)) / 2)
+
+
+def two_forwards(engine: Any, x: torch.Tensor, rank: int) -> None:
+    """One loss out of two forwards."""
+    engine.backward((loss_of(engine(x[:1], rank)) + loss_of(engine(x[1:], rank))) / 2)
+
+
+def retained(engine: Any, x: torch.Tensor, rank: int) -> None:
+    """One graph, run twice."""
+    loss = loss_of(engine(x, rank)) / 2
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+
+
+def with_evaluation(engine: Any, x: torch.Tensor, rank: int) -> None:
+    """A forward under no_grad in eval mode before each training forward."""
+    engine.eval()
+    with torch.no_grad():
+        engine(x, rank)
+    engine.train()
+    engine.backward(loss_of(engine(x, rank)))
+
+
+LOOPS = [one_backward, plain_backward, two_backwards, two_forwards, retained, with_evaluation]
+
+
+def run(kind: type[nn.Module], stage: int, loop: Callable[..., None], accumulation: int) -> dict[str, torch.Tensor]:
+    model, rank = build(kind), dist.get_rank()
+    settings = config(stage, 2, accumulation=accumulation)
+    engine, *_ = zero.initialize(model=model, config=settings)
+    for step in range(STEPS * accumulation):
+        loop(engine, inputs(step, rank), rank)
+        engine.step()
+    engine.destroy()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def run_all(kind: type[nn.Module], loop: Callable[..., None], accumulation: int) -> list[dict[str, torch.Tensor]]:
+    return [run(kind, stage, loop, accumulation) for stage in range(4)]
+
+
+def plain(kind: type[nn.Module], dtype: torch.dtype, accumulation: int) -> dict[str, torch.Tensor]:
+    model = build(kind).to(dtype)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **config(0, 2)["optimizer"]["params"])
+    for step in range(STEPS * accumulation):
+        for rank in range(2):
+            (loss_of(model(inputs(step, rank).to(dtype), rank)) / (2 * accumulation)).backward()
+        if (step + 1) % accumulation == 0:
+            for param in trained:  # unused counts as zero: moments and weight decay still move
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    return max((found[name].double() - exact[name]).abs().max().item() for name in exact if exact[name].numel())
+
+
+def check(pool: Any, kind: type[nn.Module], loop: Callable[..., None], accumulation: int) -> None:
+    exact = plain(kind, torch.float64, accumulation)
+    allowed = 2 * error(plain(kind, torch.float32, accumulation), exact)
+    for rank, stages in enumerate(pool.run(2, run_all, kind, loop, accumulation)):
+        for stage, found in enumerate(stages):
+            assert error(found, exact) <= allowed, f"stage {stage} on rank {rank}"
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_model(pool, kind):
+    check(pool, kind, one_backward, 1)
+
+
+@pytest.mark.parametrize("loop", LOOPS[1:], ids=lambda loop: loop.__name__)
+def test_loop(pool, loop):
+    # Splitting a batch in two rounds each half's mean: as much as one more rounding of the gradient.
+    check(pool, Tied, loop, 1)
+
+
+@pytest.mark.parametrize("kind", [Unused, OneRankOnly, Shared, Frozen], ids=lambda kind: kind.__name__)
+def test_model_with_accumulation(pool, kind):
+    check(pool, kind, two_backwards, 3)
+
+
+def test_accumulation_divides_once_however_backward_is_called(pool):
+    check(pool, Structured, plain_backward, 2)

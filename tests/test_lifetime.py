@@ -1,0 +1,192 @@
+"""The promise: when each unit is gathered, waited for, released, reduced and invalidated; and what that costs.
+
+The lists of verbs below are the specification. Verbs without effect (a gather of what is full, a release of
+what is not cut) are not in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from models import batch, config, make_net
+
+import zero
+from zero.core import comm
+from zero.core.unit import Unit
+from zero.plan.memory import StateBytes, alive_nbytes
+
+UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
+
+UPDATE = [  # each unit's shard is updated, and its full copy travels while the next one is
+    *("invalidate <root>", "gather <root>"),
+    *("invalidate blocks.0", "gather blocks.0"),
+    *("invalidate blocks.1", "gather blocks.1"),
+    *("wait <root>", "wait blocks.0", "wait blocks.1"),
+]
+REDUCE = ["reduce blocks.1", "reduce blocks.0", "reduce <root>"]
+FIRST_FORWARD = [  # nothing is foreseen yet
+    *("gather <root>", "wait <root>"),
+    *("gather blocks.0", "wait blocks.0", "release blocks.0"),
+    *("gather blocks.1", "wait blocks.1", "release blocks.1"),
+    "release <root>",
+]
+FIRST_BACKWARD = [
+    *("gather <root>", "wait <root>"),
+    *("gather blocks.1", "wait blocks.1", "release blocks.1", "reduce blocks.1"),
+    *("gather blocks.0", "wait blocks.0", "release blocks.0", "reduce blocks.0"),
+    *("release <root>", "reduce <root>"),
+]
+LATER_FORWARD = [  # the next unit travels while one computes; the root stays, backward begins with it
+    *("gather <root>", "wait <root>", "gather blocks.0"),
+    *("wait blocks.0", "gather blocks.1", "release blocks.0"),
+    *("wait blocks.1", "release blocks.1"),
+]
+LATER_BACKWARD = [
+    "gather blocks.1",
+    *("wait blocks.1", "gather blocks.0", "release blocks.1", "reduce blocks.1"),
+    *("wait blocks.0", "release blocks.0", "reduce blocks.0"),
+    *("release <root>", "reduce <root>"),
+]
+SPECIFICATION = {  # (stage, micro-batches) -> verbs of the first optimizer step, of the second
+    (0, 1): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
+    (1, 1): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
+    (2, 1): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
+    (3, 1): ([*FIRST_FORWARD, *FIRST_BACKWARD], [*LATER_FORWARD, *LATER_BACKWARD]),
+    (0, 2): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
+    (1, 2): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
+    (2, 2): ([*REDUCE, *REDUCE, *UPDATE], [*REDUCE, *REDUCE, *UPDATE]),
+    (3, 2): (
+        [*FIRST_FORWARD, *FIRST_BACKWARD, *LATER_FORWARD, *LATER_BACKWARD],
+        [*LATER_FORWARD, *LATER_BACKWARD] * 2,
+    ),
+}
+
+
+class Recorder:
+    """Notes verbs that have an effect, and the collectives with their full bytes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.verbs: list[str] = []
+        self.traffic: list[tuple[str, int]] = []
+        move, reduce, gather, scatter = Unit._move, Unit.reduce, comm.gather, comm.scatter
+
+        def noted_move(unit: Unit, verb: str) -> None:
+            move(unit, verb)
+            self.verbs.append(f"{verb} {unit.plan.name}")
+
+        def noted_reduce(unit: Unit) -> None:
+            reduce(unit)
+            self.verbs.append(f"reduce {unit.plan.name}")
+
+        def noted_gather(full: Any, axis: Any, tag: int) -> Any:
+            if axis.size > 1:
+                self.traffic.append(("gather", full.nbytes))
+            return gather(full, axis, tag)
+
+        def noted_scatter(flat: Any, axis: Any, tag: int) -> Any:
+            if axis.size > 1:
+                self.traffic.append(("scatter", flat.nbytes))
+            return scatter(flat, axis, tag)
+
+        patch.setattr(Unit, "_move", noted_move)
+        patch.setattr(Unit, "reduce", noted_reduce)
+        patch.setattr(comm, "gather", noted_gather)
+        patch.setattr(comm, "scatter", noted_scatter)
+
+    def take(self) -> tuple[list[str], list[tuple[str, int]]]:
+        taken = self.verbs, self.traffic
+        self.verbs, self.traffic = [], []
+        return taken
+
+
+def step(engine: Any, index: int) -> None:
+    rank = dist.get_rank()
+    for micro in range(engine.gradient_accumulation_steps()):
+        tokens, targets = batch(10 * index + micro, 4)
+        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        engine.step()
+
+
+def record(stage: int, accumulation: int) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        engine, *_ = zero.initialize(model=make_net(blocks=2), config=config(stage, 2, accumulation=accumulation))
+        recorder = Recorder(patch)
+        steps = []
+        for index in range(3):
+            step(engine, index)
+            steps.append(recorder.take())
+    sizes = {unit.plan.name: unit.plan.layout.numel * 4 for unit in engine._sharded.units}
+    engine.destroy()
+    return {"steps": steps, "nbytes": sizes}
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), SPECIFICATION)
+def test_verbs(pool, stage, accumulation):
+    first, later = SPECIFICATION[stage, accumulation]
+    for found in pool.run(2, record, stage, accumulation):
+        assert list(found["nbytes"]) == UNITS
+        verbs = [verbs for verbs, _ in found["steps"]]
+        assert verbs[0] == first
+        assert verbs[1] == verbs[2] == later
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), SPECIFICATION)
+def test_traffic(pool, stage, accumulation):
+    """Stages 0 to 2 move 2 Psi a step, stage 3 moves 3 Psi; each full buffer counted once."""
+    for found in pool.run(2, record, stage, accumulation):
+        psi, kept = sum(found["nbytes"].values()), found["nbytes"]["<root>"]
+        reductions = accumulation if stage >= 2 else 1
+        for index, (_, traffic) in enumerate(found["steps"]):
+            moved = {kind: sum(n for k, n in traffic if k == kind) for kind in ("gather", "scatter")}
+            assert moved["scatter"] == reductions * psi
+            if stage < 3:
+                assert moved["gather"] == psi
+            else:  # the unit that ends the forward and begins the backward is kept in between, once that is known
+                unforeseen = 1 if index == 0 else 0
+                assert moved["gather"] == accumulation * (2 * psi - kept) + unforeseen * kept
+            assert [kind for kind, _ in traffic].count("scatter") == reductions * len(UNITS)
+
+
+def phases(stage: int, accumulation: int, bf16: bool) -> tuple[list[tuple[str, StateBytes]], list[Any]]:
+    """State bytes alive on this rank at each phase of the first step, and the plans of the units."""
+    settings = config(stage, 2, accumulation=accumulation, bf16={"enabled": bf16})
+    engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
+    seen = [("rest", engine.state_nbytes())]
+    for index, block in enumerate(engine.module.blocks):
+        block.register_forward_pre_hook(lambda *_, i=index: seen.append((f"forward {i}", engine.state_nbytes())))
+    tokens, targets = batch(0, 2)
+    loss = engine(tokens, targets)
+    seen.append(("forward done", engine.state_nbytes()))
+    engine.backward(loss)
+    seen.append(("backward done", engine.state_nbytes()))
+    engine.step()
+    if accumulation == 1:
+        seen.append(("step done", engine.state_nbytes()))
+    plans = [unit.plan for unit in engine._sharded.units]
+    engine.destroy()
+    return seen, plans
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_alive(pool, stage, accumulation, bf16):
+    """What is alive at each phase is what `plan/memory.py` computed before."""
+    for seen, plans in pool.run(2, phases, stage, accumulation, bf16):
+        sharding = zero.plan.sharding.Sharding.of_stage(stage)
+        local = accumulation > 1 and not sharding.grads
+        moments = {
+            "rest": {},
+            "forward 0": {"gathered": {"<root>", "blocks.0"}},
+            "forward 1": {"gathered": {"<root>", "blocks.1"}},
+            "forward done": {},
+            "backward done": {"local_gradients" if local else "reduced_gradients": UNITS},
+            "step done": {},
+        }
+        assert [name for name, _ in seen] == list(moments)[: len(seen)]
+        for name, found in seen:
+            parts = 2 if sharding.optim else 1
+            wanted = alive_nbytes(plans, sharding, parts, accumulation=accumulation, **moments[name])
+            assert found == wanted, name

@@ -1,0 +1,193 @@
+"""The promise: a released parameter keeps its shape and count, and whoever reads it is told its name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, config, make_net
+from torch import nn
+
+import zero
+
+NAME = "blocks.1.up.weight"
+MESSAGE = f"parameter '{NAME}' is released; read it inside zero.GatheredParameters(...)"
+
+
+def weight(model: nn.Module) -> nn.Parameter:
+    return model.get_parameter(NAME)
+
+
+READERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add": lambda p: p + 1,
+    "matmul": lambda p: torch.ones(2, p.shape[0]) @ p,
+    "linear": lambda p: nn.functional.linear(torch.ones(p.shape[1]), p),
+    "index": lambda p: p[0],
+    "write": lambda p: p.__setitem__(0, 1.0),
+    "fill": lambda p: p.fill_(0),
+    "sum": lambda p: p.sum(),
+    "compare": lambda p: p == p,
+    "item": lambda p: p.tolist(),
+    "numpy": lambda p: p.detach().numpy(),
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "pointer": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "print": repr,
+    "format": lambda p: f"{p}",
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "pickle": pickle.dumps,
+    "copy": copy.deepcopy,
+    "move": lambda p: p.to(torch.float64),
+}
+
+
+def engine_at_rest() -> Any:
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
+    return engine
+
+
+def read_all() -> dict[str, str]:
+    engine, said = engine_at_rest(), {}
+    for name, reader in READERS.items():
+        try:
+            reader(weight(engine.module))
+            said[name] = "nothing"
+        except RuntimeError as error:
+            said[name] = str(error)
+    try:
+        torch.save(engine.module.state_dict(), io.BytesIO())
+        said["state_dict"] = "nothing"
+    except RuntimeError as error:
+        said["state_dict"] = str(error)
+    engine.destroy()
+    return said
+
+
+def test_reading_raises_with_the_name(pool):
+    for said in pool.run(2, read_all):
+        for reader in READERS:
+            assert said[reader] == MESSAGE, reader
+        assert "is released; read it inside" in said["state_dict"]
+
+
+def metadata() -> list[tuple[bool, ...]]:
+    engine, plain = engine_at_rest(), make_net()
+    rows = []
+    for name, wanted in plain.named_parameters():
+        found = engine.module.get_parameter(name)
+        found.some_attribute = 1
+        rows.append(
+            (
+                isinstance(found, nn.Parameter),
+                found.shape == wanted.shape,
+                found.size() == wanted.size(),
+                found.numel() == wanted.numel(),
+                found.dtype == wanted.dtype,
+                found.device == wanted.device,
+                found.ndim == wanted.dim() == found.dim(),
+                found.requires_grad and found.is_leaf and found.grad is None,
+                found.is_floating_point() and torch.is_floating_point(found),
+                len({found, found}) == 1 and found in {found},
+                found.some_attribute == 1,
+            )
+        )
+    rows.append((sum(p.numel() for p in engine.parameters()) == sum(p.numel() for p in plain.parameters()),))
+    engine.destroy()
+    return rows
+
+
+def test_metadata_is_true(pool):
+    for rows in pool.run(2, metadata):
+        assert rows
+        assert all(all(row) for row in rows), rows
+
+
+def memory_at_rest() -> tuple[int, int]:
+    engine = engine_at_rest()
+    alive = engine.state_nbytes().parameters
+    whole = sum(unit.plan.layout.numel * 4 for unit in engine._sharded.units)
+    engine.destroy()
+    return alive, whole
+
+
+def test_memory_is_given_back(pool):
+    for alive, whole in pool.run(2, memory_at_rest):
+        assert alive * 2 == whole
+
+
+def gathered() -> dict[str, Any]:
+    engine, plain, rank = engine_at_rest(), make_net(), dist.get_rank()
+    found: dict[str, Any] = {}
+    with zero.GatheredParameters(engine.module.parameters()):
+        pairs = zip(engine.module.parameters(), plain.parameters(), strict=True)
+        found["equal"] = all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        with zero.GatheredParameters(weight(engine.module)):  # nested, on what is full already
+            pass
+        found["still"] = weight(engine.module).sum().item()
+    with zero.GatheredParameters(weight(engine.module), modifier_rank=1), torch.no_grad():
+        weight(engine.module).fill_(float(rank + 5))
+    with zero.GatheredParameters(weight(engine.module)):
+        found["written"] = weight(engine.module).unique().tolist()
+    try:
+        with zero.GatheredParameters(weight(engine.module)), torch.no_grad():
+            weight(engine.module).zero_()
+        found["lost"] = "nothing"
+    except RuntimeError as error:
+        found["lost"] = str(error)
+    tokens, targets = batch(0, 4)
+    engine.backward(engine(tokens, targets))  # the write reached the master: the update goes on from there
+    engine.step()
+    with zero.GatheredParameters(weight(engine.module)):
+        found["after"] = (weight(engine.module) - 6.0).abs().max().item()
+    engine.destroy()
+    return found
+
+
+def test_gathered_parameters_read_and_write(pool):
+    for found in pool.run(2, gathered):
+        assert found["equal"]
+        assert found["written"] == [6.0]
+        assert found["lost"] == (
+            f"['{NAME}'] changed inside GatheredParameters without modifier_rank, so the change would be lost; "
+            "pass modifier_rank=0 to keep rank 0's values"
+        )
+        assert 0 < found["after"] < 0.1
+
+
+def backward_too_early() -> str:
+    """A graph that reaches freed memory without passing an output of any hooked module."""
+    engine = engine_at_rest()
+    with zero.GatheredParameters(weight(engine.module)):
+        loss = (torch.ones(1, weight(engine.module).shape[0], requires_grad=True) @ weight(engine.module)).sum()
+    try:
+        loss.backward()
+        return "nothing"
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine._sharded.abandon()
+        engine.destroy()
+
+
+def test_backward_into_freed_memory_raises_instead_of_crashing(pool):
+    for said in pool.run(2, backward_too_early):
+        assert "modified by an inplace operation" in said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_nothing_is_released(pool, stage):
+    assert all(pool.run(2, plain_to_read, stage))
+
+
+def plain_to_read(stage: int) -> bool:
+    engine, *_ = zero.initialize(model=make_net(), config=config(stage, 2))
+    equal = torch.equal(weight(engine.module), weight(make_net()))
+    copied = copy.deepcopy(engine.module)
+    return equal and torch.equal(weight(copied), weight(make_net())) and "tensor" in repr(weight(copied))
