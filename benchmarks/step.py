@@ -20,7 +20,6 @@ import torch.distributed as dist
 from measure import Stat, machine_line, paired, rotated, run_ranks, slowest, stat, table
 from variants import PEERS, TITLES, Setup, Variant, make
 
-
 SOCKETS = Path("/proc/self/io")  # Linux's count of what this process reads and writes
 
 

@@ -212,9 +212,7 @@ def example(folder, stage, command, steps=12, accumulation=1):
     text = folder / "text"
     text.mkdir()
     for i in range(40):
-        (text / f"{i}.txt").write_text(
-            "".join(f"def name{i}_{j}(x):\n    return x + {j}\n" for j in range(40))
-        )
+        (text / f"{i}.txt").write_text("".join(f"def name{i}_{j}(x):\n    return x + {j}\n" for j in range(40)))
     sizes = ["--width", "32", "--layers", "2", "--heads", "2", "--context", "32"]
     arguments = [
         EXAMPLE / "train.py",
@@ -247,8 +245,7 @@ def losses(output):
 
 def test_a_short_run_gives_the_same_losses_under_stages_1_and_3(tmp_path):
     outputs = {
-        stage: example(tmp_path / f"stage{stage}", stage, command)
-        for stage, command in ((1, ZERO_RUN), (3, ZERO_RUN))
+        stage: example(tmp_path / f"stage{stage}", stage, command) for stage, command in ((1, ZERO_RUN), (3, ZERO_RUN))
     }
     printed = losses(outputs[3])
     assert len(printed) == 12 and len({line.split()[-1] for line in printed}) == 12

@@ -51,9 +51,9 @@ def test_stages_agree_bitwise_and_with_plain_torch(pool, world, accumulation, cl
     for stages in ranks:
         for stage in STAGES[1:]:
             assert equal(stages[stage], stages[0]), f"stage {stage} differs from stage 0"
-        assert all(
-            torch.equal(stages[0]["params"][name], value) for name, value in ranks[0][0]["params"].items()
-        ), "ranks ended with different parameters"
+        assert all(torch.equal(stages[0]["params"][name], value) for name, value in ranks[0][0]["params"].items()), (
+            "ranks ended with different parameters"
+        )
     wanted = settings(0, world, accumulation, clipping, bf16, True)
     exact = reference(make_net(), world, wanted, torch.float64)
     plain = reference(make_net(), world, wanted, torch.float32, bf16=bf16)

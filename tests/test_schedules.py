@@ -123,9 +123,7 @@ def test_defaults_are_deepspeeds():
     assert decayed == pytest.approx([0, 0, 0.001 * math.log(2) / log1000])
     assert run("WarmupCosineLR", {"total_num_steps": 2000}, 2001)[-1] == pytest.approx(0.8 * 0.0001)
     assert run("LRRangeTest", {}, 2) == pytest.approx([1e-3, 1e-3 * (1 + 1 / 2000)])
-    assert run("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 3) == pytest.approx(
-        [0, 1 / 2000, 2 / 2000]
-    )
+    assert run("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 3) == pytest.approx([0, 1 / 2000, 2 / 2000])
 
 
 def test_one_cycle_moves_the_first_beta_against_the_rate():

@@ -88,9 +88,7 @@ def read_split(data: Path | None = None) -> Split:
             f"{data or 'standard library'}: {len(names[False])} files for training, {len(names[True])} for "
             "validation; each needs at least one. Cut the text into more files"
         )
-    train, validation = (
-        torch.frombuffer(bytearray(b"".join(parts[w])), dtype=torch.uint8) for w in (False, True)
-    )
+    train, validation = (torch.frombuffer(bytearray(b"".join(parts[w])), dtype=torch.uint8) for w in (False, True))
     return Split(train, validation, tuple(names[False]), tuple(names[True]))
 
 

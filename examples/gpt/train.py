@@ -43,15 +43,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     shape = Shape()
     parser = argparse.ArgumentParser(description="train a byte-level GPT with the zero engine")
-    parser.add_argument(
-        "--config", required=True, help="JSON of the engine, such as zero3.json beside this file"
-    )
-    parser.add_argument(
-        "--data", type=Path, help="folder of text; default: the source of Python's standard library"
-    )
-    parser.add_argument(
-        "--steps", type=int, help="optimizer steps; default: total_num_steps of the JSON's schedule"
-    )
+    parser.add_argument("--config", required=True, help="JSON of the engine, such as zero3.json beside this file")
+    parser.add_argument("--data", type=Path, help="folder of text; default: the source of Python's standard library")
+    parser.add_argument("--steps", type=int, help="optimizer steps; default: total_num_steps of the JSON's schedule")
     parser.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder for loss.png and loss.csv")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the windows and the sample")
     for name in ("width", "layers", "heads", "context"):
@@ -92,9 +86,7 @@ def train(engine: Any, loader: Any, steps: int) -> tuple[list[Point], Bytes]:
             points.append(Point(step, loss, engine.get_lr()[0], seconds))
             bar.update()
             rate = tokens * step / seconds
-            bar.set_postfix_str(
-                f"loss {loss:.3f}, {rate:,.0f} tokens/s, {memory_text(engine.device)}", refresh=False
-            )
+            bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s, {memory_text(engine.device)}", refresh=False)
             if engine.global_rank == 0 and (step % every == 0 or step == 1):
                 # All digits: runs that should agree can be compared as text.
                 bar.write(f"step {step} loss {loss!r}", file=sys.stdout)
@@ -138,9 +130,7 @@ def validate(engine: Any, windows: Windows) -> float:
         x, y = (torch.stack(part).to(engine.device) for part in zip(*items, strict=True))
         loss = engine(x, y)
         if mine < len(begins):
-            total += torch.tensor([loss.item() * len(items), len(items)], dtype=torch.float64).to(
-                total.device
-            )
+            total += torch.tensor([loss.item() * len(items), len(items)], dtype=torch.float64).to(total.device)
     dist.all_reduce(total)
     engine.train()
     return (total[0] / total[1]).item()
@@ -164,9 +154,7 @@ def bigram_on(windows: Windows, train_text: Tensor) -> float:
     return bigram_loss(bigram_counts(train_text), x, y)
 
 
-def tell(
-    engine: Any, args: argparse.Namespace, text: Split, windows: Windows, run: tuple, after: tuple
-) -> None:
+def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, run: tuple, after: tuple) -> None:
     """Print the result and write the files; for rank 0."""
     (points, states), (validation, generated, elapsed) = run, after
     bigram = bigram_on(windows, text.train)
@@ -205,9 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     if engine.global_rank == 0:
         files = f"{len(text.train_files)} + {len(text.validation_files)} files"
-        print(
-            f"text: {text.train.numel():,} + {text.validation.numel():,} bytes, {files} (train + validation)"
-        )
+        print(f"text: {text.train.numel():,} + {text.validation.numel():,} bytes, {files} (train + validation)")
     steps = args.steps or getattr(scheduler, "total_num_steps", DEFAULT_STEPS)
     run = train(engine, loader, steps)
     validation = validate(engine, windows)

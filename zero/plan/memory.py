@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int8": 1, "uint8": 1}
 MOMENTS = 2  # Adam's exp_avg and exp_avg_sq, fp32
 
 

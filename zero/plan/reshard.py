@@ -29,6 +29,7 @@ def moves(source: Layout, source_parts: int, target: Layout, target_parts: int) 
     if sizes[0] != sizes[1]:
         differing = sorted(n for n in sizes[0].keys() | sizes[1].keys() if sizes[0].get(n) != sizes[1].get(n))
         raise ValueError(f"cannot reshard: these parameters differ or are on one side only: {differing}")
+    source.shard(0, source_parts), target.shard(0, target_parts)  # refuse 0 parts, which no loop below would see
     pieces: dict[str, list[tuple[int, Fragment]]] = {}
     for rank in range(source_parts):
         for fragment in source.fragments(source.shard(rank, source_parts)):

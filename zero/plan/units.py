@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zero.plan.layout import Layout, make_layout
@@ -88,6 +88,7 @@ def plan_units(
     children of the outermost repeating containers are the blocks. A shared parameter belongs to the first
     module that has it. Raises ValueError for a pattern that matches nothing.
     """
+    root = _untied(root, set())
     by_name = {spec.name: spec for spec in specs}
     taken: set[str] = set()
     units: list[UnitPlan] = []
@@ -104,11 +105,21 @@ def plan_units(
     return tuple(sorted(units, key=lambda unit: position[unit.params[0].name]))
 
 
+def _untied(node: ModuleNode, seen: set[str]) -> ModuleNode:
+    """The same tree with every parameter at the first module only that has it."""
+    own = tuple(name for name in dict.fromkeys(node.params) if name not in seen)
+    seen.update(own)
+    return replace(node, params=own, children=tuple(_untied(child, seen) for child in node.children))
+
+
 def _unit(anchor: ModuleNode, bucket: list[ParamSpec], several: bool, world_size: int) -> UnitPlan:
     name = anchor.path or "<root>"
     if several:  # say what sets this one apart from its siblings
         first = bucket[0]
-        name += f"[{first.dtype}, {'group ' + str(first.group) if first.requires_grad else 'frozen'}]"
+        traits = [first.dtype, *([] if first.requires_grad else ["frozen"])]
+        if first.requires_grad or first.group >= 0:
+            traits.append(f"group {first.group}")
+        name += f"[{', '.join(traits)}]"
     return UnitPlan(name, anchor.path, tuple(bucket), make_layout({p.name: p.numel for p in bucket}, world_size))
 
 
@@ -156,6 +167,6 @@ def _matching(root: ModuleNode, patterns: Sequence[str]) -> list[ModuleNode]:
     if unmatched:
         kinds = sorted({node.kind for node in root.walk()})
         hints = [difflib.get_close_matches(pattern, kinds, 1) for pattern in sorted(unmatched)]
-        near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint)
+        near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint) or "."
         raise ValueError(f"zero.units: {sorted(unmatched)} match no module of the model{near} Its classes are {kinds}.")
     return blocks
