@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import platform
 import shlex
 import statistics
@@ -83,19 +84,19 @@ def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any) -> Any:
     The processes see no GPU. An exception in one ends all and is raised here.
     """
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    answer = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (ranks, f"{folder}/store", answer, worker, args), nprocs=ranks)
-        return answer.get()
+        mp.spawn(_enter, (ranks, folder, worker, args), nprocs=ranks)
+        return pickle.loads((Path(folder) / "answer").read_bytes())
 
 
-def _enter(rank: int, ranks: int, store: str, answer: Any, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(rank: int, ranks: int, folder: str, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     result = worker(rank, *args)
     if rank == 0:
-        answer.put(result)
+        # A file, since a pipe that nobody reads before the ranks end would block on a long answer.
+        (Path(folder) / "answer").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
