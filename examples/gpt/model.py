@@ -57,9 +57,12 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (first half, second half) of the last dim of x by the angle of their position."""
+    """Turn the pairs (first half, second half) of the last dim of x by the angle of their position.
+
+    The angles stay fp32 whatever x is, and so does the product; the result has the dtype of x.
+    """
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
 class GPT(nn.Module):

@@ -109,9 +109,10 @@ def _native_arguments(
     grad_code = DTYPE_CODES.get(grad.dtype)
     out, out_code = 0, NO_TENSOR
     if param_out is not None:
-        out, out_code = cpu_address(param_out, shape), DTYPE_CODES.get(param_out.dtype)
+        out = cpu_address(param_out, shape)
         if not out:
             return None
+        out_code = DTYPE_CODES.get(param_out.dtype)
     if grad_code is None or out_code is None:
         return None
     return p, m, v, g, grad_code, out, out_code, shape[0]
