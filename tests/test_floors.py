@@ -45,12 +45,14 @@ STEPS_OF_CORE = {
     "zero.core.comm": 2,
     "zero.core.gradients": 3,
     "zero.core.released": 3,
+    "zero.core.tensors": 1,
     "zero.core.unit": 4,
     "zero.core.gathering": 5,
     "zero.core.reducing": 5,
-    "zero.core.hooks": 6,
-    "zero.core.wrap": 7,
-    "zero.core.access": 8,
+    "zero.core.frozen": 6,
+    "zero.core.hooks": 7,
+    "zero.core.wrap": 8,
+    "zero.core.access": 9,
 }
 COMPILED = ("zero._cpu", "zero._cuda")
 WITHOUT_TORCH = ("zero.log", "zero.config", "zero.plan", "zero.launch", "zero.__main__")

@@ -149,6 +149,36 @@ def test_traffic(pool, stage, accumulation):
             assert [kind for kind, _ in traffic].count("scatter") == reductions * len(UNITS)
 
 
+def record_frozen() -> list[str]:
+    """Verbs of the second step under stage 3 when only norms, embedding and head are trained."""
+    net = make_net(blocks=2)
+    for block in net.blocks:
+        block.up.requires_grad_(False)
+        block.down.requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        engine, *_ = zero.initialize(model=net, config=config(3, 2))
+        recorder = Recorder(patch)
+        for index in range(2):
+            recorder.take()
+            step(engine, index)
+    engine.destroy()
+    return [verb for verb in recorder.take()[0] if "frozen" in verb]
+
+
+def test_frozen_units_are_released_when_backward_has_passed_them(pool):
+    first, second = "blocks.0[fp32, frozen]", "blocks.1[fp32, frozen]"
+    for verbs in pool.run(2, record_frozen):
+        forward, backward = verbs[:6], verbs[6:]
+        assert [verb for verb in forward if not verb.startswith("gather")] == [
+            *(f"wait {first}", f"release {first}", f"wait {second}", f"release {second}")
+        ]
+        # Each goes as soon as its block's input has its gradient, which is when the block before it begins; not at
+        # the end with all the others.
+        assert [verb for verb in backward if not verb.startswith("gather")] == [
+            *(f"wait {second}", f"wait {first}", f"release {second}", f"release {first}")
+        ]
+
+
 def phases(stage: int, accumulation: int, bf16: bool) -> tuple[list[tuple[str, StateBytes]], list[Any]]:
     """State bytes alive on this rank at each phase of the first step, and the plans of the units."""
     settings = config(stage, 2, accumulation=accumulation, bf16={"enabled": bf16})

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.optim import lr
+from zero.plan import rates
 
 
 def optimizer(*rates, kind=torch.optim.AdamW):
@@ -272,11 +273,11 @@ def test_a_warmup_longer_than_the_run_is_told():
 @given(st.integers(2, 50), st.integers(1, 60), st.floats(0, 1), st.sampled_from(["log", "linear"]))
 def test_factors_stay_between_0_and_1_and_turn_once(warmup, decay, floor, kind):
     total = warmup + decay
-    up = [lr.warmup_gamma(i, warmup, kind) for i in range(-1, warmup + 1)]
+    up = [rates.warmup_gamma(i, warmup, kind) for i in range(-1, warmup + 1)]
     assert up == sorted(up) and up[0] == up[1] == 0 and up[-1] == 1
     for fall in (
-        [lr.linear_decay(i, total, warmup) for i in range(warmup, total + 5)],
-        [lr.cosine_decay(i, total, warmup, floor) for i in range(warmup, total + 5)],
+        [rates.linear_decay(i, total, warmup) for i in range(warmup, total + 5)],
+        [rates.cosine_decay(i, total, warmup, floor) for i in range(warmup, total + 5)],
     ):
         assert fall == sorted(fall, reverse=True) and all(0 <= value <= 1 for value in fall)
-    assert lr.cosine_decay(total - 1, total, warmup, floor) == pytest.approx(floor)
+    assert rates.cosine_decay(total - 1, total, warmup, floor) == pytest.approx(floor)

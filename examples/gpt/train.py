@@ -59,8 +59,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def mean_over_ranks(value: Tensor) -> float:
     """Return the mean over all ranks of a scalar, in fp64, the same on each."""
     value = value.detach().double()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
+    return sum_over_ranks(value).item() / (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Add `values` up over all ranks, in place; a run without a process group is its own sum."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
 
 
 def memory_text(device: torch.device) -> str:
@@ -131,7 +137,7 @@ def validate(engine: Any, windows: Windows) -> float:
         loss = engine(x, y)
         if mine < len(begins):
             total += torch.tensor([loss.item() * len(items), len(items)], dtype=torch.float64).to(total.device)
-    dist.all_reduce(total)
+    sum_over_ranks(total)
     engine.train()
     return (total[0] / total[1]).item()
 

@@ -24,6 +24,7 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
+        self.backwards = 0  # how many have ended: the number of the one that runs
         self._depth = [0] * len(units)  # modules that hold the unit open, nested ones counted
         self._modules = 0  # hooked modules that are in their forward
         self._live: set[int] = set()  # units used since they were last released
@@ -67,13 +68,14 @@ class Gatherer:
                 self.units[ahead].gather()
 
     def done(self, unit: Unit) -> None:
-        """Backward has every gradient of the unit, so nothing reads its parameters any more."""
+        """Backward will not read the unit's parameters any more."""
         if self._depth[unit.index] == 0:
             self._live.discard(unit.index)
             unit.release()
 
     def end_of_backward(self) -> None:
         """Release what is still full, and make this step's order the forecast of the next."""
+        self.backwards += 1
         self.release_all()
         if self._uses:
             self._order = tuple(self._uses)
@@ -92,6 +94,7 @@ class Gatherer:
         self._depth = [0] * len(self.units)
         self._modules = 0
         self._uses = []
+        self.backwards += 1
         self.release_all()
         self._position = START
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zero.core import comm
+from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
-from zero.core.hooks import attach
+from zero.core.hooks import Reads, attach
 from zero.core.mesh import Mesh
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
@@ -49,8 +50,8 @@ class Sharded:
         self.gatherer = Gatherer(self.units)
         self.reducer = Reducer(self.units, sharding, self.gatherer.done)
         self.reducer.on_flush(self.gatherer.end_of_backward)
-        needs = _needs(module, self.units) if any(unit.cut for unit in units) else {}
-        self._handles = attach(needs, self.gatherer, self.reducer.begin)
+        reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
+        self._handles = attach(reads, self.gatherer, self.reducer.begin)
 
     def publish(self) -> None:
         """Bring updated parameters to everyone who keeps them in full, and wait until they are there."""
@@ -178,16 +179,27 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     return ModuleNode(path, type(module).__name__, own, children, repeats)
 
 
-def _needs(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """Which units each module reads: those anchored at it, and those of parameters it owns."""
-    needs: dict[nn.Module, list[Unit]] = {module: []}  # the root always: it tells where a forward ends
+def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict[nn.Module, Reads]:
+    """What each module reads: the units anchored at it, and those of parameters it owns."""
+    found: dict[nn.Module, list[Unit]] = {module: []}  # the root always: it tells where a forward ends
+    frozen: dict[nn.Module, list[Unit]] = {}
     for unit in units:
-        needs.setdefault(module.get_submodule(unit.plan.anchor), []).append(unit)
+        anchor = module.get_submodule(unit.plan.anchor)
+        found.setdefault(anchor, []).append(unit)
+        if unit.gradients is None:
+            frozen.setdefault(anchor, []).append(unit)
     for child in module.modules():
         for param in child._parameters.values():
-            if param is not None and param._zero_owner.unit not in needs.setdefault(child, []):
-                needs[child].append(param._zero_owner.unit)
-    return {child: found for child, found in needs.items() if found or child is module}
+            if param is not None and param._zero_owner.unit not in found.setdefault(child, []):
+                found[child].append(param._zero_owner.unit)
+    reads = {}
+    for child, needed in found.items():
+        if needed or child is module:
+            inside = {unit.index: unit for below in child.modules() for unit in found.get(below, ())}
+            trained = [unit for unit in inside.values() if unit.gradients is not None]
+            follow = FrozenUnits(frozen[child], trained, gatherer) if child in frozen else None
+            reads[child] = Reads(tuple(needed), follow)
+    return reads
 
 
 def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh) -> None:

@@ -94,6 +94,7 @@ def _make_optimizer(
         if not isinstance(client, torch.optim.Optimizer):
             client = client([param for group in groups for param in group["params"]])
         rule = _client_rule(client)
+        client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         groups = client.param_groups  # the same dicts: a scheduler made for the client's optimizer stays in charge
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check)
