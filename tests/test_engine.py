@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,20 @@ def test_progress_line(caplog):
             engine.step()
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step=")]
     assert lines == [f"step={n}, skipped=0, lr=[0.01], mom=[(0.9, 0.999)]" for n in (2, 4)]
+
+
+def test_breakdowns_and_state_are_printed(caplog):
+    asked = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "steps_per_print": 1}
+    with caplog.at_level(logging.INFO, logger="zero"):
+        engine = alone(**asked)[0]
+        engine.backward(engine(*batch(0, 2)))
+        engine.step()
+    lines = [record.getMessage() for record in caplog.records]
+    assert "stage 0 on 1 rank(s), " in lines[0]
+    assert f"{sum(p.numel() for p in engine.parameters()):,} parameters in fp32, 4 units" in lines[0]
+    assert '"stage":' in next(line for line in lines if line.startswith("configuration: "))
+    assert re.search(r"^time \(ms per step over 1 steps\) \| forward: \S+ \| backward: \S+ \| step: \S+$", lines[-2])
+    assert lines[-1].startswith("model state on rank 0 (MiB) | parameters: 0.0 | gradients: 0.0 | optimizer: 0.0")
 
 
 # --- exceptions, on real ranks ------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ from zero.kernels.bucket import sum_rows
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
 PIECE = 1 << 20
 
+# Our messages must not meet those that a user sends with small tags of their own.
+FIRST_TAG = 1 << 20
+
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,6 +54,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
     if axis.native:
         own = _slice(full, axis, axis.rank)
         return Transfer((_all_gather(full, own, group=axis.group, async_op=True),), full)
+    tag += FIRST_TAG
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffer = full if host is None else host
     works = []
@@ -100,6 +104,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int) -> Inbox:
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         work = _reduce_scatter(own, flat, group=axis.group, async_op=True)
         return Inbox(flat, (own,), ((work,),), (), max(1, numel))
+    tag += FIRST_TAG
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
     peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
     received = torch.empty((axis.size - 1, numel), dtype=flat.dtype)

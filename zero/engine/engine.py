@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ from torch.utils.data import Dataset
 from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
+from zero.engine.progress import Progress
 from zero.engine.queries import Queries
-from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
@@ -48,6 +47,7 @@ class Engine(Queries, nn.Module):
         self._sharded = sharded
         self._boundary: bool | None = None  # set by the user; None: count
         self._applied = False
+        self._progress = Progress(config, self.global_rank, device)
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,8 @@ class Engine(Queries, nn.Module):
         self._alive()
         self._sharded.recover()
         try:
-            return self.module(*inputs, **kwargs)
+            with self._progress.phase("forward"):
+                return self.module(*inputs, **kwargs)
         except Exception:
             self._sharded.abandon()
             raise
@@ -80,10 +81,11 @@ class Engine(Queries, nn.Module):
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         try:
-            (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
-            if reducer.rounds == rounds:
-                # No parameter of ours was in the graph here; other ranks may have some and wait for us.
-                reducer.flush()
+            with self._progress.phase("backward"):
+                (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
+                if reducer.rounds == rounds:
+                    # No parameter of ours was in the graph here; other ranks may have some and wait for us.
+                    reducer.flush()
         except Exception:
             self._sharded.abandon()
             raise
@@ -97,14 +99,15 @@ class Engine(Queries, nn.Module):
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
-            self.optimizer.step()
+            with self._progress.phase("step"):
+                self.optimizer.step()
             self._applied = not self.optimizer.overflow
             self.skipped_steps += self.optimizer.overflow
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._print_progress()
+            self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
         self.micro_steps += 1
         self._mark_boundary()
 
@@ -179,14 +182,3 @@ class Engine(Queries, nn.Module):
 
     def _mark_boundary(self) -> None:
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()
-
-    def _print_progress(self) -> None:
-        every = self.steps_per_print()
-        if self.global_rank == 0 and not math.isinf(every) and self.global_steps % int(every) == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                self.global_steps,
-                self.skipped_steps,
-                self.get_lr(),
-                self.get_mom(),
-            )

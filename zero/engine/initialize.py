@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
 from zero.engine.arguments import resolve_config
 from zero.engine.engine import Engine
+from zero.engine.progress import describe
+from zero.log import rank_zero, set_level
 from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
@@ -62,6 +65,8 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(timeout=timedelta(minutes=10))
     settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+    if settings.log_level is not None:
+        set_level(settings.log_level)
     zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
     sharding = Sharding.of_stage(settings.zero_optimization.stage, settings.zero.reduce_every_micro_batch)
     device = local_device()
@@ -70,6 +75,10 @@ def initialize(
         mean = 1.0 / (sharded.mesh.world_size * settings.gradient_accumulation_steps)
         zero_optimizer.bind(sharded, mean)
     engine = Engine(sharded, zero_optimizer, settings, device)
+    stage, held = settings.zero_optimization.stage, engine.state_nbytes()
+    rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held))
+    if settings.dump_state:
+        rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
     engine.lr_scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
