@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import batch, config, make_net
 
@@ -177,6 +178,32 @@ def test_frozen_units_are_released_when_backward_has_passed_them(pool):
         assert [verb for verb in backward if not verb.startswith("gather")] == [
             *(f"wait {second}", f"wait {first}", f"release {second}", f"release {first}")
         ]
+
+
+def record_evaluation() -> list[list[str]]:
+    """Verbs of three forwards without gradients, after two training steps, and of the training step after them."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine, *_ = zero.initialize(model=make_net(blocks=2), config=config(3, 2))
+        recorder = Recorder(patch)
+        for index in range(2):
+            step(engine, index)
+        recorder.take()
+        seen = []
+        for _ in range(3):
+            with torch.no_grad():
+                engine(*batch(0, 2))
+            seen.append(recorder.take()[0])
+        step(engine, 2)
+        seen.append(recorder.take()[0])
+    engine.destroy()
+    return seen
+
+
+def test_evaluation_gathers_each_unit_once_and_leaves_nothing(pool):
+    for *evaluations, training in pool.run(2, record_evaluation):
+        for verbs in evaluations:
+            assert verbs == [*LATER_FORWARD, "release <root>"]
+        assert training == [*LATER_FORWARD, *LATER_BACKWARD]
 
 
 def phases(stage: int, accumulation: int, bf16: bool) -> tuple[list[tuple[str, StateBytes]], list[Any]]:

@@ -48,7 +48,9 @@ class Gatherer:
             if self._depth[unit.index] == 0 and not in_backward():
                 self._leave(unit)
         if not torch.is_grad_enabled() and not in_backward() and not self._modules:
-            self.release_all()  # what was gathered ahead for a backward that will not come
+            # What was gathered ahead for a backward that will not come goes; the next forward begins at the front.
+            self.release_all()
+            self._position = START
 
     def use(self, units: Sequence[Unit]) -> None:
         """Make these units readable now."""

@@ -83,9 +83,11 @@ class Gradients:
             return
         if self._mesh.replica.size > 1:
             axis = self._mesh.replica
-            total = torch.empty(inbox.flat.numel(), dtype=torch.float32, device=self._device)
+            total = inbox.flat
+            if total.dtype != torch.float32 or total.device != self._device:
+                total = torch.empty(total.numel(), dtype=torch.float32, device=self._device)
             own = total.chunk(axis.size)[axis.rank]
-            inbox.sum(own, False)
+            inbox.sum(own, False)  # returns when our slices have left, so that theirs may be overwritten
             self._transfer = comm.gather(total, axis, self._tag + 1)
         elif self.shard is None and self._mesh.world_size == 1 and inbox.flat.dtype == torch.float32:
             self.shard = inbox.flat

@@ -153,6 +153,10 @@ class Unit:
         Tells autograd too, so that a graph built before the change raises, as it does in plain torch.
         """
         if self.cut:
+            if self.holds:
+                raise RuntimeError(
+                    f"unit '{self.plan.name}' is updated while GatheredParameters holds it open; step() outside of it"
+                )
             self.release()
             self._versions = [version + 1 for version in self._versions]
             return
