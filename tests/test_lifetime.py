@@ -240,7 +240,8 @@ def test_bytes_alive(pool, stage, accumulation, bf16):
             "forward 1": {"gathered": {"<root>", "blocks.1"}},
             "forward done": {},
             "backward done": {"local_gradients" if local else "reduced_gradients": UNITS},
-            "step done": {},
+            # Where gradients are not cut, their memory stays for the next step.
+            "step done": {} if sharding.optim else {"reduced_gradients": UNITS},
         }
         assert [name for name, _ in seen] == list(moments)[: len(seen)]
         for name, found in seen:

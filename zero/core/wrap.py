@@ -85,8 +85,7 @@ class Sharded:
             parameters += unit.full.untyped_storage().nbytes()
             parameters += unit.shard.nbytes if unit.cut else 0
             if unit.gradients is not None:
-                held = (unit.gradients.flat, unit.gradients.shard)
-                gradients += sum(tensor.nbytes for tensor in held if tensor is not None)
+                gradients += unit.gradients.nbytes
                 masters += 0 if unit.master is unit.shard else unit.master.nbytes
         return StateBytes(parameters, gradients, masters)
 
