@@ -82,8 +82,7 @@ class Gradients:
                     flat.narrow(0, *span).zero_()
         self.flat = None
         self._filled.clear()
-        mesh = self._mesh
-        self._inbox = comm.scatter(flat, mesh.shard if mesh.shard.size > 1 else mesh.replica, self._tag)
+        self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag)
 
     def sum(self) -> None:
         """Wait for the slices and add them up; along the replica axis, start to gather the sums."""

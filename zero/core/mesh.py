@@ -38,9 +38,9 @@ class Mesh:
     replica: Axis
 
     @property
-    def spans_per_shard(self) -> int:
-        """How many of the world's 1/world_size spans one shard holds: the grain of sums that no stage changes."""
-        return self.world_size // self.shard.size
+    def reduced_over(self) -> Axis:
+        """The axis along which there is anybody to add gradients up with; today never both."""
+        return self.shard if self.shard.size > 1 else self.replica
 
 
 def make_mesh(sharding: Sharding) -> Mesh:

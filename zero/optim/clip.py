@@ -16,17 +16,17 @@ from zero.kernels.norm import sum_squares
 def global_norm(units: Sequence[Unit], mesh: Mesh) -> float:
     """L2 norm of the reduced gradients over all units and ranks, of the plain sum (no mean taken); collective.
 
-    Squares add up in fp64 per 1/world_size span, then over units, then over spans in order: a rank that
-    holds the whole gradient adds the same numbers in the same order as ranks that hold a shard each.
+    Every rank squares its 1/world_size span of each unit in fp64, whether its shard is that span or, where
+    gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
+    numbers in the same order.
     """
-    spans = mesh.spans_per_shard
-    sums = [0.0] * spans
+    mine = 0.0
     for unit in units:
-        for index, part in enumerate(unit.gradients.shard.chunk(spans)):
-            sums[index] += sum_squares(part)
-    values = torch.tensor(sums, dtype=torch.float64, device=units[0].shard.device) if units else torch.zeros(1)
+        mine += sum_squares(unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank])
+    device = units[0].shard.device if units else "cpu"
+    values = torch.tensor([mine], dtype=torch.float64, device=device)
     total = 0.0
-    for value in comm.gather_scalars(values, mesh.shard).flatten().tolist():
+    for value in comm.gather_scalars(values, mesh.reduced_over).flatten().tolist():
         total += value
     return math.sqrt(total) if total >= 0 else math.nan  # a NaN compares false
 
