@@ -8,6 +8,7 @@ begins at iteration 0 with a gamma of 0, its first *two* optimizer steps run at 
 
 from __future__ import annotations
 
+import abc
 import difflib
 import inspect
 import math
@@ -78,7 +79,7 @@ def _basic_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
 
 
-class Schedule:
+class Schedule(abc.ABC):
     """Base of our schedules: it writes `lrs_at(iteration)` into the optimizer's groups, one number per group.
 
     A subclass reads its parameters, then calls `_begin`. `last_batch_iteration` is -1 for a new run; with
@@ -90,9 +91,9 @@ class Schedule:
         self.optimizer = _basic_optimizer(optimizer)
         self.last_batch_iteration = _integer("last_batch_iteration", last_batch_iteration, -1)
 
+    @abc.abstractmethod
     def lrs_at(self, iteration: int) -> list[float]:
         """Return the learning rate of each parameter group at an iteration; -1 is before the first."""
-        raise NotImplementedError
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group at the current iteration, from the formula."""
