@@ -142,6 +142,17 @@ def test_zero_grad_forgets():
     assert engine.get_global_grad_norm() == plain.get_global_grad_norm()
 
 
+def test_a_step_after_zero_grad_is_one_with_zero_gradients():
+    engine = alone(optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}})[0]
+    before = [param.detach().clone() for param in engine.parameters()]
+    engine.backward(engine(*batch(0, 2)))
+    engine.zero_grad()
+    engine.step()
+    assert engine.was_step_applied()
+    assert engine.get_global_grad_norm() == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
+
+
 def test_not_finite_gradient_skips_and_names(caplog):
     engine = alone(scheduler=SCHEDULE)[0]
     before = [param.detach().clone() for param in engine.parameters()]

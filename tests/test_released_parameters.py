@@ -161,6 +161,20 @@ def test_gathered_parameters_read_and_write(pool):
         assert 0 < found["after"] < 0.1
 
 
+def gathered_from_two_engines() -> list[bool]:
+    nets = [make_net(seed) for seed in (7, 8)]
+    engines = [zero.initialize(model=net, config=config(3, 2))[0] for net in nets]
+    with zero.GatheredParameters([weight(net) for net in nets]):
+        equal = [torch.equal(weight(net), weight(make_net(seed))) for net, seed in zip(nets, (7, 8), strict=True)]
+    for engine in engines:
+        engine.destroy()
+    return equal
+
+
+def test_parameters_of_two_engines_with_one_name(pool):
+    assert pool.run(2, gathered_from_two_engines) == [[True, True]] * 2
+
+
 def backward_too_early() -> str:
     """A graph that reaches freed memory without passing an output of any hooked module."""
     engine = engine_at_rest()

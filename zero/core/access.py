@@ -28,10 +28,12 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, torch.Tensor) else list(params)
-        owners = {owner.name: owner for owner in map(owner_of, given) if owner is not None} if enabled else {}
-        # One order on all ranks, whatever the order of the argument was.
+        found = [owner for owner in map(owner_of, given) if owner is not None] if enabled else []
+        # By identity: two engines may hold parameters of the same name and index.
+        owners = {(id(owner.unit), owner.index): owner for owner in found}
+        # One order on all ranks, whatever order an engine's parameters were given in.
         self._owners = sorted(owners.values(), key=lambda owner: (owner.unit.index, owner.index))
-        self._units = list({owner.unit.index: owner.unit for owner in self._owners}.values())
+        self._units = list({id(owner.unit): owner.unit for owner in self._owners}.values())
         self._modifier_rank = modifier_rank
         self._were_full: list[bool] = []
         self._versions: list[int] = []

@@ -25,7 +25,7 @@ class Reducer:
     def __init__(self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None]) -> None:
         self.boundary = True
         self.open = False  # a backward has begun and was not flushed yet
-        self.rounds = 0  # backward passes flushed since the last optimizer step
+        self.rounds = 0  # backward passes flushed so far
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._on_complete = on_complete
@@ -65,11 +65,9 @@ class Reducer:
             call()
 
     def before_step(self) -> None:
-        """Reduce what no backward has: local sums whose boundary came without one, or a rank that had none at all."""
-        stranded = any(unit.gradients.flat is not None for unit in self._order)
-        if self.rounds == 0 or stranded:
+        """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
+        if any(unit.gradients.flat is not None or unit.gradients.shard is None for unit in self._order):
             self.flush()
-        self.rounds = 0
 
     def abandon(self) -> None:
         """After an exception: forget the gradients of this accumulation window."""

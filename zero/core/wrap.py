@@ -53,15 +53,6 @@ class Sharded:
         reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._handles = attach(reads, self.gatherer, self.reducer.begin)
 
-    def publish(self) -> None:
-        """Bring updated parameters to everyone who keeps them in full, and wait until they are there."""
-        for unit in self.trained:
-            if not unit.cut:
-                unit.gather()
-        for unit in self.trained:
-            if not unit.cut:
-                unit.wait()
-
     def abandon(self) -> None:
         """Make the next step possible after an exception; the gradients of the running window are dropped."""
         self.reducer.abandon()

@@ -76,4 +76,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.rule.update(unit, self.param_groups[unit.plan.group], factor)
             if not unit.cut:
                 unit.gather()  # travels while the next unit is updated
-        sharded.publish()
+        for unit in sharded.trained:
+            if not unit.cut:
+                unit.wait()
