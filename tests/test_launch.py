@@ -17,7 +17,8 @@ from zero.launch.plan import plan
 
 ROOT = Path(__file__).parent.parent
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-SHOW = f"import os, sys; print(*(os.environ[k] for k in {OURS!r}), *sys.argv[1:], sep='|')"
+# One write with its newline: the ranks run unbuffered on one pipe, where the pieces that print() writes would mix.
+SHOW = f"import os, sys; sys.stdout.write('|'.join([*(os.environ[k] for k in {OURS!r}), *sys.argv[1:]]) + chr(10))"
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_a_restart_recovers_with_gloo(tmp_path, script):
         if attempt == "0" and dist.get_rank() == 1:
             os._exit(3)
         dist.all_reduce(total)
-        print(f"attempt {attempt} total {total.item():.0f}")
+        sys.stdout.write(f"attempt {attempt} total {total.item():.0f}\\n")
         dist.destroy_process_group()
         """
     )
