@@ -1,6 +1,6 @@
 """Build of the compiled kernels: C++17 through ninja, no torch. Everything else stands in pyproject.toml.
 
-``zero._cpu`` is made of a few files that are compiled once per instruction set (scalar, AVX2, AVX-512), each time with
+``zero._cpu`` is made of a few files that are compiled once per instruction set (scalar, SSE2, AVX2, AVX-512 or NEON), each time with
 the flags of that set only, and of files that are compiled once, for any processor. Which set runs is decided at run
 time, so that one build fits every machine of an architecture.
 
@@ -33,12 +33,12 @@ COMMON_FLAGS = [
 ]  # fmt: skip
 LINK_FLAGS = ["-shared", "-fopenmp"]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
-# The last flag: gcc 12 warns about its own AVX-512 headers.
+# The last flags: gcc 12 warns about its own AVX-512 headers.
 AVX512_FLAGS = [
-    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-Wno-maybe-uninitialized",
+    "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
 ]  # fmt: skip
 
-ISA_SOURCES = ["cpu_adam.cpp", "cpu_norm.cpp", "cpu_bucket.cpp"]
+ISA_SOURCES = ["cpu_step.cpp", "cpu_norm.cpp", "cpu_bucket.cpp"]
 COMMON_SOURCES = ["cpu_dispatch.cpp", "cpu_parallel.cpp", "bind_cpu.cpp"]
 
 
@@ -50,8 +50,11 @@ def instruction_sets() -> dict[str, list[str]]:
     """Instruction sets to compile for, weakest first, each with its flags."""
     sets: dict[str, list[str]] = {"scalar": []}
     if platform.machine().lower() in ("x86_64", "amd64") and sys.maxsize > 2**32:
+        sets["sse2"] = []
         sets["avx2"] = AVX2_FLAGS
         sets["avx512"] = AVX512_FLAGS
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        sets["neon"] = []
     return sets
 
 

@@ -24,19 +24,37 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void adam_step(uintptr_t master, uintptr_t exp_avg, uintptr_t exp_avg_sq, uintptr_t grad, int grad_dtype,
-               uintptr_t param_out, int param_out_dtype, int64_t numel, double grad_scale, double weight_decay,
-               double decay, double lerp_weight, bool lerp_from_grad, double beta2, double one_minus_beta2,
-               double inv_sqrt_correction2, double eps, double neg_step_size, bool l2, int threads) {
+void step_of(int formula, double lr, double beta1, double beta2, double eps, double weight_decay, double momentum,
+             double dampening, double lr_decay, int flags, int64_t count, double grad_scale, uintptr_t master,
+             uintptr_t remainder, uintptr_t param, int param_dtype, uintptr_t grad, int grad_dtype, uintptr_t state0,
+             uintptr_t scale0, uintptr_t state1, uintptr_t scale1, int state_format, int64_t numel, uint64_t key,
+             int64_t first, int threads) {
   need_dtype(grad_dtype);
-  need_dtype(param_out_dtype, true);
-  const auto f = [](double x) { return static_cast<float>(x); };
-  const AdamCoef coef{f(grad_scale), f(weight_decay), f(decay), f(lerp_weight), lerp_from_grad, f(beta2),
-                      f(one_minus_beta2), f(inv_sqrt_correction2), f(eps), f(neg_step_size)};
-  const AdamJob job{pointer<float>(master), pointer<float>(exp_avg), pointer<float>(exp_avg_sq),
-                    pointer<void>(grad), grad_dtype, pointer<void>(param_out), param_out_dtype, coef, l2};
+  need_dtype(param_dtype, true);
+  if (formula < 0 || formula >= kFormulas) throw std::invalid_argument("unknown formula " + std::to_string(formula));
+  if (state_format < kStateF32 || state_format > kState8Bit) {
+    throw std::invalid_argument("unknown format of states " + std::to_string(state_format));
+  }
+  if (remainder != 0 && (master != 0 || param_dtype != kBF16)) {
+    throw std::invalid_argument("a remainder stands for the master, beside a bf16 parameter");
+  }
+  if (first % kBlock != 0) throw std::invalid_argument("first must be a multiple of " + std::to_string(kBlock));
+  const Hyper hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags};
+  const StepJob job{formula,
+                    make_coef(formula, hyper, static_cast<double>(count), grad_scale),
+                    pointer<float>(master),
+                    pointer<uint16_t>(remainder),
+                    pointer<void>(param),
+                    param_dtype,
+                    pointer<void>(grad),
+                    grad_dtype,
+                    state_format,
+                    {pointer<void>(state0), pointer<void>(state1)},
+                    {pointer<float>(scale0), pointer<float>(scale1)},
+                    step_seed(key, static_cast<uint64_t>(count)),
+                    static_cast<uint64_t>(first / kBlock)};
   py::gil_scoped_release nogil;
-  adam(job, numel, threads);
+  step(job, numel, threads);
 }
 
 double sum_squares_of(uintptr_t x, int dtype, int64_t numel, int threads) {
@@ -112,10 +130,10 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, py::arg("name"),
         "Choose an instruction set for the whole process ('auto': the strongest). For tests.");
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
-  m.def("adam_step", &adam_step,
-        "(master, exp_avg, exp_avg_sq, grad, grad_dtype, param_out, param_out_dtype, numel, grad_scale, weight_decay,"
-        " decay, lerp_weight, lerp_from_grad, beta2, one_minus_beta2, inv_sqrt_correction2, eps, neg_step_size, l2,"
-        " threads)");
+  m.def("step", &step_of,
+        "(formula, lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags, step, grad_scale,"
+        " master, remainder, param, param_dtype, grad, grad_dtype, state0, scale0, state1, scale1, state_format,"
+        " numel, key, first, threads)");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, threads) -> float");
   m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, threads)");
   m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");

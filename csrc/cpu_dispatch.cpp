@@ -9,14 +9,20 @@ namespace zero {
 
 #define ZERO_DECLARE_ISA(isa)                                                  \
   namespace isa {                                                              \
-  void adam(const AdamJob&, int64_t, int64_t);                                 \
+  void step(const StepJob&, int64_t, int64_t);                                 \
   double sum_squares_block(const void*, int, int64_t);                         \
   void convert(const void*, int, void*, int, int64_t, float);                  \
   void sum_rows(const SumRowsJob&, int64_t, int64_t);                          \
-  constexpr Kernels kernels{#isa, adam, sum_squares_block, convert, sum_rows}; \
+  constexpr Kernels kernels{#isa, step, sum_squares_block, convert, sum_rows}; \
   }
 
 ZERO_DECLARE_ISA(scalar)
+#ifdef ZERO_HAVE_SSE2
+ZERO_DECLARE_ISA(sse2)
+#endif
+#ifdef ZERO_HAVE_NEON
+ZERO_DECLARE_ISA(neon)
+#endif
 #ifdef ZERO_HAVE_AVX2
 ZERO_DECLARE_ISA(avx2)
 #endif
@@ -48,6 +54,12 @@ struct Isa {
 
 constexpr Isa kIsas[] = {
     {&scalar::kernels, always},
+#ifdef ZERO_HAVE_SSE2
+    {&sse2::kernels, always},  // part of x86-64
+#endif
+#ifdef ZERO_HAVE_NEON
+    {&neon::kernels, always},  // part of 64-bit Arm
+#endif
 #ifdef ZERO_HAVE_AVX2
     {&avx2::kernels, has_avx2},
 #endif

@@ -9,7 +9,8 @@
 
 #include <cstdint>
 
-#include "adam_math.h"
+#include "format_math.h"
+#include "step_math.h"
 
 namespace zero {
 
@@ -18,16 +19,22 @@ enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 inline constexpr int64_t dtype_size(int dtype) { return dtype == kF32 ? 4 : 2; }
 
-struct AdamJob {
+// One optimizer step on a contiguous shard. No two of its arrays overlap. Exactly one of `master` and `remainder` is
+// there; with `remainder`, `param` is bf16, read and written (format_math.h).
+struct StepJob {
+  int formula;
+  Coef coef;
   float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  uint16_t* remainder;
+  void* param;  // beside a master: written only; kNone: there is no copy
+  int param_dtype;
   const void* grad;  // kF32, kBF16 or kF16
   int grad_dtype;
-  void* param_out;  // written only; kNone: there is no copy
-  int param_out_dtype;
-  AdamCoef coef;
-  bool l2;  // weight decay enters the gradient (Adam) rather than the parameter (AdamW)
+  int state_format;
+  void* state[kMaxStates];       // float, BF16 or uint8_t
+  float* scale[kMaxStates];      // kState8Bit: one per kBlock elements
+  uint64_t seed;                 // of this unit and step
+  uint64_t first_block;          // place of the shard in its unit, in blocks
 };
 
 // out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32.
@@ -46,7 +53,7 @@ inline constexpr int kNormLanes = 16;
 
 struct Kernels {
   const char* name;
-  void (*adam)(const AdamJob& job, int64_t begin, int64_t end);
+  void (*step)(const StepJob& job, int64_t begin, int64_t end);  // begin: a multiple of kBlock
   double (*sum_squares_block)(const void* x, int dtype, int64_t numel);  // numel <= kNormBlock
   void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale);
   void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
@@ -67,7 +74,7 @@ struct Span {
   int64_t offset;  // of its first element in the flat buffer
 };
 
-void adam(const AdamJob& job, int64_t numel, int threads);
+void step(const StepJob& job, int64_t numel, int threads);
 double sum_squares(const void* x, int dtype, int64_t numel, int threads);
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads);

@@ -12,8 +12,9 @@ namespace {
 // Elements below which a further thread costs more (waking it, a few microseconds) than it gains.
 constexpr int64_t kGrain = 16384;
 
-// Cuts fall on multiples of this many elements, so that no two threads write into one cache line.
-constexpr int64_t kAlign = 64;
+// Cuts fall on multiples of this many elements, so that no two threads write into one cache line, or share a block of
+// 8-bit moments.
+constexpr int64_t kAlign = kBlock;
 
 // Calls body(begin, end) on equal, contiguous, static parts of [0, numel). An element is worth `weight` grains.
 template <class Body>
@@ -55,9 +56,9 @@ void split_spans(const Span* spans, int64_t count, int threads, const Body& body
 
 }  // namespace
 
-void adam(const AdamJob& job, int64_t numel, int threads) {
+void step(const StepJob& job, int64_t numel, int threads) {
   const Kernels& kernels = active();
-  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.adam(job, begin, end); });
+  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.step(job, begin, end); });
 }
 
 double sum_squares(const void* x, int dtype, int64_t numel, int threads) {

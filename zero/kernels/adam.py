@@ -166,7 +166,9 @@ def adam_step(
         _check(master, exp_avg, exp_avg_sq, grad, param_out)
         _reference(master, exp_avg, exp_avg_sq, grad, param_out, coef)
     else:
-        module.adam_step(*addresses, *coef, torch.get_num_threads())
+        p, m, v, g, grad_code, out, out_code, numel = addresses
+        hyper = (0, lr, beta1, beta2, eps, weight_decay, 0.0, 0.0, 0.0, int(decoupled) | 2 * int(bias_correction))
+        module.step(*hyper, step, grad_scale, p, 0, out, out_code, g, grad_code, m, 0, v, 0, 0, numel, 0, 0, torch.get_num_threads())
 
 
 def adam_step_reference(
