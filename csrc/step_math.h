@@ -119,8 +119,12 @@ struct Adam {
   ZERO_INLINE void update(V& p, V g, V* s) const {
     V m = s[0], v = s[1];
     g = decay.apply(p, g);
-    const V near = lerp_from_grad ? g : m;
-    m = near + (g - m) * V::all(lerp_weight);
+    const V change = (g - m) * V::all(lerp_weight);
+    if (lerp_from_grad) {
+      m = g + change;
+    } else {
+      m = m + change;
+    }
     v = v * V::all(beta2) + g * V::all(one_minus_beta2) * g;
     const V denom = sqrt(v) * V::all(inv_sqrt_correction2) + V::all(eps);
     p = p + m * V::all(neg_step_size) / denom;
