@@ -143,7 +143,7 @@ template <class Rule, int format>
 ZERO_INLINE void end_update(const StepJob& job, const Vector::Bits* wide, const Scalar::Bits* narrow, Tile& tile) {
   for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) {
     tile.exponent[k] = block_exponent(max_signed(narrow[k], Scalar::Bits::all(wide[k].largest())).x);
-    job.scale[k][tile.start / kBlock] = from_pattern(tile.exponent[k] << 23);
+    job.scale[k][tile.start / kBlock] = from_pattern(scale_pattern(tile.exponent[k]));
   }
 }
 

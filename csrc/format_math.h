@@ -113,12 +113,16 @@ ZERO_INLINE uint32_t block_exponent(uint32_t largest) {
   return exponent < 255u ? exponent : 255u;
 }
 
+// The scale as an fp32 pattern. A block with an element that is not finite is all NaN from then on: seen, never zeros.
+ZERO_INLINE uint32_t scale_pattern(uint32_t exponent) { return exponent < 255u ? exponent << 23 : 0x7FC00000u; }
+
 // fp32 to an 8-bit code in the low bits of each lane. What is below the smallest code becomes zero where the values
 // have signs; where they have none it becomes that code, as a root of zero would be divided by.
 template <bool has_sign, class V>
 ZERO_INLINE typename V::Bits encode_8bit(V x, uint32_t exponent, typename V::Bits random16) {
   using Bits = typename V::Bits;
-  if (exponent == 0u) return Bits::all(0);  // the block holds zeros, or less than 2^-126
+  // The block holds zeros (or less than 2^-126), or is not finite.
+  if (exponent == 0u || exponent == 255u) return Bits::all(0);
   const Bits u = bits_of(x), size = magnitude(u);
   const uint32_t lowest = (exponent - (has_sign ? 15u : 31u)) << 23;  // pattern of 2^-15 or 2^-31 of the scale
   const Bits code = shift_right_signed(size - Bits::all(lowest) + (random16 << 4), 20);

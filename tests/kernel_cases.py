@@ -1,0 +1,116 @@
+"""Shared by the kernel tests: instruction sets, thread counts, numbers, bad tensors, and what equal bits are."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from zero.kernels import native
+
+CPU = native.load()
+# Those that run here; without compiled kernels the tests compare the reference with itself, and test_kernel_native.py
+# says why in its skip.
+ISAS: tuple[str, ...] = ("torch",) if CPU is None else tuple(CPU.isas())
+NARROW = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *NARROW)
+SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 61, 65, 4095, 4096, 4097, 33013)  # the last is split over two threads
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on each instruction set of this machine."""
+    if CPU is not None:
+        CPU.set_isa(request.param)
+    yield request.param
+    if CPU is not None:
+        CPU.set_isa("auto")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, so that a busy machine does not stall thousands of small operations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=(1, 2))
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let the kernels use this many threads, and torch itself one."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    return request.param
+
+
+def sizes(threads: int) -> tuple[int, ...]:
+    """All sizes for one thread; for two only such as are worth two, and a small one."""
+    return SIZES if threads == 1 else (1, 4097, 33013)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
+    """Equal bits, except that any NaN equals any other."""
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    if torch.equal(bits(got), bits(wanted)):
+        return
+    nan = wanted.isnan()
+    where = (((bits(got) != bits(wanted)) & ~nan) | (got.isnan() != nan)).nonzero().flatten()
+    first = where[:3]
+    assert not len(where), f"{what} {len(where)} differ, at {first.tolist()}: {got[first]} wanted {wanted[first]}"
+
+
+def all_same(got: list, wanted: list) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        if b is not None:
+            same(a, b)
+
+
+@functools.cache
+def _numbers(numel: int, seed: int, hostile: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + numel)
+    x = torch.randn(numel, generator=generator)
+    if hostile:
+        x *= torch.exp2(torch.randint(-140, 120, (numel,), generator=generator).float())
+        odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -1e-40, 3.4e38, 65504.0, 65520.0])
+        at = torch.randperm(numel, generator=generator)[: numel // 3]
+        x[at] = odd[torch.randint(0, len(odd), at.shape, generator=generator)]
+    return x
+
+
+def shifted(x: torch.Tensor, start: int) -> torch.Tensor:
+    """A copy of a tensor that begins `start` elements into its memory."""
+    return torch.empty(x.numel() + start, dtype=x.dtype)[start:].copy_(x)
+
+
+def numbers(
+    numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, hostile: bool = False, start: int = 0
+) -> torch.Tensor:
+    """Normal numbers; hostile: over all magnitudes, with nan, inf, -0 and subnormals."""
+    return shifted(_numbers(numel, seed, hostile).to(dtype), start)
+
+
+def released(numel: int) -> torch.Tensor:
+    tensor = torch.zeros(numel + 3)
+    view = tensor[3:]
+    tensor.untyped_storage().resize_(0)
+    return view
+
+
+BAD_FLAT = {
+    "list": lambda: [1.0] * 8,
+    "short": lambda: torch.zeros(7),
+    "2-D": lambda: torch.zeros(2, 4),
+    "strided": lambda: torch.zeros(16)[::2],
+    "integer": lambda: torch.zeros(8, dtype=torch.int32),
+    "meta": lambda: torch.zeros(8, device="meta"),
+    "sparse": lambda: torch.zeros(8).to_sparse(),
+    "released": lambda: released(8),
+}
+BAD_ANY_SHAPE = sorted(set(BAD_FLAT) - {"short", "2-D"})

@@ -1,0 +1,142 @@
+"""Packing, unpacking and row sums: the bits of their references, on every instruction set."""
+
+import itertools
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import BAD_ANY_SHAPE, BAD_FLAT, CPU, DTYPES, NARROW, SIZES, all_same, numbers, same, sizes
+
+from zero.kernels import native
+from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference, unpack, unpack_reference
+
+isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
+
+
+def every_pattern(dtype):
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def ties(dtype):
+    """fp32 numbers half way between neighbours of `dtype`, and the fp32 numbers next to those on both sides."""
+    x = every_pattern(dtype)[every_pattern(dtype).isfinite()]
+    above = (x.view(torch.int16) + 1).view(dtype)
+    middle = ((x.double() + above.double()) / 2)[above.isfinite()].float()
+    edge = torch.tensor([65520.0, 3.3895314e38, 3.3961775e38, 3.4028235e38, 2e-45, 2.0**-25])
+    middle = torch.cat([middle, edge, -edge])
+    bits = middle.view(torch.int32)
+    return torch.cat([middle, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32)])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_16_bit_pattern_widens_and_comes_back(isa, dtype):
+    x = every_pattern(dtype)
+    wide, scaled = torch.empty(x.numel()), torch.empty(x.numel())
+    unpack(x, [wide], [0])
+    unpack(x, [scaled[:-3], scaled[-3:]], [0, x.numel() - 3], scale=3.0)  # the last three take the scalar tail
+    same(wide, x.float())
+    same(scaled, x.float() * 3.0)
+    back = torch.empty_like(x)
+    pack([wide], back, [0])
+    same(back, x)
+    for other in NARROW:
+        cast = torch.empty(x.numel(), dtype=other)
+        pack([x], cast, [0])
+        same(cast, x.to(other))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_narrowing_rounds_ties_to_even_as_torch_does(isa, dtype):
+    x = torch.cat([ties(dtype), numbers(20000, hostile=True)])
+    flat = torch.empty(x.numel(), dtype=dtype)
+    pack([x], flat, [0])
+    same(flat, x.to(dtype))
+    pack(list(x[:3000].split(1)), flat, list(range(5000, 8000)))  # each element alone, in the scalar tail
+    same(flat[5000:8000], x[:3000].to(dtype))
+
+
+@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+@pytest.mark.parametrize("dtype", NARROW)
+def test_conversions_of_nan_have_the_bits_of_scalar(isa, dtype):
+    x = torch.tensor([0x7F800001, 0x7FC12345, -0x007FFFFF, -1, 0x7FFFE000] * 7, dtype=torch.int32).view(torch.float32)
+    results = []
+    for name in (isa, "scalar"):
+        CPU.set_isa(name)
+        flat, wide = torch.empty(35, dtype=dtype), torch.empty(35)
+        pack([x], flat, [0])
+        unpack(flat, [wide], [0], scale=2.0)
+        results.append((flat.view(torch.int16).tolist(), wide.view(torch.int32).tolist()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(("dtype", "flat_dtype"), list(itertools.product(DTYPES, DTYPES)))
+def test_pack_and_unpack_give_the_bits_of_the_reference(isa, threads, dtype, flat_dtype, scale):
+    tensors = [numbers(numel, dtype, hostile=True) for numel in SIZES[1:]]
+    tensors, gap = [*tensors, numbers(6).view(2, 3)], 3  # any shape, and dtypes may be mixed
+    *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
+    got, wanted = (torch.full((size,), 9.0, dtype=flat_dtype) for _ in range(2))
+    pack(tensors, got, offsets, scale)
+    pack_reference(tensors, wanted, offsets, scale)
+    same(got, wanted)
+    assert got[:gap].tolist() == got[-gap:].tolist() == [9.0] * gap
+    got_back, wanted_back = ([torch.zeros_like(t) for t in tensors] for _ in range(2))
+    unpack(got, got_back, offsets, scale)
+    unpack_reference(got, wanted_back, offsets, scale)
+    all_same([t.flatten() for t in got_back], [t.flatten() for t in wanted_back])
+
+
+def test_pack_takes_fp64_empty_tensors_and_empty_lists(isa):
+    flat, third = torch.zeros(5), torch.ones(2, dtype=torch.float64) / 3
+    pack([third, torch.ones(0)], flat, [3, 5], scale=2.0)
+    assert flat.tolist() == [0, 0, 0, *(third * 2).float().tolist()]
+    pack([], flat, [])
+    unpack(torch.zeros(0), [], [])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_rows_gives_the_bits_of_the_reference(isa, threads, dtype, accumulate):
+    for numel, count, start in itertools.product(sizes(threads), (1, 2, 5), (0, 1)):
+        rows = [numbers(numel, dtype, seed=row, hostile=row % 2 == 1, start=start) for row in range(count)]
+        got = numbers(numel, seed=99, start=start)
+        wanted = got.clone()
+        sum_rows(rows, got, accumulate)
+        sum_rows_reference(rows, wanted, accumulate)
+        same(got, wanted)
+
+
+def test_sum_rows_adds_first_to_last_and_may_write_into_a_row(isa):
+    rows = [torch.full((100,), x) for x in (1.0, 1e8, -1e8)]
+    sum_rows(rows, rows[0], False)
+    assert rows[0].eq(0.0).all()  # (1 + 1e8) - 1e8 in fp32
+    out = torch.empty(4)
+    sum_rows(list(torch.arange(12.0).view(3, 4)), out, False)
+    assert out.tolist() == [12, 15, 18, 21]
+    sum_rows([torch.full((4,), -0.0)], out, False)
+    assert out.signbit().all()
+
+
+@pytest.mark.parametrize("move", [pack, pack_reference, unpack, unpack_reference])
+def test_pack_and_unpack_refuse(move):
+    good, flat = torch.zeros(8), torch.zeros(20)
+    cases = [([good, BAD_FLAT[bad]()], flat, [0, 8], r"tensors\[1\]: got") for bad in BAD_ANY_SHAPE]
+    cases += [([good], BAD_FLAT[bad](), [0], "flat: got") for bad in BAD_ANY_SHAPE]
+    cases += [([good], flat, [offset], rf"offsets\[0\]: got {offset}") for offset in (-1, 13)]
+    cases += [([good], torch.zeros(4, 5), [0], "flat: got.*1-D"), ([good], flat, [0, 1], "offsets: got 2 for 1")]
+    for tensors, buffer, offsets, wanted in cases:
+        with pytest.raises(ValueError, match=wanted):
+            move(*((tensors, buffer) if move in (pack, pack_reference) else (buffer, tensors)), offsets)
+
+
+@pytest.mark.parametrize("call", [sum_rows, sum_rows_reference])
+def test_sum_rows_refuses(call):
+    for bad in BAD_FLAT:
+        with pytest.raises(ValueError, match=r"rows\[1\]: got"):
+            call([torch.zeros(8), BAD_FLAT[bad]()], torch.zeros(8), False)
+        with pytest.raises(ValueError, match=r"(out|rows\[0\]): got"):
+            call([torch.zeros(8)], BAD_FLAT[bad](), False)
+    with pytest.raises(ValueError, match="rows: got none"):
+        call([], torch.zeros(8), False)
+    with pytest.raises(ValueError, match=r"rows\[1\]: got.*bfloat16"):
+        call([torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)], torch.zeros(8), False)

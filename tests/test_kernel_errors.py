@@ -1,0 +1,234 @@
+"""A step refuses what would corrupt memory: a ValueError that names the argument, before a byte is touched."""
+
+import itertools
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import BAD_FLAT, CPU, bits, numbers
+
+from zero.kernels.formulas import Adam, Lion, Sgd
+from zero.kernels.moments import Moment
+from zero.kernels.remainder import split
+from zero.kernels.step import step, step_reference
+
+one_thread = kernel_cases.one_thread
+both = pytest.mark.parametrize("take", [step, step_reference])
+COUNTERS = {"step": 1, "grad_scale": 1.0}
+
+
+def arguments(fmt="fp32", remainder=False, numel=8):
+    """Keyword arguments of a step that nothing is wrong with."""
+    master, param = numbers(numel, seed=1), torch.zeros(numel, dtype=torch.bfloat16)
+    if remainder:
+        param, master = split(master)
+    moments = tuple(Moment.filled(numel, fmt, 0.25, signed=signed) for signed in (True, False))
+    return {"formula": Adam(1e-3), "master": master, "moments": moments, "grad": numbers(numel, seed=2), "param": param}
+
+
+def tensors(made):
+    """All tensors with memory of their own, to see whether they were touched."""
+    found = [made["master"], made["grad"], made["param"]]
+    found += [x for m in made["moments"] if isinstance(m, Moment) for x in (m.values, m.scales)]
+    return [
+        x
+        for x in found
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and x.is_cpu and x.untyped_storage().nbytes()
+    ]
+
+
+def refused(take, made, message, **counters):
+    before = [bits(x.contiguous()).clone() for x in tensors(made)]
+    with pytest.raises(ValueError, match=message):
+        take(**made, **COUNTERS | counters)
+    after = [bits(x.contiguous()) for x in tensors(made)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_arguments_of_these_tests_are_accepted():
+    for take, fmt, remainder in itertools.product((step, step_reference), ("fp32", "bf16", "8bit"), (False, True)):
+        made = arguments(fmt, remainder)
+        before = [x.clone() for x in tensors(made)]
+        take(**made, **COUNTERS)
+        assert not torch.equal(before[0], made["master"])
+
+
+@both
+@pytest.mark.parametrize("bad", BAD_FLAT)
+@pytest.mark.parametrize("name", ["master", "grad", "param"])
+def test_it_names_the_tensor_it_refuses(take, name, bad):
+    wanted = r"^(master|grad): got" if name == "master" else f"^{name}: got"
+    refused(take, arguments() | {name: BAD_FLAT[bad]()}, wanted)
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"master": torch.ones(8, dtype=torch.float16)}, "master: got.*float16.*wanted.*float32 or torch.float64 or"),
+        ({"grad": torch.ones(8, dtype=torch.float64)}, "grad: got.*float64.*wanted.*float32 or torch.bfloat16 or"),
+        ({"param": torch.ones(8, dtype=torch.int16)}, "param: got.*int16"),
+        ({"param": torch.ones(8, dtype=torch.float64)}, "param: got.*float64"),
+        ({"formula": "Adam"}, "formula: got str"),
+        ({"moments": ()}, r"moments: got 0 for Adam\(.*wanted 2 \(exp_avg, exp_avg_sq\)"),
+        ({"moments": (Moment.filled(8, "fp32"),)}, "moments: got 1 for Adam"),
+        ({"formula": Sgd(1.0)}, "moments: got 2 for Sgd.*wanted none"),
+        ({"formula": Lion(1.0)}, r"moments: got 2 for Lion.*wanted 1 \(exp_avg\)"),
+        ({"moments": (torch.ones(8), torch.ones(8))}, "exp_avg: got shape.*wanted a Moment"),
+        ({"moments": (None, None)}, "exp_avg: got NoneType; wanted a Moment"),
+        ({"moments": (Moment.filled(8, "fp32"), Moment.filled(8, "bf16"))}, "exp_avg_sq: got bf16, .*exp_avg is fp32"),
+    ],
+)  # fmt: skip
+def test_wrong_dtypes_and_moments(take, change, message):
+    refused(take, arguments() | change, message)
+
+
+def bad_moments(fmt):
+    good, other = Moment.filled(8, fmt, 0.25), Moment.filled(8, fmt, 0.25)
+    cases = {
+        "short": Moment.filled(7, fmt),
+        "long": Moment.filled(9, fmt),
+        "meta": Moment.filled(8, fmt, device="meta"),
+    }
+    cases["strided"] = Moment(Moment.filled(16, fmt).values[::2], good.scales)
+    cases["released"] = Moment(other.values, other.scales)
+    other.values.untyped_storage().resize_(0)
+    if fmt == "8bit":
+        scales = torch.ones(1)
+        cases["scales released"] = Moment(good.values.clone(), scales)
+        scales.untyped_storage().resize_(0)
+    return cases
+
+
+@both
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "8bit"])
+def test_bad_moments(take, fmt, index):
+    name = ("exp_avg", "exp_avg_sq")[index]
+    for what, bad in bad_moments(fmt).items():
+        made = arguments(fmt)
+        moments = list(made["moments"])
+        moments[index] = bad
+        message = f"^scales of {name}: got" if what == "scales released" else f"^{name}: got"
+        refused(take, made | {"moments": tuple(moments)}, message)
+
+
+@both
+def test_a_remainder_wants_its_bf16_parameter(take):
+    made = arguments(remainder=True)
+    refused(take, made | {"param": None}, "param: got None beside a remainder.*wanted the bfloat16 parameter")
+    refused(take, made | {"param": torch.ones(8)}, "param: got.*float32.*wanted.*bfloat16")
+    refused(take, made | {"param": torch.ones(8).half()}, "param: got.*float16.*wanted.*bfloat16")
+
+
+@both
+def test_a_float64_master_wants_float64_moments(take):
+    made = arguments() | {"master": torch.ones(8, dtype=torch.float64)}
+    refused(take, made, "exp_avg: got.*float32.*wanted.*float64")
+    moments = tuple(Moment(torch.ones(8, dtype=torch.float64)) for _ in range(2))
+    refused(take, made | {"master": torch.ones(8), "moments": moments}, "exp_avg: got.*float64.*wanted.*float32")
+    take(**made | {"moments": moments, "grad": torch.ones(8, dtype=torch.float64)}, **COUNTERS)
+
+
+@both
+def test_counters_out_of_range(take):
+    for name, bad in [("step", 0), ("step", -1), ("step", 2**63), ("key", -1), ("key", 2**63)]:
+        refused(take, arguments(), f"^{name}: got {bad}; wanted an integer", **{name: bad})
+    for bad in (-256, 1, 255, 257):
+        refused(take, arguments(), f"^first: got {bad}; wanted a multiple of 256", first=bad)
+
+
+NAMES = ("master", "grad", "param", "exp_avg", "exp_avg_sq", "scales of exp_avg", "scales of exp_avg_sq")
+DTYPES = (torch.float32, torch.bfloat16, torch.bfloat16, torch.uint8, torch.uint8, torch.float32, torch.float32)
+
+
+def laid_out(overlapping):
+    """A step's tensors one after the other in one buffer, the two named ones sharing their last and first 4 bytes."""
+    memory, at, numel = torch.zeros(4096, dtype=torch.uint8), 0, 260
+    order = [*overlapping, *(name for name in NAMES if name not in overlapping)]
+    views = {}
+    for name in order:
+        dtype = DTYPES[NAMES.index(name)]
+        size = (2 if name.startswith("scales") else numel) * dtype.itemsize
+        at -= 4 if name in overlapping[1:] else 0
+        views[name] = memory[at : at + size].view(dtype)
+        at += size
+    moments = tuple(Moment(views[name], views[f"scales of {name}"]) for name in ("exp_avg", "exp_avg_sq"))
+    return {"formula": Adam(1e-3), "moments": moments} | {name: views[name] for name in NAMES[:3]}
+
+
+@both
+@pytest.mark.parametrize("pair", list(itertools.permutations(NAMES, 2)), ids=" over ".join)
+def test_it_refuses_tensors_that_overlap(take, pair):
+    refused(take, laid_out(pair), f"^{pair[0]}, {pair[1]}: got tensors that overlap by 4 bytes")
+
+
+@both
+def test_it_refuses_one_tensor_for_two(take):
+    made = arguments()
+    refused(take, made | {"param": made["master"]}, "^(master, param|param, master): got.* overlap by 32 bytes")
+    refused(take, made | {"grad": made["master"]}, "^(master, grad|grad, master): got.* overlap")
+    refused(take, made | {"moments": made["moments"][:1] * 2}, "^exp_avg, exp_avg_sq: got.* overlap")
+
+
+@both
+def test_neighbours_in_memory_do_not_overlap(take):
+    take(**laid_out(()), **COUNTERS)
+
+
+@both
+def test_nothing_to_do_is_checked_as_well(take):
+    for fmt in ("fp32", "bf16", "8bit"):
+        take(**arguments(fmt, numel=0), **COUNTERS)
+    refused(take, arguments(numel=0) | {"grad": torch.ones(1)}, r"grad: got.*wanted shape \(0,\)")
+
+
+@pytest.mark.skipif(CPU is None, reason="no compiled kernels")
+def test_the_compiled_step_refuses_unknown_codes():
+    formula, rest = Sgd(0.0).native(), (1, 1.0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0)
+    CPU.step(*formula, *rest, 0, 0, 0, 0, 1)
+    for bad in (-1, 5):
+        with pytest.raises(ValueError, match=f"formula {bad}"):
+            CPU.step(bad, *formula[1:], *rest, 0, 0, 0, 0, 1)
+    with pytest.raises(ValueError, match="format of states 3"):
+        CPU.step(*formula, *rest, 3, 0, 0, 0, 1)
+    with pytest.raises(ValueError, match="multiple of 256"):
+        CPU.step(*formula, *rest, 0, 0, 0, 3, 1)
+
+
+# Moment.
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "message"),
+    [
+        ([1.0], None, "values: got list"),
+        (torch.ones(8, 8), None, r"values: got shape \(8, 8\)"),
+        (torch.ones(8).half(), None, "values: got.*float16.*wanted 1-D, torch.float32"),
+        (torch.ones(8), torch.ones(1), "scales: got.*for torch.float32; wanted None"),
+        (torch.ones(300).byte(), None, r"scales: got NoneType; wanted shape \(2,\), torch.float32, cpu"),
+        (torch.ones(300).byte(), torch.ones(1), r"scales: got shape \(1,\)"),
+        (torch.ones(300).byte(), torch.ones(2).half(), "scales: got.*float16"),
+        (torch.ones(300).byte(), torch.ones(2, device="meta"), "scales: got.*meta"),
+    ],
+)
+def test_a_moment_wants_its_parts_to_fit(values, scales, message):
+    with pytest.raises(ValueError, match=message):
+        Moment(values, scales)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "8bit"])
+def test_a_moment_refuses_other_formats_spans_and_values(fmt):
+    moment = Moment.filled(600, fmt)
+    with pytest.raises(ValueError, match="format: got 'int4'; wanted one of fp32, bf16, 8bit"):
+        Moment.filled(1, "int4")
+    for start, numel in ((-256, 256), (0, 601), (512, 256), (256, -1)):
+        with pytest.raises(ValueError, match=f"start, numel: got {start}, {numel}; wanted a span within 600"):
+            moment.narrow(start, numel)
+    if fmt == "8bit":
+        for start, numel in ((1, 256), (0, 255), (256, 300)):
+            with pytest.raises(ValueError, match=f"start, numel: got {start}, {numel}; wanted multiples of 256"):
+                moment.narrow(start, numel)
+    for bad in (torch.ones(599), torch.ones(600).half(), torch.ones(600).double()):
+        with pytest.raises(ValueError, match="values: got shape"):
+            moment.write(bad, True)

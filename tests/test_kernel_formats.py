@@ -1,0 +1,270 @@
+"""Masters in 16 + 16 bits are exact for every pattern; bf16 and 8-bit moments are unbiased, repeatable and near."""
+
+import kernel_cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import bits, numbers
+
+from zero.kernels.formulas import Lion
+from zero.kernels.moments import BLOCK, FORMATS, Moment, blocks_of, mix64, random_bits
+from zero.kernels.remainder import join, round_bf16, split
+from zero.kernels.step import step
+
+isa, one_thread = kernel_cases.isa, kernel_cases.one_thread
+
+LOWS = torch.arange(1 << 16, dtype=torch.int64)
+# Upper halves: zero, subnormal, around the smallest normal, around 1 (odd and even), around the largest, inf, NaN.
+HIGHS = (
+    0,
+    1,
+    0x40,
+    0x7E,
+    0x7F,
+    0x80,
+    0x81,
+    0x3F7F,
+    0x3F80,
+    0x3F81,
+    0x4049,
+    0x7F00,
+    0x7F7E,
+    0x7F7F,
+    0x7F80,
+    0x7F81,
+    0x7FFF,
+)
+SIGNED = pytest.mark.parametrize("signed", [True, False])
+
+
+def floats(patterns):
+    return (patterns - ((patterns >> 31) << 32)).to(torch.int32).view(torch.float32)
+
+
+def sweep():
+    """All lower halves of each upper one of both signs."""
+    for high in HIGHS:
+        for sign in (0, 0x8000):
+            yield floats(((high | sign) << 16) + LOWS)
+
+
+def test_split_and_join_are_exact_for_every_lower_half():
+    for x in sweep():
+        param, low = split(x)
+        assert (param.dtype, low.dtype) == (torch.bfloat16, torch.int16)
+        back, nan = join(param, low), x.isnan()
+        assert torch.equal(bits(back)[~nan], bits(x)[~nan])
+        assert (bits(back)[nan] == 0x7FC00000).all()
+        assert torch.equal(bits(param), bits(round_bf16(x)))
+
+
+def test_the_parameter_is_the_nearest_bf16_with_ties_away_from_zero():
+    for x in sweep():
+        x = x[x.isfinite()].double()
+        param, even = round_bf16(x.float()), x.float().bfloat16()
+        tie = bits(x.float()) & 0xFFFF == 0x8000
+        assert torch.equal(bits(param)[~tie], bits(even)[~tie])
+        finite = tie & param.isfinite()
+        assert (param.double().abs() > x.abs())[finite].all()
+        assert torch.equal((param.double() - x).abs()[finite], (even.double() - x).abs()[finite])
+
+
+def test_a_parameter_written_from_outside_is_its_own_master():
+    param = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    master, nan = join(param, torch.zeros(1 << 16, dtype=torch.int16)), param.isnan()
+    assert torch.equal(master[~nan], param.float()[~nan]) and master[nan].isnan().all()
+
+
+def test_join_takes_every_pair_of_halves():
+    for high in HIGHS:
+        param = torch.full((1 << 16,), high, dtype=torch.int16).view(torch.bfloat16)
+        low = LOWS.to(torch.int32).to(torch.int16)
+        wanted = floats((((high - (LOWS >> 15)) & 0xFFFF) << 16) + LOWS)
+        assert torch.equal(bits(join(param, low)), bits(wanted))
+
+
+def test_split_keeps_shapes_and_takes_what_is_not_contiguous():
+    x = numbers(60).view(5, 12).t()
+    param, low = split(x)
+    assert param.shape == low.shape == (12, 5)
+    assert torch.equal(join(param, low), x)
+    assert torch.equal(join(param.t(), low.t()), x.t())
+
+
+def test_the_compiled_step_splits_and_joins_every_pattern_as_the_reference(isa):
+    for x in sweep():
+        param, low = split(x)
+        still = Lion(0.0)
+        step(still, low, (Moment.filled(1 << 16, "fp32"),), torch.zeros(1 << 16), param, step=1, grad_scale=1.0)
+        nan = x.isnan()
+        assert torch.equal(bits(join(param, low))[~nan], bits(x)[~nan])
+        assert (bits(param)[nan] == 0x7FC0).all() and (low[nan] == 0).all()
+
+
+# Random bits.
+
+
+def plain_bits(index, key, step):
+    """The definition, in Python integers."""
+    seed = mix64((key * 0x9E3779B97F4A7C15 + step) % 2**64)
+    x = (mix64((seed + index // BLOCK) % 2**64) + index % BLOCK * 0x9E3779B9) % 2**32
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+def test_mix64_is_that_of_splitmix64():
+    gamma = 0x9E3779B97F4A7C15  # its first outputs from the seed 1234567
+    outputs = [mix64((1234567 + gamma * i) % 2**64) for i in (1, 2, 3)]
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(1, 2**63 - 1), st.integers(0, 2**50), st.integers(0, 600))
+@settings(max_examples=50, deadline=None)
+def test_random_bits_are_those_of_the_definition(key, step, block, numel):
+    made = random_bits(numel, key=key, step=step, first=block * BLOCK)
+    assert made.tolist() == [plain_bits(block * BLOCK + i, key, step) for i in range(numel)]
+
+
+def test_random_bits_look_random():
+    counters = [(0, 1), (0, 2), (1, 1), (2, 1)]
+    drawn = [random_bits(1 << 16, key=key, step=step, first=0) for key, step in counters]
+    for x in drawn:
+        ones = torch.stack([(x >> bit & 1).double().mean() for bit in range(32)])
+        assert (ones - 0.5).abs().max() < 0.01  # 5 standard deviations
+        assert len(x.unique()) > (1 << 16) - 20  # less than one pair is expected to meet
+    halves = torch.stack([half.double() for x in drawn for half in (x & 0xFFFF, x >> 16, (x >> 16).roll(1))])
+    assert (torch.corrcoef(halves) - torch.eye(len(halves))).abs().max() < 0.02
+
+
+# Moments.
+
+
+def rounded(x, fmt, signed, seed):
+    moment = Moment.filled(x.numel(), fmt)
+    moment.write(x, signed, random_bits(x.numel(), key=0, step=seed, first=0) & 0xFFFF)
+    return moment
+
+
+@SIGNED
+@pytest.mark.parametrize("fmt", ["bf16", "8bit"])
+def test_stochastic_rounding_is_unbiased_and_repeatable(fmt, signed):
+    x = numbers(4096)
+    x = x if signed else x.square()
+    top = x.abs().view(-1, BLOCK).amax(1).repeat_interleave(BLOCK)
+    x = torch.where(x.abs() < top * 2**-12, top * 2**-12, x)  # inside the codes' range: what is below has a bias
+    assert torch.equal(*(bits(rounded(x, fmt, signed, 5).values) for _ in range(2)))
+    draws = 400
+    mean = sum(rounded(x, fmt, signed, seed).decode(signed).double() for seed in range(1, draws + 1)) / draws
+    width = 2.0 ** (torch.frexp(x)[1].double() - (8 if fmt == "bf16" else 4))  # of a code at x
+    error = (mean - x.double()) / width
+    assert error.abs().max() < 6 * 0.5 / draws**0.5
+    assert error.mean().abs() < 6 * 0.5 / (draws * x.numel()) ** 0.5
+
+
+def test_bf16_keeps_what_bf16_holds_and_shows_nan():
+    x = numbers(4096).bfloat16().float()
+    x[:5] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 1e-40]).bfloat16().float()
+    assert torch.equal(bits(rounded(x, "bf16", True, 3).values), bits(x.bfloat16()))
+    nan = floats(torch.tensor([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001]))
+    assert (bits(rounded(nan, "bf16", True, 3).values) == 0x7FC0).all()
+
+
+def magnitudes(smallest, largest):
+    value = st.floats(smallest, largest, width=32, allow_subnormal=False)
+    return st.lists(value, min_size=1, max_size=600)
+
+
+def encoded(values, signed, seed):
+    """(x, what comes back, its distance from x, the block's largest magnitude for each element)"""
+    x = torch.tensor(values, dtype=torch.float32)
+    moment = Moment.filled(x.numel(), "8bit")
+    moment.write(x, signed, None if seed is None else random_bits(x.numel(), key=seed, step=1, first=0) >> 16)
+    back = moment.decode(signed)
+    top = torch.cat([block.abs().amax().expand(len(block)) for block in x.split(BLOCK)])
+    return x, back, (back.double() - x.double()).abs(), top
+
+
+@given(magnitudes(-(2.0**100), 2.0**100), st.none() | st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_8bit_with_signs_is_near_and_keeps_signs(values, seed):
+    x, back, error, top = encoded(values, True, seed)
+    allowed = (x.abs() * 2**-3).maximum(top * 2**-13.0)  # a code's width; below 2^-15 of the scale it may become zero
+    big = top > 2.0**-100  # elsewhere the smallest code is a subnormal
+    assert (error <= allowed * (0.5 if seed is None else 1.0) + top * 2.0**-13)[big].all()
+    assert ((back == 0) | (back.signbit() == x.signbit())).all()
+    assert (back[x == 0] == 0).all()
+
+
+@given(magnitudes(0.0, 2.0**100), st.none() | st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_8bit_without_signs_is_near_and_never_makes_a_zero(values, seed):
+    x, back, error, top = encoded(values, False, seed)
+    big = top > 2.0**-60
+    allowed = x * 2**-3 * (0.5 if seed is None else 1.0)
+    assert (error <= allowed.maximum(top * 2.0**-29))[big].all()
+    assert ((back > 0) == (x > 0))[big].all()
+
+
+@SIGNED
+def test_8bit_keeps_every_code(signed):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[128] = 0 if signed else codes[128]  # -0 is no code
+    for scale in (2.0**-90, 1.0, 2.0**100):
+        moment = Moment(codes.clone(), torch.tensor([scale]))
+        values = moment.decode(signed)
+        assert values.isfinite().all() and values.abs().max() == 1.875 * scale
+        moment.write(values, signed)  # 1.875 rounds up to the next power of two
+        assert moment.scales.item() == 2 * scale
+        values[values.abs() > 1.75 * scale] = 0.0
+        for seed in (1, 2):
+            moment.write(values, signed, random_bits(256, key=0, step=seed, first=0) >> 16)
+            assert moment.scales.item() == scale and torch.equal(moment.decode(signed), values)
+
+
+@SIGNED
+def test_8bit_scales_are_powers_of_two_by_block(signed):
+    x = torch.ones(3 * BLOCK)
+    x[:BLOCK], x[BLOCK], x[2 * BLOCK :] = 0.0, 1.9, 2.0**-130
+    moment = Moment.filled(3 * BLOCK, "8bit", signed=signed)
+    moment.write(x, signed)
+    assert moment.scales.tolist() == [0.0, 2.0, 0.0]
+    assert (moment.decode(signed)[:BLOCK] == 0).all() and (moment.decode(signed)[2 * BLOCK :] == 0).all()
+
+
+@SIGNED
+def test_8bit_lets_a_maximum_grow_slowly(signed):
+    """A maximum that grows by 1 % in each step must not be held at the top code of its scale."""
+    x, held = torch.tensor([1.0]), Moment.filled(1, "8bit", 1.0, signed=signed)
+    for index in range(1, 500):
+        grown = held.decode(signed) * 1.01
+        held.write(grown, signed, random_bits(1, key=7, step=index, first=0) & 0xFFFF)
+        x = x * 1.01
+    assert 0.2 < (held.decode(signed) / x).item() < 5.0
+
+
+@SIGNED
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_8bit_shows_what_is_not_finite(signed, bad):
+    x = torch.ones(2 * BLOCK)
+    x[3] = bad
+    moment = Moment.filled(2 * BLOCK, "8bit", signed=signed)
+    moment.write(x, signed)
+    assert moment.decode(signed)[:BLOCK].isnan().all()
+    assert (moment.decode(signed)[BLOCK:] == 1.0).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_moment_says_what_it_is(fmt):
+    moment = Moment.filled(1000, fmt, 0.5, "cpu", True)
+    assert (moment.format, moment.numel) == (fmt, 1000)
+    assert moment.nbytes == {"fp32": 4000, "bf16": 2000, "8bit": 1000 + 4 * 4}[fmt]
+    assert (moment.decode(True) == 0.5).all() and moment.decode(True).dtype == torch.float32
+    assert (Moment.filled(1000, fmt).decode(False) == 0).all()
+    part = moment.narrow(256, 744)
+    assert part.numel == 744
+    part.write(torch.full((744,), 2.0), True)
+    assert moment.decode(True).tolist() == [0.5] * 256 + [2.0] * 744
+    assert Moment.filled(0, fmt).decode(True).numel() == 0
+    assert [blocks_of(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]

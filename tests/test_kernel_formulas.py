@@ -1,0 +1,160 @@
+"""The formulas are those of torch.optim and of Lion's paper, and their numbers are checked."""
+
+import functools
+import math
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import numbers, same
+
+from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
+from zero.kernels.moments import Moment
+from zero.kernels.remainder import round_bf16
+from zero.kernels.step import step, step_reference
+
+isa, one_thread = kernel_cases.isa, kernel_cases.one_thread
+
+STEPS = 60
+CASES = {
+    "AdamW": (Adam(1e-3, 0.9, 0.99, 1e-8, 0.1), torch.optim.AdamW, {"betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "AdamW, low betas": (Adam(1e-3, 0.4, 0.5, 1e-6), torch.optim.AdamW,
+                         {"betas": (0.4, 0.5), "eps": 1e-6, "weight_decay": 0.0}),
+    "Adam": (Adam(1e-3, 0.9, 0.99, 1e-8, 0.1, decoupled=False), torch.optim.Adam,
+             {"betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "SGD": (Sgd(1e-2, weight_decay=0.1), torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD, momentum": (Sgd(1e-2, 0.9), torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "SGD, dampening": (Sgd(1e-2, 0.9, 0.3, 0.1), torch.optim.SGD,
+                       {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "SGD, nesterov": (Sgd(1e-2, 0.9, 0.0, 0.1, True), torch.optim.SGD,
+                      {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "Adagrad": (Adagrad(1e-2), torch.optim.Adagrad, {"lr": 1e-2}),
+    "Adagrad, decay": (Adagrad(1e-2, 0.1, 1e-8, 0.1), torch.optim.Adagrad,
+                       {"lr": 1e-2, "lr_decay": 0.1, "eps": 1e-8, "weight_decay": 0.1}),
+}  # fmt: skip
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@functools.cache
+def problem():
+    return numbers(1009, seed=5), [numbers(1009, seed=10 + index) * 0.1 for index in range(STEPS)]
+
+
+def run_torch(case, dtype, **options):
+    start, grads = problem()
+    _, kind, fixed = CASES[case]
+    parameter = torch.nn.Parameter(start.to(dtype, copy=True))
+    optimizer = kind([parameter], **fixed, **options)
+    for grad in grads:
+        parameter.grad = grad.to(dtype)
+        optimizer.step()
+    return parameter.detach()
+
+
+def run_ours(take, formula, dtype):
+    start, grads = problem()
+    master, param = start.to(dtype, copy=True), torch.zeros(1009, dtype=torch.bfloat16)
+    moments = tuple(Moment(torch.zeros_like(master)) for _ in formula.state_names)
+    for index, grad in enumerate(grads, 1):
+        take(formula, master, moments, grad * 4, param, step=index, grad_scale=0.25)
+    same(param, round_bf16(master.float()))
+    return master
+
+
+@functools.cache
+def torch_fp64(case):
+    return run_torch(case, torch.float64)
+
+
+@pytest.mark.parametrize("take", [step, step_reference])
+@every_case
+def test_in_fp64_it_is_the_formula_of_torch(case, take, monkeypatch):
+    monkeypatch.setattr("zero.kernels.step.REFERENCE_CHUNK", 512)
+    ours = run_ours(take, CASES[case][0], torch.float64)
+    torch.testing.assert_close(ours, torch_fp64(case), rtol=1e-12, atol=1e-14)
+
+
+@every_case
+def test_in_fp32_it_is_as_near_to_fp64_as_torch_is(isa, case):
+    error = (run_ours(step, CASES[case][0], torch.float32).double() - torch_fp64(case)).abs()
+    for options in ({"fused": True}, {"foreach": False}):
+        peer = (run_torch(case, torch.float32, **options).double() - torch_fp64(case)).abs()
+        assert error.mean() <= 2 * peer.mean()
+        assert error.max() <= 2 * peer.max()
+
+
+@pytest.mark.parametrize(("dtype", "ulps"), [(torch.float32, 2), (torch.float64, 4)])
+def test_one_adam_step_is_within_a_few_ulp_of_torch(dtype, ulps):
+    ours, grad = numbers(1003, dtype, seed=5), numbers(1003, dtype, seed=6)
+    theirs = torch.nn.Parameter(ours.clone())
+    theirs.grad = grad
+    torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.1, fused=True).step()
+    theirs = theirs.detach()
+    moments = (Moment(torch.zeros_like(ours)), Moment(torch.zeros_like(ours)))
+    step(Adam(1e-3, weight_decay=0.1), ours, moments, grad, None, step=1, grad_scale=1.0)
+    ulp = torch.nextafter(theirs.abs(), torch.tensor(math.inf, dtype=dtype)) - theirs.abs()
+    assert ((ours - theirs).abs() <= ulps * ulp).all()
+
+
+def test_adam_without_bias_correction_is_the_plain_formula():
+    p, grad = numbers(1003, torch.float64, seed=5), numbers(1003, torch.float64, seed=6)
+    m, v = grad * 0.1, grad**2 * 0.01
+    wanted = p - 1e-2 * m / (v.sqrt() + 1e-8)
+    moments = (Moment(torch.zeros_like(p)), Moment(torch.zeros_like(p)))
+    step(Adam(1e-2, 0.9, 0.99, bias_correction=False), p, moments, grad, None, step=1, grad_scale=1.0)
+    torch.testing.assert_close(p, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_lion_is_that_of_the_paper():
+    start, grads = problem()
+    formula, p, m = Lion(1e-3, 0.9, 0.98, 0.1), start.double(), torch.zeros(1009, dtype=torch.float64)
+    for grad in grads:
+        update = torch.sign(0.9 * m + (1 - 0.9) * grad.double())
+        p = p - 1e-3 * (update + 0.1 * p)
+        m = 0.98 * m + (1 - 0.98) * grad.double()
+    torch.testing.assert_close(run_ours(step, formula, torch.float64), p, rtol=1e-12, atol=1e-14)
+
+
+def test_lion_stands_still_at_zero_and_shows_nan(isa):
+    zero, nan = torch.tensor([0.0, -0.0, math.nan, 1.0] * 5), math.nan
+    for take in (step, step_reference):
+        master, moment = torch.full((20,), 3.0), Moment.filled(20, "fp32")
+        take(Lion(0.5), master, (moment,), zero, None, step=1, grad_scale=1.0)
+        same(master, torch.tensor([3.0, 3.0, nan, 2.5] * 5))
+
+
+BAD = [
+    (Adam, {"lr": -1.0}, "lr: got -1.0"), (Adam, {"lr": math.nan}, "lr: got nan"), (Adam, {"eps": -1.0}, "eps: got -1"),
+    (Adam, {"lr": math.inf}, "lr: got inf"), (Adam, {"weight_decay": -1.0}, "weight_decay: got -1.0"),
+    (Adam, {"beta1": 1.0}, r"beta1: got 1.0; wanted a number in \[0, 1\)"), (Adam, {"beta2": -0.1}, "beta2: got -0.1"),
+    (Lion, {"lr": -1.0}, "lr: got"), (Lion, {"beta1": 1.0}, "beta1: "), (Lion, {"beta2": math.nan}, "beta2: got nan"),
+    (Lion, {"weight_decay": -1.0}, "weight_decay: got"), (Sgd, {"lr": -1.0}, "lr: got"),
+    (Sgd, {"momentum": -0.1}, "momentum: got -0.1"), (Sgd, {"weight_decay": -1.0}, "weight_decay: got"),
+    (Sgd, {"momentum": 0.9, "dampening": 1.5}, r"dampening: got 1.5; wanted a number in \[0, 1\]"),
+    (Sgd, {"nesterov": True}, "nesterov: got momentum 0.0 and dampening 0.0"),
+    (Sgd, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov: got momentum 0.9 and dampening 0.1"),
+    (Adagrad, {"lr": -1.0}, "lr: got"), (Adagrad, {"lr_decay": -1.0}, "lr_decay: got"),
+    (Adagrad, {"eps": -1.0}, "eps: got"), (Adagrad, {"weight_decay": -1.0}, "weight_decay: got"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), BAD, ids=[message.split(":")[0] for _, _, message in BAD])
+def test_hyperparameters_out_of_range_are_refused(kind, change, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**{"lr": 1e-3} | change)
+
+
+def test_a_formula_says_what_it_is():
+    assert Adam(1.0, 0.1, 0.2, 0.3, 0.4).native() == (0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.0, 0.0, 0.0, 3)
+    assert Adam(1.0, decoupled=False).native()[-1] == 2
+    assert Adam(1.0, bias_correction=False).native()[-1] == 1
+    assert Lion(1.0, 0.1, 0.2, 0.3).native()[:6] == (1, 1.0, 0.1, 0.2, 0.0, 0.3)
+    assert Sgd(1.0, 0.9, 0.5, 0.1).native() == (2, 1.0, 0.0, 0.0, 0.0, 0.1, 0.9, 0.5, 0.0, 0)
+    assert Sgd(1.0, 0.9, nesterov=True).native()[-1] == 4
+    assert Sgd(1.0).native()[0] == 3
+    assert Adagrad(1.0, 0.1, 0.2, 0.3).native() == (4, 1.0, 0.0, 0.0, 0.2, 0.3, 0.0, 0.0, 0.1, 0)
+    assert (Sgd(1.0).state_names, Sgd(1.0).signed) == ((), ())
+    assert (Sgd(1.0, 0.9).state_names, Sgd(1.0, 0.9).signed) == (("momentum_buffer",), (True,))
+    assert (Adam(1.0).state_names, Adam(1.0).signed) == (("exp_avg", "exp_avg_sq"), (True, False))
+    assert (Lion(1.0).state_names, Lion(1.0).signed) == (("exp_avg",), (True,))
+    assert (Adagrad(1.0).state_names, Adagrad(1.0).signed) == (("sum",), (False,))

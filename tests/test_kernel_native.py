@@ -1,0 +1,77 @@
+"""Which compiled kernels run, and what happens without them."""
+
+import functools
+import logging
+import sys
+import types
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import CPU, all_same, numbers
+
+from zero.kernels import native, norm
+from zero.kernels import step as step_module
+from zero.kernels.formulas import Adam, Lion
+from zero.kernels.moments import Moment
+
+isa, one_thread = kernel_cases.isa, kernel_cases.one_thread
+
+NAMES = ("scalar", "sse2", "neon", "avx2", "avx512")
+
+
+@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+def test_instruction_sets(isa):
+    runnable, compiled = CPU.isas(), CPU.compiled_isas()
+    assert runnable[0] == compiled[0] == "scalar"
+    assert set(runnable) <= set(compiled) <= set(NAMES)
+    assert native.isa() == isa
+    CPU.set_isa("auto")
+    assert native.isa() == runnable[-1]
+    with pytest.raises(ValueError, match=r"instruction set 'sse9' cannot run here.*scalar"):
+        CPU.set_isa("sse9")
+
+
+@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+def test_every_compiled_instruction_set_was_tested():
+    missing = sorted(set(CPU.compiled_isas()) - set(CPU.isas()))
+    if missing:
+        pytest.skip(f"this processor cannot run {', '.join(missing)}: no kernel test has tried it here")
+
+
+def test_without_compiled_kernels_it_says_so_once_and_gives_the_same(monkeypatch, caplog):
+    def run():
+        master, param = numbers(1003), torch.zeros(1003, dtype=torch.bfloat16)
+        moments = (Moment.filled(1003, "8bit"), Moment.filled(1003, "8bit", signed=False))
+        for t in (1, 2, 3):
+            step_module.step(Adam(1e-3), master, moments, numbers(1003, seed=t), param, step=t, grad_scale=0.5)
+        return [master, param, *(tensor for m in moments for tensor in (m.values, m.scales))]
+
+    compiled = run()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zero._cpu", None)  # makes the import fail
+        for cached in (native._find, native.load):
+            patch.setattr(native, cached.__name__, functools.cache(cached.__wrapped__))
+        for module in (step_module, norm):
+            patch.setattr(module, "load", native.load)
+        with caplog.at_level(logging.WARNING, logger="zero"):
+            plain = run()
+            assert norm.sum_squares(torch.ones(3)) == 3.0
+        assert native.isa() == "torch"
+        assert "zero._cpu" in native.missing_reason()
+    assert [record.name for record in caplog.records] == ["zero"]
+    assert "compiled CPU kernels are missing" in caplog.text
+    all_same(plain, compiled)
+
+
+@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+def test_cpu_tensors_take_the_compiled_step_and_float64_the_reference(monkeypatch):
+    calls = []
+    counting = types.SimpleNamespace(step=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(step_module, "load", lambda: counting)
+    for dtype, format, count in ((torch.float32, "fp32", 1), (torch.float32, "8bit", 2), (torch.float64, "fp32", 2)):
+        master = torch.ones(8, dtype=dtype)
+        moments = (Moment(master.clone()) if dtype == torch.float64 else Moment.filled(8, format),)
+        step_module.step(Lion(0.5), master, moments, torch.ones(8), None, step=1, grad_scale=1.0)
+        assert len(calls) == count
+    assert master.tolist() == [0.5] * 8

@@ -1,0 +1,258 @@
+"""The compiled step gives the bits of its reference; a remainder those of an fp32 master; a cut shard those of a whole.
+
+One reference run on an fp32 master serves all kinds of masters: what a parameter copy or a remainder must be follows
+from the fp32 master.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import DTYPES, numbers, same, shifted
+
+from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
+from zero.kernels.moments import FORMATS, Moment
+from zero.kernels.remainder import join, round_bf16, split
+from zero.kernels.step import step, step_reference
+
+isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
+
+FORMULAS = {
+    "AdamW": Adam(1e-3, 0.9, 0.999, 1e-8, 0.1),
+    "Adam": Adam(1e-3, 0.4, 0.99, 1e-6, 0.1, decoupled=False, bias_correction=False),
+    "Lion": Lion(1e-4, 0.9, 0.99, 0.1),
+    "Momentum": Sgd(0.1, 0.9, 0.3, 0.01),
+    "Nesterov": Sgd(0.1, 0.9, nesterov=True),
+    "Sgd": Sgd(0.1, weight_decay=0.01),
+    "Adagrad": Adagrad(0.1, 1e-3, 1e-10, 0.01),
+}
+MASTERS = (None, *DTYPES, "remainder")  # dtype of the parameter copy beside an fp32 master, or none
+KINDS = [(name, fmt) for name in FORMULAS for fmt in FORMATS if fmt == "fp32" or FORMULAS[name].signed]
+SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025)
+COUNTERS = {"step": 7, "grad_scale": 0.37, "key": 5, "first": 512}
+every_kind = pytest.mark.parametrize(("name", "fmt"), KINDS, ids=["-".join(kind) for kind in KINDS])
+
+
+class Shard(NamedTuple):
+    """The arguments of a step, but the formula and the numbers."""
+
+    master: torch.Tensor
+    moments: tuple[Moment, ...]
+    grad: torch.Tensor
+    param: torch.Tensor | None
+
+
+def moment(values, fmt, signed, start):
+    """A moment whose tensors begin `start` elements into their memory."""
+    made = Moment.filled(values.numel(), fmt)
+    made.write(values, signed)
+    return Moment(shifted(made.values, start), None if made.scales is None else shifted(made.scales, start))
+
+
+def raw(numel, seed, fmt, hostile, start=0, dtype=torch.float32):
+    """Hostile numbers; beside 8-bit moments only block 0 of several is not finite, and the others shrink to nothing."""
+    x = numbers(numel, dtype, seed, hostile, start)
+    if hostile and fmt == "8bit":
+        tame = x[256:] if numel > 256 else x
+        largest = min(1e17, torch.finfo(dtype).max)
+        tame.nan_to_num_(1.0, 2.0, -3.0).clamp_(-largest, largest)
+        for index, block in enumerate(tame.split(256)):
+            block *= 2.0 ** -min(60 * index, 140)
+    return x
+
+
+def shard(name, fmt, kind, grad_dtype, numel, hostile=False, start=0):
+    master = raw(numel, 1, fmt, hostile, start)
+    moments = []
+    for index, signed in enumerate(FORMULAS[name].signed):
+        values = raw(numel, 2 + index, fmt, hostile) * 0.1
+        moments.append(moment(values if signed else values.square(), fmt, signed, start))
+    param = None
+    if kind == "remainder":
+        param, master = (shifted(half, start) for half in split(master))
+    elif kind is not None:
+        param = shifted(torch.zeros(numel, dtype=kind), start)
+    return Shard(master, tuple(moments), raw(numel, 4, fmt, hostile, start, grad_dtype), param)
+
+
+@functools.cache
+def wanted(name, fmt, grad_dtype, numel, hostile):
+    made = shard(name, fmt, None, grad_dtype, numel, hostile)
+    step_reference(FORMULAS[name], *made, **COUNTERS)
+    return made
+
+
+def same_moments(got, wanted, what):
+    same(got.values, wanted.values, what)
+    if wanted.scales is not None:
+        same(got.scales, wanted.scales, f"{what} scales")
+
+
+def compare(got, wanted, kind, what=""):
+    """`got` has master and parameter of this kind; `wanted` has an fp32 master that they must stand for."""
+    if kind == "remainder":
+        same(join(got.param, got.master), wanted.master, f"{what} master")
+        param, low = split(wanted.master)
+        number = ~wanted.master.isnan()  # whose payload is not promised
+        same(got.param, param, f"{what} param")
+        assert torch.equal(got.master[number], low[number])
+    else:
+        same(got.master, wanted.master, f"{what} master")
+        if kind is not None:
+            copy = round_bf16(wanted.master) if kind is torch.bfloat16 else wanted.master.to(kind)
+            same(got.param, copy, f"{what} param")
+    for index, (a, b) in enumerate(zip(got.moments, wanted.moments, strict=True)):
+        same_moments(a, b, f"{what} state {index}")
+
+
+def check(name, fmt, kind, grad_dtype, numel, hostile, start):
+    got = shard(name, fmt, kind, grad_dtype, numel, hostile, start)
+    grad = got.grad.clone()
+    step(FORMULAS[name], *got, **COUNTERS)
+    what = f"{name}, {fmt}, {kind}, {grad_dtype}, {numel}, hostile={hostile}, start={start}:"
+    same(got.grad, grad, what)
+    compare(got, wanted(name, fmt, grad_dtype, numel, hostile), kind, what)
+
+
+@every_kind
+def test_step_gives_the_bits_of_the_reference(isa, name, fmt):
+    for kind, grad_dtype in itertools.product(MASTERS, DTYPES):
+        check(name, fmt, kind, grad_dtype, 300, False, 0)
+        check(name, fmt, kind, grad_dtype, 1025, True, 1)
+
+
+@every_kind
+def test_all_sizes_give_the_bits_of_the_reference(isa, name, fmt):
+    for index, (numel, start, hostile) in enumerate(itertools.product(SIZES, (0, 1), (False, True))):
+        for kind in (MASTERS[1 + index % 3], "remainder"):
+            check(name, fmt, kind, DTYPES[(index + numel) % 3], numel, hostile, start)
+
+
+@every_kind
+def test_threads_do_not_change_the_bits(isa, threads, name, fmt):
+    for kind, grad_dtype in ((torch.float16, torch.bfloat16), ("remainder", torch.float32)):
+        check(name, fmt, kind, grad_dtype, 33013, True, 1)
+
+
+@pytest.mark.parametrize(("name", "fmt"), [("AdamW", "8bit"), ("AdamW", "fp32"), ("Lion", "bf16"), ("Adagrad", "8bit")])
+def test_a_large_shard_gives_the_bits_of_the_reference(isa, name, fmt, monkeypatch):
+    monkeypatch.setattr("zero.kernels.step.REFERENCE_CHUNK", 1 << 18)
+    check(name, fmt, "remainder", torch.bfloat16, (1 << 20) + 3, False, 1)
+
+
+CHANGES = [
+    *(Adam(1e-3, **change) for change in (
+        {"decoupled": False}, {"beta1": 0.0}, {"beta1": 0.5}, {"beta1": 0.3, "beta2": 0.0}, {"bias_correction": False},
+        {"eps": 0.0, "weight_decay": 3.0}, {"beta1": 1 - 1e-12, "beta2": 1 - 1e-15},
+    )),
+    Adam(0.0), Lion(0.0), Lion(1.0, 0.0, 0.0), Lion(1e-3, 0.0, 0.5, 0.1), Sgd(0.0), Sgd(1.0, 1.0, 1.0), Sgd(0.1, 2.0),
+    Sgd(0.1, 0.5, weight_decay=0.5, nesterov=True), Adagrad(0.0), Adagrad(1.0, 0.5, 0.0), Adagrad(1e30, eps=1e-50),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", CHANGES, ids=str)
+def test_hyperparameters(isa, formula):
+    for fmt, count, scale in itertools.product(FORMATS, (1, 2, 10**9), (1.0, -1e-3)):
+        runs = []
+        for take in (step, step_reference):
+            name = next(name for name, other in FORMULAS.items() if other.state_names == formula.state_names)
+            runs.append(shard(name, fmt, torch.bfloat16, torch.float32, 515, True))
+            take(formula, *runs[-1], step=count, grad_scale=scale, key=2**62 + 1, first=2**40)
+        compare(*runs, torch.bfloat16, f"{formula}, {fmt}, step {count}:")
+
+
+def test_beta1_of_zero_gives_the_gradient_itself(isa):
+    made = shard("AdamW", "fp32", None, torch.float32, 1003)
+    step(Adam(1e-3, beta1=0.0), *made, **COUNTERS)
+    same(made.moments[0].values, made.grad * COUNTERS["grad_scale"])  # not m + (g - m)
+
+
+def special(numel):
+    """Numbers at which rounding to bf16 is peculiar, then normal ones."""
+    patterns = [
+        0,
+        1,
+        0x7FFF,
+        0x8000,
+        0x8001,
+        0xFFFF,
+        0x007FFFFF,
+        0x00800000,
+        0x3F808000,
+        0x3F818000,
+        0x7F7F8000,
+        0x7F800000,
+    ]
+    patterns += [pattern - 2**31 for pattern in patterns]
+    made = numbers(numel, seed=1)
+    made[: len(patterns)] = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    return made
+
+
+def run(take, name, fmt, kind, steps, numel=1000):
+    """Training from `special` on random gradients; every 100th parameter is kept beside the last state."""
+    formula, kept = FORMULAS[name], []
+    param, low = split(special(numel))
+    master = low if kind == "remainder" else special(numel)
+    moments = tuple(Moment.filled(numel, fmt, signed=signed) for signed in formula.signed)
+    grads = [numbers(numel, torch.bfloat16, seed=10 + index) for index in range(7)]
+    for index in range(1, steps + 1):
+        take(formula, master, moments, grads[index % 7], param, step=index, grad_scale=1 / (index % 11 + 1), key=3)
+        if index % 100 == 0:
+            kept.append(param.clone())
+    return Shard(master, moments, grads[0], param), kept
+
+
+@functools.cache
+def reference_run(name, fmt):
+    return run(step_reference, name, fmt, torch.bfloat16, 100)
+
+
+@every_kind
+def test_remainder_trains_as_an_fp32_master_over_1000_steps(isa, threads, name, fmt):
+    (full, kept), (joined, kept_joined) = (run(step, name, fmt, kind, 1000) for kind in (torch.bfloat16, "remainder"))
+    compare(joined, full, "remainder", f"{name}, {fmt}:")
+    compare(full, full, torch.bfloat16)
+    for a, b in zip(kept, kept_joined, strict=True):
+        same(a, b)
+    same(kept[0], reference_run(name, fmt)[1][0])
+
+
+def cut(made, begin, end):
+    moments = tuple(m.narrow(begin, end - begin) for m in made.moments)
+    return Shard(
+        made.master[begin:end], moments, made.grad[begin:end], None if made.param is None else made.param[begin:end]
+    )
+
+
+@pytest.mark.parametrize("take", [step, step_reference])
+@every_kind
+def test_a_cut_shard_gives_the_bits_of_the_whole(isa, threads, name, fmt, take):
+    whole, pieces = (shard(name, fmt, "remainder", torch.bfloat16, 33013, hostile=True) for _ in range(2))
+    take(FORMULAS[name], *whole, **COUNTERS)
+    for begin, end in itertools.pairwise((0, 256, 1024, 1280, 20480, 33013)):
+        take(FORMULAS[name], *cut(pieces, begin, end), **COUNTERS | {"first": COUNTERS["first"] + begin})
+    compare(pieces, whole._replace(master=join(whole.param, whole.master)), "remainder")
+
+
+def test_fp32_moments_may_be_cut_anywhere(isa, threads):
+    whole, pieces = (shard("AdamW", "fp32", torch.bfloat16, torch.bfloat16, 33013) for _ in range(2))
+    step(FORMULAS["AdamW"], *whole, **COUNTERS)
+    for begin, end in itertools.pairwise((0, 3, 1000, 1001, 20011, 33013)):
+        step(FORMULAS["AdamW"], *cut(pieces, begin, end), **COUNTERS)
+    compare(pieces, whole, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "8bit"])
+@pytest.mark.parametrize("change", [{"step": 8}, {"key": 6}, {"first": 256}])
+def test_step_key_and_place_choose_the_random_bits(isa, change, fmt):
+    codes = []
+    for counters in (COUNTERS, COUNTERS, COUNTERS | change):
+        made = shard("Lion", fmt, None, torch.float32, 2048)
+        step(FORMULAS["Lion"], *made, **counters)
+        codes.append(kernel_cases.bits(made.moments[0].values))
+    assert torch.equal(codes[0], codes[1])
+    assert 0.2 < (codes[0] != codes[2]).double().mean() < 0.6

@@ -1,0 +1,168 @@
+"""The optimizers that the fused step computes: their hyperparameters, and what they keep per element.
+
+The formulas themselves stand twice: in csrc/step_math.h for the compiled kernels, and in zero/kernels/step.py as plain
+torch. An object here says which one with which numbers. It is made anew when a number changes (the learning rate does
+in every step), so it holds nothing else, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+# Of csrc/step_math.h: enum Formula, and Hyper::Flags.
+ADAM, LION, MOMENTUM, SGD, ADAGRAD = range(5)
+DECOUPLED, BIAS_CORRECTION, NESTEROV = 1, 2, 4
+
+# (code, lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags)
+Native: TypeAlias = tuple[int, float, float, float, float, float, float, float, float, int]
+
+
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{name}: got {value}; wanted a finite number, not below 0")
+
+
+def _betas(**values: float) -> None:
+    for name, value in values.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name}: got {value}; wanted a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma & Ba, ICLR 2015, algorithm 1) and AdamW (Loshchilov & Hutter, ICLR 2019, algorithm 2).
+
+    Args:
+        lr: learning rate.
+        beta1: decay of ``exp_avg``, in [0, 1).
+        beta2: decay of ``exp_avg_sq``, in [0, 1).
+        eps: added to the root of ``exp_avg_sq``.
+        weight_decay: 0 for none.
+        decoupled: True for AdamW; False for L2, weight decay added to the gradient.
+        bias_correction: whether to divide the moments by ``1 - beta^step``.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    bias_correction: bool = True
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    signed: ClassVar[tuple[bool, ...]] = (True, False)
+
+    def __post_init__(self) -> None:
+        _not_negative(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _betas(beta1=self.beta1, beta2=self.beta2)
+
+    def native(self) -> Native:
+        """The first arguments of ``zero._cpu.step``."""
+        flags = (DECOUPLED if self.decoupled else 0) | (BIAS_CORRECTION if self.bias_correction else 0)
+        return ADAM, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, 0.0, 0.0, 0.0, flags
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2).
+
+    Args:
+        lr: learning rate; each step moves every element by it.
+        beta1: share of ``exp_avg`` in the direction, in [0, 1).
+        beta2: decay of ``exp_avg``, in [0, 1).
+        weight_decay: decoupled; 0 for none.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    signed: ClassVar[tuple[bool, ...]] = (True,)
+
+    def __post_init__(self) -> None:
+        _not_negative(lr=self.lr, weight_decay=self.weight_decay)
+        _betas(beta1=self.beta1, beta2=self.beta2)
+
+    def native(self) -> Native:
+        """The first arguments of ``zero._cpu.step``."""
+        return LION, self.lr, self.beta1, self.beta2, 0.0, self.weight_decay, 0.0, 0.0, 0.0, DECOUPLED
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """SGD as in ``torch.optim.SGD``; without momentum it has no state (Sutskever et al., ICML 2013, for the rest).
+
+    Args:
+        lr: learning rate.
+        momentum: decay of ``momentum_buffer``; 0 for none.
+        dampening: the gradient enters the buffer times ``1 - dampening``, but whole in the first step. In [0, 1].
+        weight_decay: L2; 0 for none.
+        nesterov: look ahead by one more ``momentum``; needs momentum and no dampening.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _not_negative(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        if not 0.0 <= self.dampening <= 1.0:
+            raise ValueError(f"dampening: got {self.dampening}; wanted a number in [0, 1]")
+        if self.nesterov and not (self.momentum > 0.0 and self.dampening == 0.0):
+            raise ValueError(
+                f"nesterov: got momentum {self.momentum} and dampening {self.dampening} with it; "
+                "wanted momentum above 0 and dampening 0"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the states, in the order in which the step takes them."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def signed(self) -> tuple[bool, ...]:
+        """For each state whether it can be negative."""
+        return (True,) if self.momentum else ()
+
+    def native(self) -> Native:
+        """The first arguments of ``zero._cpu.step``."""
+        code, flags = MOMENTUM if self.momentum else SGD, NESTEROV if self.nesterov else 0
+        return code, self.lr, 0.0, 0.0, 0.0, self.weight_decay, self.momentum, self.dampening, 0.0, flags
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """Adagrad (Duchi, Hazan & Singer, JMLR 2011) as in ``torch.optim.Adagrad``.
+
+    Args:
+        lr: learning rate.
+        lr_decay: the learning rate falls with ``1 / (1 + (step - 1) * lr_decay)``; 0 for none.
+        eps: added to the root of ``sum``.
+        weight_decay: L2; 0 for none.
+    """
+
+    lr: float
+    lr_decay: float = 0.0
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    signed: ClassVar[tuple[bool, ...]] = (False,)
+
+    def __post_init__(self) -> None:
+        _not_negative(lr=self.lr, lr_decay=self.lr_decay, eps=self.eps, weight_decay=self.weight_decay)
+
+    def native(self) -> Native:
+        """The first arguments of ``zero._cpu.step``."""
+        return ADAGRAD, self.lr, 0.0, 0.0, self.eps, self.weight_decay, 0.0, 0.0, self.lr_decay, 0
+
+
+Formula: TypeAlias = Adam | Lion | Sgd | Adagrad
