@@ -23,18 +23,13 @@ ZERO_INLINE V load_grad(const StepJob& job, int64_t i) {
 template <class V>
 ZERO_INLINE V load_master(const StepJob& job, int64_t i) {
   if (job.remainder == nullptr) return V::load(job.master + i);
-  using Bits = typename V::Bits;
-  return join_master<V>(Bits::load(&static_cast<BF16*>(job.param)[i].bits), Bits::load(job.remainder + i));
+  return V::load_joined(&static_cast<BF16*>(job.param)[i].bits, job.remainder + i);
 }
 
 template <class V>
 ZERO_INLINE void store_master(const StepJob& job, int64_t i, V p) {
   if (job.remainder != nullptr) {
-    typename V::Bits param, low;
-    split_master(p, param, low);
-    param.store(&static_cast<BF16*>(job.param)[i].bits);
-    low.store(job.remainder + i);
-    return;
+    return p.store_split(&static_cast<BF16*>(job.param)[i].bits, job.remainder + i);
   }
   p.store(job.master + i);
   switch (job.param_dtype) {
@@ -45,31 +40,10 @@ ZERO_INLINE void store_master(const StepJob& job, int64_t i, V p) {
   }
 }
 
-// The common fp32 step: nothing is encoded, so nothing has to wait.
-template <class V, class Rule>
-ZERO_INLINE void step_plain(const StepJob& job, const Rule& rule, int64_t i) {
-  V s[kMaxStates];
-  for (int k = 0; k < Rule::kStates; ++k) s[k] = V::load(static_cast<float*>(job.state[k]) + i);
-  V p = V::load(job.master + i);
-  rule.update(p, load_grad<V>(job, i), s);
-  for (int k = 0; k < Rule::kStates; ++k) s[k].store(static_cast<float*>(job.state[k]) + i);
-  p.store(job.master + i);
-}
-
-// A block between its update and its encoding. Both are done in one loop, the update of one block beside the encoding
-// of the block before: what an update yields, root and quotient, comes late, and a processor that has the instructions
-// that wait for it in its queue cannot look further ahead. For 8 bits the wait is needed anyhow: the scale follows from
-// the whole block.
+// A block between its update and its encoding.
 struct Widened {
   alignas(64) float master[kBlock];
   alignas(64) float state[kMaxStates][kBlock];
-};
-
-// What goes with it.
-struct Tile {
-  int64_t start;                  // index of its first element
-  uint32_t seed;                  // of the random bits
-  uint32_t exponent[kMaxStates];  // of the 8-bit scales
 };
 
 template <class V, class Rule, int format, int k>
@@ -80,6 +54,7 @@ ZERO_INLINE V load_state(const StepJob& job, int64_t i, const float* scale) {
   return decode_8bit<has_sign, V>(V::Bits::load(static_cast<uint8_t*>(job.state[k]) + i), scale[k]);
 }
 
+// Updates elements [start + at, + V::width). fp32 states are written where they belong, all else into `widened`.
 template <class V, class Rule, int format>
 ZERO_INLINE void update(const StepJob& job, const Rule& rule, int64_t start, int64_t at, const float* scale,
                         Widened& widened, typename V::Bits* largest) {
@@ -96,117 +71,163 @@ ZERO_INLINE void update(const StepJob& job, const Rule& rule, int64_t start, int
   p.store(widened.master + at);
 }
 
+template <class V>
+ZERO_INLINE void encode_master(const StepJob& job, int64_t start, int64_t at, const Widened& widened) {
+  store_master(job, start + at, V::load(widened.master + at));
+}
+
 template <class V, class Rule, int format, int k>
-ZERO_INLINE void encode_state(const StepJob& job, const Tile& tile, int64_t at, const Widened& widened,
-                              typename V::Bits random) {
+ZERO_INLINE void encode_state(const StepJob& job, int64_t i, V s, uint32_t exponent, typename V::Bits random16) {
   constexpr bool has_sign = k == 0 ? Rule::kSigned0 : Rule::kSigned1;
-  const int64_t i = tile.start + at;
-  const V s = V::load(widened.state[k] + at);
-  if constexpr (format == kStateBF16) bf16_stochastic(s, random).store(&(static_cast<BF16*>(job.state[k]) + i)->bits);
-  if constexpr (format == kState8Bit) {
-    encode_8bit<has_sign>(s, tile.exponent[k], random).store(static_cast<uint8_t*>(job.state[k]) + i);
+  if constexpr (format == kStateBF16) {
+    bf16_stochastic(s, random16).store(&(static_cast<BF16*>(job.state[k]) + i)->bits);
+  } else {
+    encode_8bit<has_sign>(s, exponent, random16).store(static_cast<uint8_t*>(job.state[k]) + i);
   }
 }
 
-template <class V, class Rule, int format>
-ZERO_INLINE void encode(const StepJob& job, const Tile& tile, int64_t at, const Widened& widened,
-                        typename V::Bits counter) {
-  store_master(job, tile.start + at, V::load(widened.master + at));
-  if constexpr (format != kStateF32 && Rule::kStates > 0) {
-    const typename V::Bits random = random_bits(counter);
-    encode_state<V, Rule, format, 0>(job, tile, at, widened, random_half<0>(random));
-    if constexpr (Rule::kStates > 1) encode_state<V, Rule, format, 1>(job, tile, at, widened, random_half<1>(random));
+// ---- fp32 states: only the master has to be encoded ----
+//
+// That of one block is encoded beside the update of the next, in one loop: what an update yields, root and quotient,
+// comes late, and a processor that has the instructions that wait for it in its queue cannot look further ahead.
+// These functions take job and formula by value: a store through one of the arrays cannot change them then, so the
+// compiler keeps them in registers.
+
+template <class Rule>
+__attribute__((noinline)) void update_f32(StepJob job, Rule rule, int64_t start, int64_t end, Widened& widened) {
+  const int64_t count = end - start, tail = count / Vector::width * Vector::width;
+  int64_t at = 0;
+  for (; at < tail; at += Vector::width) {
+    update<Vector, Rule, kStateF32>(job, rule, start, at, nullptr, widened, nullptr);
+  }
+  for (; at < count; ++at) update<Scalar, Rule, kStateF32>(job, rule, start, at, nullptr, widened, nullptr);
+}
+
+void encode_masters(StepJob job, int64_t start, int64_t end, const Widened& widened) {
+  const int64_t count = end - start, tail = count / Vector::width * Vector::width;
+  int64_t at = 0;
+  for (; at < tail; at += Vector::width) encode_master<Vector>(job, start, at, widened);
+  for (; at < count; ++at) encode_master<Scalar>(job, start, at, widened);
+}
+
+// Updates the whole block at `start`, and encodes `before`, the block before it.
+template <class Rule>
+__attribute__((noinline)) void update_and_encode(StepJob job, Rule rule, int64_t start, const Widened& before,
+                                                 Widened& widened) {
+  for (int64_t at = 0; at < kBlock; at += Vector::width) {
+    update<Vector, Rule, kStateF32>(job, rule, start, at, nullptr, widened, nullptr);
+    encode_master<Vector>(job, start - kBlock, at, before);
   }
 }
 
-// The counters of a block's random bits, one vector after the other: additions, where a product would be dearer.
-struct Lanes {
-  Vector::Bits counter;
-
-  explicit ZERO_INLINE Lanes(uint32_t seed) : counter(lane_counter(seed, Vector::Bits::lanes())) {}
-  ZERO_INLINE Vector::Bits next() {
-    const Vector::Bits now = counter;
-    counter = counter + Vector::Bits::all(Vector::width * kLaneStep);
-    return now;
+template <class Rule>
+void run_f32(const StepJob& job, const Rule& rule, int64_t begin, int64_t end) {
+  Widened widened[2];
+  int current = 0;
+  int64_t start = begin;
+  for (; start + kBlock <= end; start += kBlock, current = 1 - current) {
+    if (start == begin) {
+      update_f32(job, rule, start, start + kBlock, widened[current]);
+    } else {
+      update_and_encode(job, rule, start, widened[1 - current], widened[current]);
+    }
   }
+  if (start > begin) encode_masters(job, start - kBlock, start, widened[1 - current]);
+  if (start < end) {
+    update_f32(job, rule, start, end, widened[current]);
+    encode_masters(job, start, end, widened[current]);
+  }
+}
+
+// The common fp32 step: nothing is encoded, so nothing has to wait.
+template <class V, class Rule>
+ZERO_INLINE void step_plain(const StepJob& job, const Rule& rule, int64_t i) {
+  V s[kMaxStates];
+  for (int k = 0; k < Rule::kStates; ++k) s[k] = V::load(static_cast<float*>(job.state[k]) + i);
+  V p = V::load(job.master + i);
+  rule.update(p, load_grad<V>(job, i), s);
+  for (int k = 0; k < Rule::kStates; ++k) s[k].store(static_cast<float*>(job.state[k]) + i);
+  p.store(job.master + i);
+}
+
+// ---- compact states: block by block, an update and one loop for each thing that is encoded ----
+//
+// For 8 bits the scale follows from the whole block. And one loop for all would need more constants than there are
+// registers.
+
+struct Scales {
+  float old[kMaxStates];
+  uint32_t exponent[kMaxStates];
 };
 
 template <class Rule, int format>
-ZERO_INLINE Tile begin_tile(const StepJob& job, int64_t start, float* scale) {
-  Tile tile{start, 0, {0, 0}};
-  if (format != kStateF32) tile.seed = block_seed(job.seed, job.first_block + static_cast<uint64_t>(start / kBlock));
-  for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) scale[k] = job.scale[k][start / kBlock];
-  return tile;
-}
-
-template <class Rule, int format>
-ZERO_INLINE void end_update(const StepJob& job, const Vector::Bits* wide, const Scalar::Bits* narrow, Tile& tile) {
-  for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) {
-    tile.exponent[k] = block_exponent(max_signed(narrow[k], Scalar::Bits::all(wide[k].largest())).x);
-    job.scale[k][tile.start / kBlock] = from_pattern(scale_pattern(tile.exponent[k]));
-  }
-}
-
-// The functions from here on take job, formula and tile by value: a store through one of the arrays cannot change
-// them then, so the compiler keeps them in registers.
-template <class Rule, int format>
-__attribute__((noinline)) Tile update_tile(StepJob job, Rule rule, int64_t start, int64_t end, Widened& widened) {
-  float scale[kMaxStates];
-  Tile tile = begin_tile<Rule, format>(job, start, scale);
+__attribute__((noinline)) Scales update_compact(StepJob job, Rule rule, int64_t start, int64_t count,
+                                                Widened& widened) {
+  Scales scales{};
+  for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) scales.old[k] = job.scale[k][start / kBlock];
   Vector::Bits wide[kMaxStates] = {Vector::Bits::all(0), Vector::Bits::all(0)};
   Scalar::Bits narrow[kMaxStates] = {Scalar::Bits::all(0), Scalar::Bits::all(0)};
-  const int64_t count = end - start, tail = count / Vector::width * Vector::width;
+  const int64_t tail = count / Vector::width * Vector::width;
   int64_t at = 0;
-  for (; at < tail; at += Vector::width) update<Vector, Rule, format>(job, rule, start, at, scale, widened, wide);
-  for (; at < count; ++at) update<Scalar, Rule, format>(job, rule, start, at, scale, widened, narrow);
-  end_update<Rule, format>(job, wide, narrow, tile);
-  return tile;
+  for (; at < tail; at += Vector::width) {
+    update<Vector, Rule, format>(job, rule, start, at, scales.old, widened, wide);
+  }
+  for (; at < count; ++at) update<Scalar, Rule, format>(job, rule, start, at, scales.old, widened, narrow);
+  for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) {
+    scales.exponent[k] = block_exponent(max_signed(narrow[k], Scalar::Bits::all(wide[k].largest())).x);
+    job.scale[k][start / kBlock] = from_pattern(scale_pattern(scales.exponent[k]));
+  }
+  return scales;
+}
+
+// The random bits of a second state wait where the master was: they are those of the first, upper half.
+template <class V, class Rule, int format>
+ZERO_INLINE void encode_first(const StepJob& job, int64_t start, int64_t at, uint32_t exponent,
+                              typename V::Bits counter, Widened& widened) {
+  const typename V::Bits random = random_bits(counter);
+  const V s = V::load(widened.state[0] + at);
+  encode_state<V, Rule, format, 0>(job, start + at, s, exponent, random_half<0>(random));
+  if constexpr (Rule::kStates > 1) V::of(random_half<1>(random)).store(widened.master + at);
+}
+
+template <class V, class Rule, int format>
+ZERO_INLINE void encode_second(const StepJob& job, int64_t start, int64_t at, uint32_t exponent,
+                               const Widened& widened) {
+  const V s = V::load(widened.state[1] + at), random = V::load(widened.master + at);
+  encode_state<V, Rule, format, 1>(job, start + at, s, exponent, bits_of(random));
 }
 
 template <class Rule, int format>
-__attribute__((noinline)) void encode_tile(StepJob job, Tile tile, int64_t end, const Widened& widened) {
-  Lanes lanes(tile.seed);
-  const int64_t count = end - tile.start, tail = count / Vector::width * Vector::width;
+__attribute__((noinline)) void encode_compact(StepJob job, Scales scales, int64_t start, int64_t count,
+                                              Widened& widened) {
+  encode_masters(job, start, start + count, widened);
+  const uint32_t seed = block_seed(job.seed, job.first_block + static_cast<uint64_t>(start / kBlock));
+  const int64_t tail = count / Vector::width * Vector::width;
+  Vector::Bits counter = lane_counter(seed, Vector::Bits::lanes());
   int64_t at = 0;
-  for (; at < tail; at += Vector::width) encode<Vector, Rule, format>(job, tile, at, widened, lanes.next());
+  for (; at < tail; at += Vector::width) {
+    encode_first<Vector, Rule, format>(job, start, at, scales.exponent[0], counter, widened);
+    counter = counter + Vector::Bits::all(Vector::width * kLaneStep);
+  }
   for (; at < count; ++at) {
-    const Scalar::Bits lane = Scalar::Bits::all(static_cast<uint32_t>(at));
-    encode<Scalar, Rule, format>(job, tile, at, widened, lane_counter(tile.seed, lane));
+    const Scalar::Bits lane = lane_counter(seed, Scalar::Bits::all(static_cast<uint32_t>(at)));
+    encode_first<Scalar, Rule, format>(job, start, at, scales.exponent[0], lane, widened);
   }
-}
-
-// Updates the whole block after `done` into `widened`, and encodes `done` out of `before`.
-template <class Rule, int format>
-__attribute__((noinline)) Tile update_and_encode(StepJob job, Rule rule, Tile done, const Widened& before,
-                                                 Widened& widened) {
-  float scale[kMaxStates];
-  Tile tile = begin_tile<Rule, format>(job, done.start + kBlock, scale);
-  Vector::Bits wide[kMaxStates] = {Vector::Bits::all(0), Vector::Bits::all(0)};
-  Lanes lanes(done.seed);
-  for (int64_t at = 0; at < kBlock; at += Vector::width) {
-    update<Vector, Rule, format>(job, rule, tile.start, at, scale, widened, wide);
-    encode<Vector, Rule, format>(job, done, at, before, lanes.next());
-  }
-  const Scalar::Bits narrow[kMaxStates] = {Scalar::Bits::all(0), Scalar::Bits::all(0)};
-  end_update<Rule, format>(job, wide, narrow, tile);
-  return tile;
-}
-
-template <class Rule, int format>
-void run_tiles(const StepJob& job, const Rule& rule, int64_t begin, int64_t end) {
-  Widened widened[2];
-  const int64_t whole = begin + (end - begin) / kBlock * kBlock;
-  if (begin < whole) {
-    Tile tile = update_tile<Rule, format>(job, rule, begin, begin + kBlock, widened[0]);
-    int current = 0;
-    for (int64_t start = begin + kBlock; start < whole; start += kBlock, current = 1 - current) {
-      tile = update_and_encode<Rule, format>(job, rule, tile, widened[current], widened[1 - current]);
+  if constexpr (Rule::kStates > 1) {
+    for (at = 0; at < tail; at += Vector::width) {
+      encode_second<Vector, Rule, format>(job, start, at, scales.exponent[1], widened);
     }
-    encode_tile<Rule, format>(job, tile, whole, widened[current]);
+    for (; at < count; ++at) encode_second<Scalar, Rule, format>(job, start, at, scales.exponent[1], widened);
   }
-  if (whole < end) {
-    const Tile tile = update_tile<Rule, format>(job, rule, whole, end, widened[0]);
-    encode_tile<Rule, format>(job, tile, end, widened[0]);
+}
+
+template <class Rule, int format>
+void run_compact(const StepJob& job, const Rule& rule, int64_t begin, int64_t end) {
+  Widened widened;
+  for (int64_t start = begin; start < end; start += kBlock) {
+    const int64_t count = start + kBlock < end ? kBlock : end - start;
+    const Scales scales = update_compact<Rule, format>(job, rule, start, count, widened);
+    encode_compact<Rule, format>(job, scales, start, count, widened);
   }
 }
 
@@ -219,10 +240,10 @@ void run(StepJob job, Rule rule, int64_t begin, int64_t end) {
     for (; i < tail; i += Vector::width) step_plain<Vector>(job, rule, i);
     for (; i < end; ++i) step_plain<Scalar>(job, rule, i);
   } else if (f32) {
-    run_tiles<Rule, kStateF32>(job, rule, begin, end);
+    run_f32(job, rule, begin, end);
   } else if constexpr (Rule::kStates > 0) {
-    job.state_format == kStateBF16 ? run_tiles<Rule, kStateBF16>(job, rule, begin, end)
-                                   : run_tiles<Rule, kState8Bit>(job, rule, begin, end);
+    job.state_format == kStateBF16 ? run_compact<Rule, kStateBF16>(job, rule, begin, end)
+                                   : run_compact<Rule, kState8Bit>(job, rule, begin, end);
   }
 }
 

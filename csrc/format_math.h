@@ -63,32 +63,31 @@ ZERO_INLINE Bits random_half(Bits random) {
   return random >> 16;
 }
 
-// `other` where `bits` is NaN, else `value`.
-template <class Bits>
-ZERO_INLINE Bits unless_nan(Bits bits, Bits value, uint32_t other) {
-  return select_greater(magnitude(bits), Bits::all(0x7F800000u), Bits::all(other), value);
+// The pattern of x, with every NaN made 0x7FC00000. NaN is rare enough for a branch.
+template <class V>
+ZERO_INLINE typename V::Bits clean_bits(V x) {
+  using Bits = typename V::Bits;
+  const Bits u = bits_of(x);
+  if (!any_nan(x)) return u;
+  return select_greater(magnitude(u), Bits::all(0x7F800000u), Bits::all(0x7FC00000u), u);
 }
 
 // fp32 to bf16, in the low 16 bits of each lane.
 template <class V>
 ZERO_INLINE typename V::Bits bf16_ties_to_even(V x) {
   using Bits = typename V::Bits;
-  const Bits u = bits_of(x);
-  const Bits odd = (u >> 16) & Bits::all(1);
-  return unless_nan(u, (u + odd + Bits::all(0x7FFFu)) >> 16, 0x7FC0u);
+  const Bits u = clean_bits(x), odd = (u >> 16) & Bits::all(1);
+  return (u + odd + Bits::all(0x7FFFu)) >> 16;
 }
 
 template <class V>
 ZERO_INLINE typename V::Bits bf16_ties_away(V x) {
-  using Bits = typename V::Bits;
-  const Bits u = bits_of(x);
-  return unless_nan(u, (u + Bits::all(0x8000u)) >> 16, 0x7FC0u);
+  return (clean_bits(x) + V::Bits::all(0x8000u)) >> 16;
 }
 
 template <class V>
 ZERO_INLINE typename V::Bits bf16_stochastic(V x, typename V::Bits random16) {
-  const typename V::Bits u = bits_of(x);
-  return unless_nan(u, (u + random16) >> 16, 0x7FC0u);
+  return (clean_bits(x) + random16) >> 16;
 }
 
 template <class V>
@@ -99,10 +98,17 @@ ZERO_INLINE V join_master(typename V::Bits param, typename V::Bits low) {
 template <class V>
 ZERO_INLINE void split_master(V master, typename V::Bits& param, typename V::Bits& low) {
   using Bits = typename V::Bits;
-  const Bits u = bits_of(master);
-  const Bits clean = unless_nan(u, u, 0x7FC00000u);
-  param = (clean + Bits::all(0x8000u)) >> 16;
-  low = clean & Bits::all(0xFFFFu);
+  const Bits u = clean_bits(master);
+  param = (u + Bits::all(0x8000u)) >> 16;
+  low = u & Bits::all(0xFFFFu);
+}
+
+template <class V>
+ZERO_INLINE void store_master_split(V master, uint16_t* param, uint16_t* low) {
+  typename V::Bits upper, lower;
+  split_master(master, upper, lower);
+  upper.store(param);
+  lower.store(low);
 }
 
 // The exponent K of a block's scale 2^(K - 127), from the largest magnitude in it as an integer. What comes within

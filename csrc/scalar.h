@@ -130,8 +130,14 @@ struct Scalar {
   ZERO_INLINE void store(float* p) const { *p = x; }
   ZERO_INLINE void store(BF16* p) const { bf16_ties_to_even(*this).store(&p->bits); }
   ZERO_INLINE void store(F16* p) const { *p = narrow_f16(x); }
+  // A master as bf16 parameter and remainder.
+  static ZERO_INLINE Scalar load_joined(const uint16_t* param, const uint16_t* low) {
+    return join_master<Scalar>(Bits::load(param), Bits::load(low));
+  }
+  ZERO_INLINE void store_split(uint16_t* param, uint16_t* low) const { store_master_split(*this, param, low); }
 };
 
+ZERO_INLINE bool any_nan(Scalar a) { return a.x != a.x; }
 ZERO_INLINE ScalarBits bits_of(Scalar a) { return {pattern(a.x)}; }
 ZERO_INLINE Scalar operator+(Scalar a, Scalar b) { return {a.x + b.x}; }
 ZERO_INLINE Scalar operator-(Scalar a, Scalar b) { return {a.x - b.x}; }

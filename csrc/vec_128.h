@@ -95,6 +95,10 @@ struct Vector {
     return {Float4{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}};
 #endif
   }
+  static ZERO_INLINE Vector load_joined(const uint16_t* param, const uint16_t* low) {
+    return join_master<Vector>(Bits::load(param), Bits::load(low));
+  }
+  ZERO_INLINE void store_split(uint16_t* param, uint16_t* low) const;
   ZERO_INLINE void store(float* p) const { __builtin_memcpy(p, &x, sizeof x); }
   ZERO_INLINE void store(BF16* p) const;
   ZERO_INLINE void store(F16* p) const {
@@ -106,6 +110,10 @@ struct Vector {
   }
 };
 
+ZERO_INLINE bool any_nan(Vector a) {
+  const Signed4 is_nan = a.x != a.x;
+  return (is_nan[0] | is_nan[1] | is_nan[2] | is_nan[3]) != 0;
+}
 ZERO_INLINE VectorBits bits_of(Vector a) { return {(Unsigned4)a.x}; }
 ZERO_INLINE Vector operator+(Vector a, Vector b) { return {a.x + b.x}; }
 ZERO_INLINE Vector operator-(Vector a, Vector b) { return {a.x - b.x}; }
@@ -119,6 +127,7 @@ ZERO_INLINE Vector sqrt(Vector a) {
 #endif
 }
 ZERO_INLINE void Vector::store(BF16* p) const { bf16_ties_to_even(*this).store(&p->bits); }
+ZERO_INLINE void Vector::store_split(uint16_t* param, uint16_t* low) const { store_master_split(*this, param, low); }
 
 // Sixteen fp64 sums of squares; element j of each sixteen goes to lane j.
 struct SquareLanes {

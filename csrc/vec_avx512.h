@@ -68,6 +68,10 @@ struct Vector {
   static ZERO_INLINE Vector load(const F16* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
   }
+  static ZERO_INLINE Vector load_joined(const uint16_t* param, const uint16_t* low) {
+    return join_master<Vector>(Bits::load(param), Bits::load(low));
+  }
+  ZERO_INLINE void store_split(uint16_t* param, uint16_t* low) const;
   ZERO_INLINE void store(float* p) const { _mm512_storeu_ps(p, x); }
   ZERO_INLINE void store(BF16* p) const;
   ZERO_INLINE void store(F16* p) const {
@@ -76,6 +80,7 @@ struct Vector {
   }
 };
 
+ZERO_INLINE bool any_nan(Vector a) { return _mm512_cmp_ps_mask(a.x, a.x, _CMP_UNORD_Q) != 0; }
 ZERO_INLINE VectorBits bits_of(Vector a) { return {_mm512_castps_si512(a.x)}; }
 ZERO_INLINE Vector operator+(Vector a, Vector b) { return {_mm512_add_ps(a.x, b.x)}; }
 ZERO_INLINE Vector operator-(Vector a, Vector b) { return {_mm512_sub_ps(a.x, b.x)}; }
@@ -83,6 +88,7 @@ ZERO_INLINE Vector operator*(Vector a, Vector b) { return {_mm512_mul_ps(a.x, b.
 ZERO_INLINE Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.x, b.x)}; }
 ZERO_INLINE Vector sqrt(Vector a) { return {_mm512_sqrt_ps(a.x)}; }
 ZERO_INLINE void Vector::store(BF16* p) const { bf16_ties_to_even(*this).store(&p->bits); }
+ZERO_INLINE void Vector::store_split(uint16_t* param, uint16_t* low) const { store_master_split(*this, param, low); }
 
 // Sixteen fp64 sums of squares; element j of each sixteen goes to lane j. The square of an fp32 number is exact in
 // fp64, so that fused or not gives the same bits.
