@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 WIDTH = 12
+WIDE = 48  # two matrices of a block have 4656 elements then, enough for moments in bf16 or 8bit
 
 
 class Block(nn.Module):
@@ -26,12 +27,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, head: the shape of a language model with the sizes of a toy."""
 
-    def __init__(self, blocks: int = 3, vocabulary: int = 17) -> None:
+    def __init__(self, blocks: int = 3, vocabulary: int = 17, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocabulary)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from zero.config import Config, ConfigError, json_schema, load
 from zero.config.batch import Batch, BatchError, resolve
 from zero.config.file import File
+from zero.config.optimizers import ARGUMENTS, States, torch_reason
 from zero.config.tidy import aliases, names, sections
 from zero.config.unavailable import IDLE, UNAVAILABLE
 
@@ -80,8 +82,33 @@ def test_optimizer_and_scheduler_are_handed_on():
 
 
 def test_arguments_of_other_optimizers_are_not_checked():
-    params = {"lr": 0.1, "momentum": 0.9, "foreach": None}
-    assert load({**MICRO, "optimizer": {"type": "SGD", "params": params}}, 1).optimizer.params == params
+    params = {"lr": 0.1, "momentum": 0.9, "centred": None}
+    assert load({**MICRO, "optimizer": {"type": "RMSprop", "params": params}}, 1).optimizer.params == params
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lion", "SGD", "Adagrad", "adamw", "LION", "sgd"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit", "8Bit", "auto", None])
+def test_formats_of_the_state(kind, moments):
+    params = {"lr": 0.1, "zero": {"master": "remainder", "moments": moments}}
+    given = {**MICRO, "bf16": {"enabled": True}, "optimizer": {"type": kind, "params": params}}
+    checked = ARGUMENTS[kind.lower()].model_validate(load(given, 1).optimizer.params)
+    wanted = moments.lower() if moments not in (None, "auto") else "fp32"
+    assert (checked.zero.master, checked.zero.moments) == ("remainder", wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "reason"),
+    [
+        ("AdamW", {"fused": False, "foreach": None}, None),
+        ("Lion", {}, None),
+        ("SGD", {"maximize": True}, "'maximize' is true"),
+        ("AdamW", {"torch_adam": True}, "'torch_adam' is true"),
+        ("RMSprop", {}, "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"),
+    ],
+)
+def test_when_torchs_own_class_runs(kind, params, reason):
+    load({**MICRO, "optimizer": {"type": kind, "params": params}}, 1)
+    assert torch_reason(kind, params) == reason
 
 
 def test_aliases():
@@ -272,7 +299,8 @@ def test_any_values_give_a_config_or_a_config_error(values):
 
 
 def test_every_key_of_every_section_is_described():
-    for path, model in sections().items():
+    arguments = {("optimizer", kind): model for kind, model in ARGUMENTS.items()}
+    for path, model in {**sections(), **arguments, ("zero",): States}.items():
         assert model.__doc__, path
         for name, field in model.model_fields.items():
             assert field.description, (*path, name)
@@ -300,3 +328,18 @@ def test_schema_knows_names_and_auto():
     assert {"const": "auto"} in zero["properties"]["reduce_bucket_size"]["anyOf"]
     assert {"bf16", "bfloat16"} <= set(schema["properties"])
     assert schema["properties"]["gradient_clipping"]["description"]
+
+
+def test_schema_knows_the_arguments_of_our_optimizers():
+    schema = json_schema()
+    states = schema["$defs"]["States"]
+    assert states["additionalProperties"] is False
+    assert states["properties"]["moments"]["anyOf"][0]["enum"] == ["fp32", "bf16", "8bit"]
+    of_type = {}
+    for rule in schema["$defs"]["Optimizer"]["allOf"]:
+        (given,) = rule["then"]["properties"]["params"]["anyOf"][:1]
+        of_type[rule["if"]["properties"]["type"]["pattern"]] = given["$ref"].rpartition("/")[2]
+    for kind, model in (("AdamW", "AdamParams"), ("lion", "LionParams"), ("SGD", "SgdParams"), ("adam", "AdamParams")):
+        assert [name for pattern, name in of_type.items() if re.search(pattern, kind)] == [model]
+        assert "zero" in schema["$defs"][model]["properties"]
+    assert not any(re.search(pattern, "RMSprop") for pattern in of_type)

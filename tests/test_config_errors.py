@@ -228,6 +228,64 @@ def test_arguments_of_adam(params, text):
     assert errors(adam(**params)) == text
 
 
+NEEDS_BF16 = (
+    "optimizer.params.zero.master: 'remainder' needs bf16.enabled, because it is the lower half of a master "
+    "whose upper half is the bf16 parameter; use 'fp32'"
+)
+OURS_ONLY = "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "lines"),
+    [
+        ("Lion", {"eps": 1}, ["optimizer.params: unknown key 'eps'; known keys: lr, weight_decay, zero, betas"]),
+        ("SGD", {"momentun": 1}, ["optimizer.params: unknown key 'momentun'; did you mean 'momentum'?"]),
+        ("SGD", {"momentum": -1}, ["optimizer.params.momentum: got -1, wanted a number of at least 0"]),
+        (
+            "SGD",
+            {"nesterov": True},
+            ['optimizer.params: got {"nesterov": true}, wanted with nesterov a momentum above 0 and no dampening'],
+        ),
+        ("Adagrad", {"differentiable": True}, ["optimizer.params: unknown key 'differentiable'; known keys: lr, "]),
+        ("AdamW", {"zero": 8}, ["optimizer.params.zero: got 8, wanted an object {...}"]),
+        (
+            "AdamW",
+            {"zero": {"moment": "8bit", "master": "fp16"}, "lr": -1},
+            [
+                "optimizer.params.lr: got -1, wanted a number of at least 0",
+                "optimizer.params.zero.master: got 'fp16', wanted one of 'fp32', 'remainder'",
+                "optimizer.params.zero: unknown key 'moment'; did you mean 'moments'?",
+            ],
+        ),
+        (
+            "Lion",
+            {"zero": {"moments": "4bit", "master": "remainder"}},
+            ["optimizer.params.zero.moments: got '4bit', wanted one of 'fp32', 'bf16', '8bit'", NEEDS_BF16],
+        ),
+        (
+            "RMSprop",
+            {"zero": {"moments": "8bit"}},
+            [
+                f"optimizer.params.zero: RMSprop runs as torch's own class here ({OURS_ONLY}), "
+                "which keeps its state in fp32; leave it out"
+            ],
+        ),
+        (
+            "Adam",
+            {"zero": {"moments": "8bit"}, "torch_adam": True},
+            [
+                "optimizer.params.zero: Adam runs as torch's own class here ('torch_adam' is true), "
+                "which keeps its state in fp32; leave it out"
+            ],
+        ),
+    ],
+)
+def test_arguments_of_our_optimizers(kind, params, lines):
+    found = errors({"train_batch_size": 8, "optimizer": {"type": kind, "params": params}}).splitlines()
+    assert len(found) == len(lines)
+    assert all(text.startswith(line) for text, line in zip(found, lines, strict=True)), found
+
+
 def test_max_grad_norm_of_any_optimizer():
     given = {
         "train_batch_size": 8,

@@ -273,7 +273,10 @@ def test_wrong_arguments(arguments, message):
     [
         ({"type": "AdmaW"}, "optimizer.type: unknown optimizer 'AdmaW'; did you mean 'AdamW'?"),
         ({"type": "LBFGS"}, "optimizer.type: 'LBFGS' cannot run on shards: it needs a closure"),
-        ({"type": "SGD", "params": {"momentun": 1}}, "optimizer.params: torch.optim.SGD refuses {'momentun': 1}: "),
+        (
+            {"type": "RMSprop", "params": {"momentun": 1}},
+            "optimizer.params: torch.optim.RMSprop refuses {'momentun': 1}",
+        ),
     ],
 )
 def test_wrong_optimizers(optimizer, message):

@@ -45,6 +45,7 @@ STEPS_OF_CORE = {
     "zero.core.comm": 2,
     "zero.core.gradients": 3,
     "zero.core.released": 3,
+    "zero.core.master": 3,
     "zero.core.tensors": 1,
     "zero.core.unit": 4,
     "zero.core.gathering": 5,

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, config, make_net
+from models import WIDE, WIDTH, batch, config, make_net
 
 import zero
 from zero.core import comm
 from zero.core.unit import Unit
+from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, alive_nbytes
 
 UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
@@ -206,10 +207,21 @@ def test_evaluation_gathers_each_unit_once_and_leaves_nothing(pool):
         assert training == [*LATER_FORWARD, *LATER_BACKWARD]
 
 
-def phases(stage: int, accumulation: int, bf16: bool) -> tuple[list[tuple[str, StateBytes]], list[Any]]:
+FORMATS = {  # what is asked for, on top of which precision, and what comes of it
+    "fp32": (False, {}, Formats()),
+    "bf16": (True, {}, Formats("remainder")),
+    "fp32 masters, bf16 moments": (True, {"master": "fp32", "moments": "bf16"}, Formats("fp32", "bf16")),
+    "8bit moments": (True, {"moments": "8bit"}, Formats("remainder", "8bit")),
+}
+
+
+def phases(stage: int, accumulation: int, kind: str) -> tuple[list[tuple[str, StateBytes]], list[Any]]:
     """State bytes alive on this rank at each phase of the first step, and the plans of the units."""
-    settings = config(stage, 2, accumulation=accumulation, bf16={"enabled": bf16})
-    engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
+    bf16, states, formats = FORMATS[kind]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "zero": states}}
+    settings = config(stage, 2, accumulation=accumulation, bf16={"enabled": bf16}, optimizer=optimizer)
+    width = WIDTH if formats.moments == "fp32" else WIDE
+    engine, *_ = zero.initialize(model=make_net(blocks=2, width=width), config=settings)
     seen = [("rest", engine.state_nbytes())]
     for index, block in enumerate(engine.module.blocks):
         block.register_forward_pre_hook(lambda *_, i=index: seen.append((f"forward {i}", engine.state_nbytes())))
@@ -226,12 +238,14 @@ def phases(stage: int, accumulation: int, bf16: bool) -> tuple[list[tuple[str, S
     return seen, plans
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "accumulation"),
+    [*((kind, 1) for kind in FORMATS), ("fp32", 2), ("bf16", 2)],  # moments do not see it
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_alive(pool, stage, accumulation, bf16):
+def test_bytes_alive(pool, stage, accumulation, kind):
     """What is alive at each phase is what `plan/memory.py` computed before."""
-    for seen, plans in pool.run(2, phases, stage, accumulation, bf16):
+    for rank, (seen, plans) in enumerate(pool.run(2, phases, stage, accumulation, kind)):
         sharding = zero.plan.sharding.Sharding.of_stage(stage)
         local = accumulation > 1 and not sharding.grads
         moments = {
@@ -245,6 +259,7 @@ def test_bytes_alive(pool, stage, accumulation, bf16):
         }
         assert [name for name, _ in seen] == list(moments)[: len(seen)]
         for name, found in seen:
-            parts = 2 if sharding.optim else 1
-            wanted = alive_nbytes(plans, sharding, parts, accumulation=accumulation, **moments[name])
+            parts, place = (2, rank) if sharding.optim else (1, 0)
+            more = {"rank": place, "formats": FORMATS[kind][2], "accumulation": accumulation}
+            wanted = alive_nbytes(plans, sharding, parts, **more, **moments[name])
             assert found == wanted, name

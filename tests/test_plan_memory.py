@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, gradient_itemsize, replica_nbytes
 from zero.plan.sharding import Sharding
@@ -54,6 +55,27 @@ def test_a_replica_holds_sixteen_bytes_a_parameter() -> None:
     assert replica_nbytes(0, "bf16") == StateBytes(0, 0, 0)
     assert replica_nbytes(7_500_000_000, "bf16").total == 120_000_000_000
     assert replica_nbytes(10, "fp32").total == 160
+
+
+@pytest.mark.parametrize(
+    ("dtype", "formats", "optimizer"),
+    [
+        ("bf16", Formats("remainder"), 10),
+        ("bf16", Formats("remainder", "bf16"), 6),
+        ("bf16", Formats("remainder", "8bit"), 4 + 2 / 64),
+        ("bf16", Formats("fp32", "8bit"), 6 + 2 / 64),
+        ("fp32", Formats("fp32", "8bit"), 2 + 2 / 64),
+        ("bf16", Formats("remainder", "8bit", states=1), 3 + 1 / 64),  # Lion
+        ("fp32", Formats(states=0), 0),  # SGD
+    ],
+)
+def test_bytes_a_parameter_by_format(dtype: str, formats: Formats, optimizer: float) -> None:
+    numel = 256 * 1000
+    assert replica_nbytes(numel, dtype, formats).optimizer == optimizer * numel
+    assert formula_nbytes(numel, dtype, 1, 4, formats).optimizer == optimizer * numel / 4
+    # Of which 512 are too few to be worth it.
+    small = 512 * formats.states * (4 - formats.moments_nbytes(256) / (256 * max(1, formats.states)))
+    assert replica_nbytes(numel, dtype, formats, numel - 512).optimizer == optimizer * numel + small
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -106,6 +128,15 @@ def test_what_two_units_keep_alive_by_hand() -> None:
         units, sharding, 4, gathered={"large"}, local_gradients={"large"}, reduced_gradients={"small", "large"}
     )
     assert at_once == StateBytes(2 * (16 + 32) + 2 * 128, 2 * 128 + 4 * (16 + 32), optimizer)
+
+
+def test_shards_differ_where_only_large_parameters_have_moments_in_fewer_bits() -> None:
+    specs = (ParamSpec("matrix", 4096, "bf16", True, 0, 2), ParamSpec("vector", 4096, "bf16", True, 0, 1))
+    plan = UnitPlan("u", "", specs, make_layout({"matrix": 4096, "vector": 4096}, 2, 256))
+    formats, sharding = Formats("remainder", "8bit"), Sharding.of_stage(1)
+    held = [alive_nbytes((plan,), sharding, 2, rank=rank, formats=formats).optimizer for rank in (0, 1)]
+    assert held == [2 * 4096 + 2 * (4096 + 4 * 16), 2 * 4096 + 2 * 4 * 4096]
+    assert alive_nbytes((plan,), Sharding.of_stage(0), 1, formats=formats).optimizer == sum(held)
 
 
 def test_in_full_precision_the_parameter_is_its_own_master() -> None:

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import zero
 from zero.data import RepeatingLoader
+from zero.plan.formats import is_compact
 from zero.plan.memory import formula_nbytes, replica_nbytes
 
 DEFAULT_STEPS = 400
@@ -167,8 +168,10 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
     parameters = list(engine.module.parameters())
     numel, dtype = sum(p.numel() for p in parameters), DTYPE_NAMES[parameters[0].dtype]
     stage, world_size = engine.zero_optimization_stage(), engine.world_size
-    replica = replica_nbytes(numel, dtype)
-    formula = formula_nbytes(numel, dtype, stage, world_size)
+    formats = engine.optimizer.rule.formats
+    compact = sum(p.numel() for p in parameters if is_compact(p.numel(), p.ndim))
+    replica = replica_nbytes(numel, dtype, formats, compact)
+    formula = formula_nbytes(numel, dtype, stage, world_size, formats, compact)
     args.out.mkdir(parents=True, exist_ok=True)
     write_csv(args.out / "loss.csv", points)
     write_curve(args.out / "loss.png", points, validation, bigram)

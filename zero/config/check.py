@@ -11,13 +11,13 @@ from zero import log
 from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve
 from zero.config.errors import ConfigError, dotted, show
 from zero.config.file import Config, File
+from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
-from zero.config.sections import AdamParams
 from zero.config.tidy import Tidy, hint, section_of
 from zero.config.unavailable import idle, lookup, unavailable
 from zero.config.values import WANTED, Section
 
-_ADAMS = ("adam", "adamw")
+_STATES = "optimizer.params.zero"
 
 
 def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = True) -> Config:
@@ -32,7 +32,7 @@ def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = Tr
     taken = read(source)
     tidy = Tidy(taken.values)
     file, errors = _validated(tidy)
-    errors = [*taken.errors, *tidy.errors, *errors, *_optimizer(tidy)]
+    errors = [*taken.errors, *tidy.errors, *errors, *_optimizer(tidy, file.bf16.enabled)]
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         batch, wrong = _batch(file, world_size, need_batch)
@@ -103,8 +103,8 @@ def _home(model: type[BaseModel], path: tuple) -> type[Section]:
     return model
 
 
-def _optimizer(tidy: Tidy) -> list[str]:
-    """What is wrong with the optimizer's arguments: Adam's are known here, others are torch's to check."""
+def _optimizer(tidy: Tidy, bf16: bool) -> list[str]:
+    """What is wrong with the optimizer's arguments: our kernels' are known here, others are torch's to check."""
     kind, params = lookup(tidy.values, "optimizer.type"), lookup(tidy.values, "optimizer.params")
     if kind is None or not params:
         return []
@@ -115,14 +115,25 @@ def _optimizer(tidy: Tidy) -> list[str]:
             f"optimizer.params: 'max_grad_norm' is not an argument of the optimizer; "
             f"set the top-level key gradient_clipping to {norm}"
         )
-    if kind.lower() not in _ADAMS:
+    reason = torch_reason(kind, known)
+    if reason is not None and known.get("zero") is not None:
+        lines.append(
+            f"{_STATES}: {kind} runs as torch's own class here ({reason}), which keeps its state in fp32; leave it out"
+        )
+    arguments = ARGUMENTS.get(kind.lower())
+    if arguments is None:
         return lines
     if known.get("amsgrad") is True:
         lines.append("optimizer.params.amsgrad: got true, wanted false; AMSGrad is not available")
     try:
-        AdamParams.model_validate(known)
+        arguments.model_validate(known)
     except ValidationError as error:
-        lines += [_line(found, tidy, AdamParams, prefix) for found in error.errors(include_url=False)]
+        lines += [_line(found, tidy, arguments, prefix) for found in error.errors(include_url=False)]
+    if str(lookup(known, "zero.master")).lower() == "remainder" and not bf16:
+        lines.append(
+            f"{_STATES}.master: 'remainder' needs bf16.enabled, because it is the lower half of a master "
+            "whose upper half is the bf16 parameter; use 'fp32'"
+        )
     return lines
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from zero.config.file import File
+from zero.config.optimizers import ARGUMENTS
 from zero.config.tidy import aliases, sections
 
 
@@ -16,9 +17,30 @@ def json_schema() -> dict[str, Any]:
             properties[name] = _or_auto(shape)
         for alias, name in aliases(model).items():
             properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+    _add_arguments(schema)
     # A top-level key that is not ours is a warning only, as other programs keep theirs in the same file.
     schema["additionalProperties"] = True
     return schema
+
+
+def _add_arguments(schema: dict[str, Any]) -> None:
+    """Let the type of the optimizer say what its params are, where its arguments are known."""
+    choices = []
+    for model in dict.fromkeys(ARGUMENTS.values()):
+        shape = model.model_json_schema(ref_template="#/$defs/{model}")
+        for name, found in {**shape.pop("$defs", {}), model.__name__: shape}.items():
+            if name not in schema["$defs"]:
+                found["properties"] = {key: _or_auto(of) for key, of in found["properties"].items()}
+                schema["$defs"][name] = found
+        # Names in any case, as the check takes them.
+        pattern = "|".join("".join(f"[{c.upper()}{c}]" for c in kind) for kind in ARGUMENTS if ARGUMENTS[kind] is model)
+        choices.append(
+            {
+                "if": {"properties": {"type": {"pattern": f"^({pattern})$"}}},
+                "then": {"properties": {"params": _or_auto({"$ref": f"#/$defs/{model.__name__}"})}},
+            }
+        )
+    schema["$defs"]["Optimizer"]["allOf"] = choices
 
 
 def _or_auto(shape: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from pydantic import Field
 
 from zero.config.values import (
-    Betas,
     Bool,
     Count,
     Dtype,
@@ -23,34 +22,11 @@ class Optimizer(Section):
     """The optimizer that the engine builds when the script hands it none."""
 
     type: Text
-    """Adam, AdamW, or a class in torch.optim; as in DeepSpeed, Adam decays weights as AdamW does."""
+    """Adam, AdamW, Lion, SGD, Adagrad, or a class in torch.optim; as in DeepSpeed, Adam decays weights as AdamW."""
     params: Object = Field(default_factory=dict)
-    """Its arguments."""
+    """Its arguments; of the first five, `zero` says how their state is kept."""
     legacy_fusion: Bool = False
     """A detail of one of DeepSpeed's kernels."""
-
-
-class AdamParams(Section):
-    """The arguments of Adam and AdamW."""
-
-    lr: NotNegative = 1e-3
-    """The learning rate."""
-    betas: Betas = (0.9, 0.999)
-    """The decay of the two running means."""
-    eps: NotNegative = 1e-8
-    """Added to the root of the second mean."""
-    weight_decay: NotNegative = 0.0
-    """The decay of the weights."""
-    bias_correction: Bool = True
-    """Correct the means for their start at zero."""
-    adam_w_mode: Bool = True
-    """Decay the weights themselves (AdamW), not the gradient."""
-    torch_adam: Bool = False
-    """Use torch's own class."""
-    amsgrad: Bool = False
-    """The AMSGrad variant, which is not available."""
-    fp32_optimizer_states: Bool = True
-    """Keep the means in fp32."""
 
 
 class Scheduler(Section):
@@ -89,7 +65,7 @@ class Bf16(Section):
     """Brain floats: the range of fp32 in 16 bits, so there is no loss scaling."""
 
     enabled: Bool = False
-    """Compute in bf16; the masters stay fp32."""
+    """Compute in bf16; the masters stay exact, see optimizer.params.zero.master."""
     immediate_grad_update: Bool = False
     """Add each gradient to the fp32 sum as soon as it is there; here this is always so."""
     check_grad_overflow: Bool = True

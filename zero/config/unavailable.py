@@ -65,8 +65,10 @@ _ONE_GATHER = "another way to gather is not available in this release; leave it 
 
 UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("fp16.enabled", true, "fp16 with loss scaling is not available in this release; use bf16"),
-    Unavailable("bf16.bf16_master_weights_and_grads", true, "masters in bf16 are not available; they are fp32"),
-    Unavailable("bf16.bf16_optimizer_states", true, "optimizer states in bf16 are not available; they are fp32"),
+    Unavailable(
+        "bf16.bf16_master_weights_and_grads", true, "masters are exact here; optimizer.params.zero.master says how"
+    ),
+    Unavailable("bf16.bf16_optimizer_states", true, "set optimizer.params.zero.moments to 'bf16' instead"),
     Unavailable("torch_autocast.enabled", true, "is not available in this release; use bf16"),
     Unavailable("amp", enabled, "apex amp is not available; use bf16"),
     Unavailable("msamp", enabled, "MS-AMP is not available; use bf16"),
@@ -100,7 +102,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable(
         "optimizer.params.fp32_optimizer_states",
         false,
-        "optimizer states are fp32 in this release; leave it out",
+        "set optimizer.params.zero.moments to 'bf16' or '8bit' instead",
     ),
     Unavailable(
         f"{_ZERO}.offload_optimizer.device",

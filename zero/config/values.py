@@ -20,7 +20,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=False)
 
 
-def _refuse(wanted: str) -> PydanticCustomError:
+def refuse(wanted: str) -> PydanticCustomError:
+    """The error of a value that is not what was `wanted`, to be raised in a validator."""
     return PydanticCustomError(WANTED, "{wanted}", {"wanted": wanted})
 
 
@@ -40,9 +41,9 @@ def integer(low: int | None = None, high: int | None = None) -> Any:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _refuse(wanted)
+            raise refuse(wanted)
         if (low is not None and value < low) or (high is not None and value > high):
-            raise _refuse(wanted)
+            raise refuse(wanted)
         return value
 
     return Annotated[int, Field(ge=low, le=high), BeforeValidator(check)]
@@ -54,9 +55,9 @@ def number(low: float | None = None, high: float | None = None) -> Any:
 
     def check(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refuse(wanted)
+            raise refuse(wanted)
         if (low is not None and value < low) or (high is not None and value > high):
-            raise _refuse(wanted)
+            raise refuse(wanted)
         return float(value)
 
     return Annotated[float, Field(ge=low, le=high), BeforeValidator(check)]
@@ -68,7 +69,7 @@ def choice(*names: str) -> Any:
 
     def check(value: Any) -> Any:
         if not isinstance(value, str) or value.lower() not in names:
-            raise _refuse(wanted)
+            raise refuse(wanted)
         return value.lower()
 
     return Annotated[str, Field(json_schema_extra={"enum": list(names)}), BeforeValidator(check)]
@@ -81,7 +82,7 @@ def dtype(*allowed: str) -> Any:
 
     def check(value: Any) -> Any:
         if not isinstance(value, str) or value.lower() not in meaning:
-            raise _refuse(wanted)
+            raise refuse(wanted)
         return meaning[value.lower()]
 
     return Annotated[str, Field(json_schema_extra={"enum": list(meaning)}), BeforeValidator(check)]
@@ -89,13 +90,13 @@ def dtype(*allowed: str) -> Any:
 
 def _boolean(value: Any) -> Any:
     if not isinstance(value, bool):
-        raise _refuse("true or false")
+        raise refuse("true or false")
     return value
 
 
 def _text(value: Any) -> Any:
     if not isinstance(value, str):
-        raise _refuse("a string")
+        raise refuse("a string")
     return value
 
 
@@ -103,23 +104,23 @@ def _texts(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise _refuse("a list of strings")
+        raise refuse("a list of strings")
     return list(value)
 
 
 def _object(value: Any) -> Any:
     if not isinstance(value, dict):
-        raise _refuse("an object {...}")
+        raise refuse("an object {...}")
     return value
 
 
 def _pair(value: Any) -> Any:
     wanted = "a list of two numbers in [0, 1)"
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise _refuse(wanted)
+        raise refuse(wanted)
     for beta in value:
         if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < 1:
-            raise _refuse(wanted)
+            raise refuse(wanted)
     return tuple(value)
 
 
@@ -129,7 +130,7 @@ def _steps(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value != math.inf and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise _refuse("an integer of at least 1, or inf")
+        raise refuse("an integer of at least 1, or inf")
     return value
 
 

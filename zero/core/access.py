@@ -18,6 +18,10 @@ class GatheredParameters:
     every rank must enter and leave with the same parameters. On leaving with `modifier_rank` the values of that rank
     replace everyone's, masters included. Without it, a parameter that was changed raises RuntimeError,
     because the change would be lost or would differ between ranks.
+
+    Where parameters are not cut (stages 0 to 2), a write in place outside of such a block is taken as well, if all
+    ranks make it: `param.copy_`, `nn.init`, `load_state_dict`. What goes through `param.data` there is not seen,
+    and fp32 masters overwrite it at the next step.
     """
 
     def __init__(

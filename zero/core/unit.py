@@ -12,7 +12,7 @@ views which autograd saved in between are valid again when backward reaches them
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,10 @@ from torch import nn
 from zero.core import comm
 from zero.core.comm import Transfer
 from zero.core.gradients import Gradients
+from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.released import Released, released_class
+from zero.plan.layout import Fragment, Span
 from zero.plan.units import UnitPlan
 
 
@@ -66,7 +68,7 @@ class Unit:
 
     full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
     shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
-    master: the same slice in fp32 for the optimizer, `shard` itself when that is fp32; None when frozen;
+    master: the exact values of that slice, for the optimizer; None when frozen;
     holds:  how many readers (`GatheredParameters`) keep it full for now.
     """
 
@@ -84,10 +86,18 @@ class Unit:
         self._kinds = [type(param) for param in params]
         self._versions = [param._version for param in params]
 
-    def adopt(self, dtype: torch.dtype, device: torch.device, gradient_dtype: torch.dtype) -> None:
+    @property
+    def window(self) -> Span:
+        """This rank's shard as a span of the flat buffer."""
+        return self.plan.layout.shard(self._axis.rank, self._axis.size)
+
+    def adopt(
+        self, dtype: torch.dtype, device: torch.device, gradient_dtype: torch.dtype, remainder: bool = False
+    ) -> None:
         """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
 
-        The masters are cut from the values before they are rounded to a 16-bit `dtype`.
+        The masters are cut from the values before they are rounded to a 16-bit `dtype`; with `remainder`, which
+        needs bf16, what is kept of them is what the rounding took away.
         """
         layout, trained = self.plan.layout, self.plan.requires_grad
         source = torch.float32 if trained and dtype.itemsize < 4 else dtype
@@ -96,12 +106,10 @@ class Unit:
             flat.narrow(0, *span).view(param.shape).copy_(param.detach())
         for axis in (self._mesh.shard, self._mesh.replica):
             comm.broadcast(flat, 0, axis)
-        own = layout.shard(self._axis.rank, self._axis.size)
-        self.full = flat.to(dtype)
+        own = self.window
+        self.full = flat if source == dtype else rounded(flat, dtype)
         self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
-        self.master = None
-        if trained:
-            self.master = self.shard if source == dtype else flat.narrow(0, *own).clone()
+        self.master = Master(self.shard, flat.narrow(0, *own), remainder) if trained else None
         self._views = [
             self.full.narrow(0, *span).view(param.shape)
             for param, span in zip(self.params, layout.spans.values(), strict=True)
@@ -112,6 +120,7 @@ class Unit:
             param.data = view
             param.grad = None
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
+        self._versions = [param._version for param in self.params]
         if trained:
             shapes = [param.shape for param in self.params]
             self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtype, device, 3 * self.index + 1)
@@ -122,8 +131,7 @@ class Unit:
             return
         if self.cut:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-            own = self.plan.layout.shard(self._axis.rank, self._axis.size)
-            self.full.narrow(0, *own).copy_(self.shard)
+            self.full.narrow(0, *self.window).copy_(self.shard)
         self._transfer = comm.gather(self.full, self._axis, 3 * self.index)
         self._move("gather")
 
@@ -148,9 +156,10 @@ class Unit:
         self._move("release")
 
     def invalidate(self) -> None:
-        """The shard has changed: whatever full copy there is must be gathered again.
+        """The shard is about to change: whatever full copy there is must be gathered again.
 
-        Tells autograd too, so that a graph built before the change raises, as it does in plain torch.
+        Tells autograd too, so that a graph built before the change raises, as it does in plain torch. What the
+        user wrote into parameters until now is in the masters afterwards.
         """
         if self.cut:
             if self.holds:
@@ -161,26 +170,45 @@ class Unit:
             self._versions = [version + 1 for version in self._versions]
             return
         self.wait()
+        self.take_edits()
         torch.autograd.graph.increment_version(self.params)
+        self._versions = [param._version for param in self.params]
         self._move("invalidate")
 
     def reduce(self) -> None:
         """Start to turn the full gradient into its reduced shard."""
         self.gradients.reduce()
 
+    def take_edits(self) -> None:
+        """Where parameters were written in place since we looked last, take what stands there as their exact values.
+
+        It is seen by autograd's version counters, which `param.data` goes around: a write through that reaches an
+        fp32 master never, one that is kept as remainders at once. Each rank looks at its own shard, so all ranks
+        must write the same. While parameters are cut only GatheredParameters can write them; it calls `overwrite`.
+        """
+        if self.cut or self.master is None:
+            return
+        versions = [param._version for param in self.params]
+        both = zip(self.plan.params, versions, self._versions, strict=True)
+        self._follow({spec.name for spec, now, before in both if now != before})
+        self._versions = versions
+
+    def exact(self) -> torch.Tensor:
+        """The masters of this rank's shard as fp32 [n], edits from outside included; to be read only."""
+        self.take_edits()
+        return self.master.values()
+
     def overwrite(self, index: int, source: int) -> None:
         """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master."""
         view = self._views[index]
         for axis in (self._mesh.shard, self._mesh.replica):
             comm.broadcast(view, source, axis)
-        own = self.plan.layout.shard(self._axis.rank, self._axis.size)
         name = self.plan.params[index].name
-        for fragment in self.plan.layout.fragments(own):
-            if fragment.name == name:
+        for fragment in self._fragments():
+            if self.cut and fragment.name == name:
                 values = view.reshape(-1).narrow(0, fragment.start, fragment.numel)
-                for kept in (self.shard, self.master):
-                    if kept is not None:
-                        kept.narrow(0, fragment.at, fragment.numel).copy_(values)
+                self.shard.narrow(0, fragment.at, fragment.numel).copy_(values)
+        self._follow({name})
 
     def dissolve(self) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers."""
@@ -191,6 +219,15 @@ class Unit:
             del param._zero_owner
         if self.gradients is not None:
             self.gradients.drop()
+
+    def _fragments(self) -> tuple[Fragment, ...]:
+        return self.plan.layout.fragments(self.window)
+
+    def _follow(self, names: Collection[str]) -> None:
+        if names and self.master is not None:
+            for fragment in self._fragments():
+                if fragment.name in names:
+                    self.master.follow(fragment.at, fragment.numel)
 
     def _move(self, verb: str) -> None:
         after = LEGAL.get((self.state, verb))

@@ -16,7 +16,8 @@ from zero.core.mesh import Mesh
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
 from zero.log import logger
-from zero.plan.memory import ITEMSIZE, StateBytes, gradient_itemsize
+from zero.plan.formats import ITEMSIZE, Formats
+from zero.plan.memory import StateBytes, gradient_itemsize
 from zero.plan.sharding import Sharding
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
 
@@ -32,10 +33,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Numerics(NamedTuple):
-    """What the parameters become: their dtype, and how many micro-batches add up in one step."""
+    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state."""
 
     compute_dtype: str
     accumulation: int
+    formats: Formats = Formats()
 
 
 class Sharded:
@@ -77,7 +79,7 @@ class Sharded:
             parameters += unit.shard.nbytes if unit.cut else 0
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
-                masters += 0 if unit.master is unit.shard else unit.master.nbytes
+                masters += unit.master.nbytes
         return StateBytes(parameters, gradients, masters)
 
     def dissolve(self) -> None:
@@ -108,14 +110,14 @@ def wrap(
         if getattr(param, "_zero_owner", None) is not None:
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     specs = _specs(named, groups, numerics.compute_dtype)
-    plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns)
+    plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
     by_name = {name: param for param, name in named.items()}
     units = []
     for index, plan in enumerate(plans):
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
         size = gradient_itemsize(plan.dtype, sharding, numerics.accumulation)
         gradient_dtype = DTYPES[plan.dtype] if size == ITEMSIZE[plan.dtype] else torch.float32
-        unit.adopt(DTYPES[plan.dtype], device, gradient_dtype)
+        unit.adopt(DTYPES[plan.dtype], device, gradient_dtype, numerics.formats.remainder(plan.dtype))
         units.append(unit)
     _adopt_buffers(module, device, mesh)
     sharded = Sharded(module, units, sharding, mesh)
@@ -143,9 +145,8 @@ def _specs(
     for param, name in named.items():
         dtype = _dtype_name(param, name, compute_dtype)
         # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
-        specs.append(
-            ParamSpec(name, param.numel(), dtype, param in group_of and param.requires_grad, group_of.get(param, -1))
-        )
+        trained = param in group_of and param.requires_grad
+        specs.append(ParamSpec(name, param.numel(), dtype, trained, group_of.get(param, -1), param.ndim))
     return specs
 
 

@@ -25,6 +25,7 @@ from zero.log import rank_zero, set_level
 from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
+from zero.plan.formats import Formats
 from zero.plan.sharding import Sharding
 
 Groups = list[dict[str, Any]]
@@ -70,13 +71,14 @@ def initialize(
     zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
     sharding = Sharding.of_stage(settings.zero_optimization.stage, settings.zero.reduce_every_micro_batch)
     device = local_device()
-    sharded = _wrap(model, groups, sharding, device, settings)
+    formats = zero_optimizer.rule.formats if zero_optimizer else Formats()
+    sharded = _wrap(model, groups, sharding, device, settings, formats)
     if zero_optimizer is not None:
         mean = 1.0 / (sharded.mesh.world_size * settings.gradient_accumulation_steps)
         zero_optimizer.bind(sharded, mean)
     engine = Engine(sharded, zero_optimizer, settings, device)
     stage, held = settings.zero_optimization.stage, engine.state_nbytes()
-    rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held))
+    rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held, formats))
     if settings.dump_state:
         rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
     engine.lr_scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
@@ -85,8 +87,10 @@ def initialize(
     return engine, zero_optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _wrap(model: nn.Module, groups: Groups, sharding: Sharding, device: torch.device, settings: Config) -> Sharded:
-    numerics = Numerics(settings.compute_dtype, settings.gradient_accumulation_steps)
+def _wrap(
+    model: nn.Module, groups: Groups, sharding: Sharding, device: torch.device, settings: Config, formats: Formats
+) -> Sharded:
+    numerics = Numerics(settings.compute_dtype, settings.gradient_accumulation_steps, formats)
     params = [group["params"] for group in groups]
     return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units)
 
@@ -98,7 +102,8 @@ def _make_optimizer(
         return None, []
     groups = _groups(model, model_parameters)
     if client is None:
-        rule: Rule = make_rule(settings.optimizer.type, dict(settings.optimizer.params or {}))
+        given = settings.optimizer
+        rule: Rule = make_rule(given.type, dict(given.params or {}), settings.compute_dtype)
     else:
         if not isinstance(client, torch.optim.Optimizer):
             client = client([param for group in groups for param in group["params"]])

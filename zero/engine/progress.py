@@ -13,6 +13,7 @@ from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.kernels.native import isa
 from zero.log import logger
+from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes
 
 MIB = 2**20
@@ -62,11 +63,13 @@ class Progress:
             torch.cuda.synchronize(self._device)
 
 
-def describe(sharded: Sharded, stage: int, dtype: str, device: torch.device, held: StateBytes) -> str:
+def describe(sharded: Sharded, stage: int, dtype: str, device: torch.device, held: StateBytes, formats: Formats) -> str:
     """The line at the start: what was made of the model."""
     numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
     kernels = f"{isa()} kernels" if device.type == "cpu" else "torch kernels"
+    kept = f", masters as {formats.master}" if dtype != "fp32" else ""
+    kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
     return (
         f"stage {stage} on {sharded.mesh.world_size} rank(s), {device.type}: {numel:,} parameters in {dtype}, "
-        f"{len(sharded.units)} units, {held.total / MIB:.1f} MiB of model state per rank at rest, {kernels}"
+        f"{len(sharded.units)} units, {held.total / MIB:.1f} MiB of model state per rank at rest, {kernels}{kept}"
     )

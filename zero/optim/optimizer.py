@@ -68,9 +68,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank, masters not counted."""
-        return sum(self.rule.nbytes(unit) for unit in self._sharded.trained)
+        return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in self._sharded.trained)
 
     def _update(self, sharded: Sharded, factor: float) -> None:
+        for group in self.param_groups:
+            self.rule.check(group)  # a wrong hyperparameter must not leave half of the units updated
         for unit in sharded.trained:
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self.rule.update(unit, self.param_groups[unit.plan.group], factor)

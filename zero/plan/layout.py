@@ -81,22 +81,24 @@ class Layout:
         return tuple(found)
 
 
-def make_layout(numels: Mapping[str, int], world_size: int) -> Layout:
+def make_layout(numels: Mapping[str, int], world_size: int, alignment: int = ALIGNMENT) -> Layout:
     """Place parameters one after the other, each on an aligned start, and pad the end.
 
     `numels` maps name -> elements, in the order in which they shall lie. The total divides by
-    `world_size` x ALIGNMENT, so that every shard starts aligned too, and is never 0, so that no rank has
-    nothing to send.
+    `world_size` x `alignment` (elements, a multiple of ALIGNMENT), so that every shard starts aligned too, and is
+    never 0, so that no rank has nothing to send.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
+    if alignment < 1 or alignment % ALIGNMENT:
+        raise ValueError(f"alignment must be a multiple of {ALIGNMENT}, not {alignment}")
     spans, end = {}, 0
     for name, numel in numels.items():
         if numel < 0:
             raise ValueError(f"parameter '{name}' has {numel} elements")
         spans[name] = Span(end, numel)
-        end = round_up(end + numel, ALIGNMENT)
-    return Layout(spans, round_up(max(end, 1), world_size * ALIGNMENT), world_size)
+        end = round_up(end + numel, alignment)
+    return Layout(spans, round_up(max(end, 1), world_size * alignment), world_size)
 
 
 def round_up(numel: int, multiple: int) -> int:

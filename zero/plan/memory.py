@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from zero.plan.formats import ITEMSIZE, Formats, runs
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int8": 1, "uint8": 1}
-MOMENTS = 2  # Adam's exp_avg and exp_avg_sq, fp32
+ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
 
 
 class StateBytes(NamedTuple):
@@ -25,19 +25,25 @@ class StateBytes(NamedTuple):
         return sum(self)
 
 
-def replica_nbytes(numel: int, dtype: str) -> StateBytes:
-    """What one unsharded replica of `numel` parameters holds under Adam: 2+2+12 bytes each in 16 bit, 4+4+8 in fp32.
+def replica_nbytes(numel: int, dtype: str, formats: Formats = ADAM, compact: int | None = None) -> StateBytes:
+    """What one unsharded replica of `numel` parameters holds: under Adam 2+2+12 bytes each in 16 bit, 4+4+8 in fp32.
 
     In fp32 the parameter is its own master; in 16 bit the fp32 master is a third optimizer state
-    (Rajbhandari et al. 2020, section 3.1: K = 12).
+    (Rajbhandari et al. 2020, section 3.1: K = 12). `formats` may make less of it: with remainders K = 10, with
+    moments in bf16 besides 6, in 8 bit 4 + 2/64. `compact`: how many of the parameters are large enough for
+    moments in such a format; default all.
     """
     size = ITEMSIZE[dtype]
-    return StateBytes(size * numel, size * numel, (4 * MOMENTS + (4 if size < 4 else 0)) * numel)
+    compact = numel if compact is None else compact
+    moments = formats.moments_nbytes(compact) + formats.moments_nbytes(numel - compact, "fp32")
+    return StateBytes(size * numel, size * numel, moments + formats.master_nbytes(numel, dtype))
 
 
-def formula_nbytes(numel: int, dtype: str, stage: int, world_size: int) -> StateBytes:
+def formula_nbytes(
+    numel: int, dtype: str, stage: int, world_size: int, formats: Formats = ADAM, compact: int | None = None
+) -> StateBytes:
     """ZeRO's formula 2Psi + 2Psi + K Psi (fp32: 4 + 4 + 8): each term over `world_size` where the stage cuts it."""
-    whole = replica_nbytes(numel, dtype)
+    whole = replica_nbytes(numel, dtype, formats, compact)
     cut = Sharding.of_stage(stage)
     return StateBytes(
         whole.parameters // world_size if cut.params else whole.parameters,
@@ -51,6 +57,8 @@ def alive_nbytes(
     sharding: Sharding,
     parts: int,
     *,
+    rank: int = 0,
+    formats: Formats = ADAM,
     gathered: Collection[str] = (),
     local_gradients: Collection[str] = (),
     reduced_gradients: Collection[str] = (),
@@ -58,9 +66,10 @@ def alive_nbytes(
 ) -> StateBytes:
     """Bytes this engine keeps on one rank at a moment that is told by names of units.
 
-    `parts` is the size of the shard axis. `gathered`: units whose parameters are full although they are cut
-    between uses; `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`:
-    units whose reduced shard exists.
+    `parts` is the size of the shard axis, `rank` the place on it; shards differ where only the moments of large
+    parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut between uses;
+    `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
+    shard exists.
     """
     parameters = gradients = optimizer = 0
     cut = sharding.params and parts > 1
@@ -74,7 +83,9 @@ def alive_nbytes(
         if unit.name in reduced_gradients:
             gradients += 4 * shard
         if unit.requires_grad and unit.group >= 0:
-            optimizer += (4 * MOMENTS + (4 if size < 4 else 0)) * shard
+            optimizer += formats.master_nbytes(shard, unit.dtype)
+            own = runs(unit, unit.layout.shard(rank, parts), formats.moments)
+            optimizer += sum(formats.moments_nbytes(run.numel, run.format) for run in own)
     return StateBytes(parameters, gradients, optimizer)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from zero.plan.layout import Layout, make_layout
+from zero.plan.layout import ALIGNMENT, Layout, make_layout
 
 # A child of the root that is no repeated block gets a unit of its own from this many elements on; what is
 # smaller is cheaper to keep together than to send alone.
@@ -21,13 +21,14 @@ OWN_UNIT_NUMEL = 100_000
 
 
 class ParamSpec(NamedTuple):
-    """What planning must know of one parameter. `group` is its index in the optimizer; -1 means in none."""
+    """What planning must know of one parameter, as the module has it. `group`: in the optimizer; -1 means in none."""
 
     name: str
     numel: int
     dtype: str
     requires_grad: bool
     group: int
+    ndim: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,17 @@ class UnitPlan:
 
 
 def plan_units(
-    root: ModuleNode, specs: Sequence[ParamSpec], world_size: int, patterns: Sequence[str] = ()
+    root: ModuleNode,
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    patterns: Sequence[str] = (),
+    alignment: int = ALIGNMENT,
 ) -> tuple[UnitPlan, ...]:
     """Group every parameter of `specs` into exactly one unit, in order of registration.
 
     `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the
     children of the outermost repeating containers are the blocks. A shared parameter belongs to the first
-    module that has it. Raises ValueError for a pattern that matches nothing.
+    module that has it. `alignment`: see `make_layout`. Raises ValueError for a pattern that matches nothing.
     """
     root = _untied(root, set())
     by_name = {spec.name: spec for spec in specs}
@@ -99,7 +104,9 @@ def plan_units(
                 taken.add(name)
                 spec = by_name[name]
                 buckets.setdefault((spec.dtype, spec.requires_grad, spec.group), []).append(spec)
-        units += [_unit(anchor, bucket, len(buckets) > 1, world_size) for bucket in buckets.values()]
+        for bucket in buckets.values():
+            layout = make_layout({spec.name: spec.numel for spec in bucket}, world_size, alignment)
+            units.append(UnitPlan(_name(anchor, bucket, len(buckets) > 1), anchor.path, tuple(bucket), layout))
     # The order in which parameters were registered, so that a reader, a checkpoint and every rank agree.
     position = {spec.name: index for index, spec in enumerate(specs)}
     return tuple(sorted(units, key=lambda unit: position[unit.params[0].name]))
@@ -112,7 +119,7 @@ def _untied(node: ModuleNode, seen: set[str]) -> ModuleNode:
     return replace(node, params=own, children=tuple(_untied(child, seen) for child in node.children))
 
 
-def _unit(anchor: ModuleNode, bucket: list[ParamSpec], several: bool, world_size: int) -> UnitPlan:
+def _name(anchor: ModuleNode, bucket: list[ParamSpec], several: bool) -> str:
     name = anchor.path or "<root>"
     if several:  # say what sets this one apart from its siblings
         first = bucket[0]
@@ -120,7 +127,7 @@ def _unit(anchor: ModuleNode, bucket: list[ParamSpec], several: bool, world_size
         if first.requires_grad or first.group >= 0:
             traits.append(f"group {first.group}")
         name += f"[{', '.join(traits)}]"
-    return UnitPlan(name, anchor.path, tuple(bucket), make_layout({p.name: p.numel for p in bucket}, world_size))
+    return name
 
 
 def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[str]) -> list[ModuleNode]:

@@ -1,0 +1,122 @@
+"""The formats of optimizer state, decided before anything runs: which elements, in which blocks, for how many bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.plan.formats import BLOCK, Formats, Run, is_compact, runs
+from zero.plan.layout import ALIGNMENT, Span, make_layout
+from zero.plan.units import ParamSpec, UnitPlan
+
+COMPACT = ("bf16", "8bit")
+shapes = st.lists(
+    st.tuples(st.sampled_from([0, 1, 255, 256, 257, 4095, 4096, 4097, 5000, 10_000]), st.integers(1, 3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def unit(shapes: list[tuple[int, int]], world: int, alignment: int = BLOCK) -> UnitPlan:
+    """A unit of parameters given as (numel, ndim)."""
+    specs = tuple(ParamSpec(f"p{i}", numel, "bf16", True, 0, ndim) for i, (numel, ndim) in enumerate(shapes))
+    layout = make_layout({spec.name: spec.numel for spec in specs}, world, alignment)
+    return UnitPlan("unit", "", specs, layout)
+
+
+@pytest.mark.parametrize(
+    ("numel", "ndim", "compact"),
+    [(4096, 2, True), (4095, 2, False), (4096, 1, False), (10**9, 1, False), (4096, 4, True), (10**9, 0, False)],
+)
+def test_large_matrices_are_compact(numel: int, ndim: int, compact: bool) -> None:
+    assert is_compact(numel, ndim) == compact
+
+
+def test_runs_by_hand() -> None:
+    # Matrix of 4096, vector of 100 (up to 4352), two matrices of 4100 (up to 8704 and 13056); on two ranks.
+    plan = unit([(4096, 2), (100, 1), (4100, 2), (4100, 2)], 2)
+    assert plan.layout.numel == 13312
+    assert runs(plan, plan.layout.shard(0, 2), "8bit") == (
+        Run(0, 4096, "8bit"),
+        Run(4096, 256, "fp32"),
+        Run(4352, 6656 - 4352, "8bit"),
+    )
+    assert runs(plan, plan.layout.shard(1, 2), "8bit") == (Run(0, 6656, "8bit"),)
+    assert runs(plan, plan.layout.shard(1, 2), "fp32") == (Run(0, 6656, "fp32"),)
+
+
+@settings(deadline=None, max_examples=80)
+@given(shapes, st.integers(1, 12), st.sampled_from(COMPACT), st.booleans())
+def test_runs_cover_every_shard_in_whole_blocks(
+    shapes: list[tuple[int, int]], world: int, moments: str, cut: bool
+) -> None:
+    plan = unit(shapes, world)
+    parts = world if cut else 1
+    formats: list[str] = []  # of every block of the unit
+    for rank in range(parts):
+        window = plan.layout.shard(rank, parts)
+        found = runs(plan, window, moments)
+        assert found[0].start == 0
+        assert found[-1].start + found[-1].numel == window.numel
+        for run, after in pairwise(found):
+            assert run.start + run.numel == after.start
+            assert run.format != after.format, "neighbours of one format are one run"
+        for run in found:
+            assert run.numel > 0
+            assert run.start % BLOCK == run.numel % BLOCK == 0
+            formats += [run.format] * (run.numel // BLOCK)
+    for spec in plan.params:
+        span = plan.layout.spans[spec.name]
+        blocks = formats[span.start // BLOCK : -(-span.stop // BLOCK)]
+        assert set(blocks) <= {moments if is_compact(spec.numel, spec.ndim) else "fp32"}
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes, st.integers(1, 12), st.sampled_from(COMPACT))
+def test_blocks_are_the_same_whatever_is_cut(shapes: list[tuple[int, int]], world: int, moments: str) -> None:
+    plan = unit(shapes, world)
+
+    def blocks(parts: int) -> list[tuple[int, str]]:
+        found = []
+        for rank in range(parts):
+            window = plan.layout.shard(rank, parts)
+            for run in runs(plan, window, moments):
+                first = window.start + run.start
+                found += [(block, run.format) for block in range(first, first + run.numel, BLOCK)]
+        return found
+
+    assert blocks(world) == blocks(1)
+
+
+def test_bytes_of_moments_and_masters() -> None:
+    assert Formats().moments_nbytes(1000) == 8000
+    assert Formats(moments="bf16").moments_nbytes(1000) == 4000
+    assert Formats(moments="8bit").moments_nbytes(1024) == 2 * (1024 + 16)
+    assert Formats(moments="8bit").moments_nbytes(1) == 2 * (1 + 4)
+    assert Formats(moments="8bit", states=1).moments_nbytes(256, "fp32") == 1024
+    assert Formats(states=0).moments_nbytes(1000) == 0
+    assert [Formats("fp32").master_nbytes(10, dtype) for dtype in ("fp32", "bf16", "fp16")] == [0, 40, 40]
+    # A remainder is of a bf16 parameter; what else a model holds keeps fp32 masters.
+    assert [Formats("remainder").master_nbytes(10, dtype) for dtype in ("fp32", "bf16", "fp16")] == [0, 20, 40]
+
+
+def test_blocks_ask_for_their_alignment() -> None:
+    assert [Formats(moments=kind).alignment for kind in ("fp32", "bf16", "8bit")] == [ALIGNMENT, BLOCK, BLOCK]
+
+
+@pytest.mark.parametrize("alignment", [0, 8, 17, -16])
+def test_an_alignment_that_is_none_is_refused(alignment: int) -> None:
+    with pytest.raises(ValueError, match=f"alignment must be a multiple of 16, not {alignment}"):
+        make_layout({"p": 1}, 1, alignment)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 10_000), max_size=6), st.integers(1, 64))
+def test_a_layout_in_blocks(numels: list[int], world: int) -> None:
+    layout = make_layout({f"p{i}": numel for i, numel in enumerate(numels)}, world, BLOCK)
+    assert all(span.start % BLOCK == 0 for span in layout.spans.values())
+    assert layout.shard(world - 1, world) == Span(layout.numel - layout.numel // world, layout.numel // world)
+    assert layout.numel % (world * BLOCK) == 0

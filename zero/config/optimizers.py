@@ -1,0 +1,126 @@
+"""The optimizers that our kernels run: their arguments, and when torch's own class runs instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from zero.config.values import Betas, Bool, Fraction, NotNegative, Section, choice, refuse
+
+
+class States(Section):
+    """How the state of an optimizer is kept."""
+
+    master: choice("fp32", "remainder") | None = None
+    """What makes a parameter exact: remainder (2 bytes, the low half of an fp32 number whose upper half is the bf16
+    parameter) or fp32 (4 bytes). Both give the same numbers; default: remainder under bf16, fp32 otherwise."""
+    moments: choice("fp32", "bf16", "8bit") = "fp32"
+    """The format of the moments: 4, 2 or 1 + 1/64 bytes each. bf16 and 8bit are rounded at random, the same in every
+    run; vectors and parameters of fewer than 4096 elements keep fp32."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
+
+
+class Arguments(Section):
+    """What the optimizers have in common."""
+
+    lr: NotNegative = 1e-3
+    """The learning rate."""
+    weight_decay: NotNegative = 0.0
+    """The decay of the weights."""
+    zero: States | None = Field(default_factory=States)
+    """How the state is kept, for optimizers that do not run as torch's own class."""
+
+
+class TorchArguments(Arguments):
+    """Arguments that only torch's own class knows: given a value, they call for it."""
+
+    maximize: Bool | None = None
+    """Go up instead of down; true takes torch's own class."""
+    foreach: Bool | None = None
+    """torch's loop over tensors; true takes torch's own class."""
+    fused: Bool | None = None
+    """torch's fused kernel; true takes torch's own class."""
+
+
+class AdamParams(TorchArguments):
+    """The arguments of Adam and AdamW."""
+
+    betas: Betas = (0.9, 0.999)
+    """The decay of the two running means."""
+    eps: NotNegative = 1e-8
+    """Added to the root of the second mean."""
+    bias_correction: Bool = True
+    """Correct the means for their start at zero."""
+    adam_w_mode: Bool = True
+    """Decay the weights themselves (AdamW), not the gradient."""
+    torch_adam: Bool = False
+    """Use torch's own class."""
+    amsgrad: Bool = False
+    """The AMSGrad variant, which is not available."""
+    fp32_optimizer_states: Bool = True
+    """Keep the means in fp32; to keep them in less, say so in `zero`."""
+
+
+class LionParams(Arguments):
+    """The arguments of Lion."""
+
+    lr: NotNegative = 1e-4
+    """The learning rate: how far every weight moves in a step."""
+    betas: Betas = (0.9, 0.99)
+    """The share of the mean in the direction, and the decay of the mean."""
+
+
+class SgdParams(TorchArguments):
+    """The arguments of SGD."""
+
+    momentum: NotNegative = 0.0
+    """The decay of the sum of gradients; 0 keeps no sum."""
+    dampening: Fraction = 0.0
+    """The part of the gradient that does not enter the sum."""
+    nesterov: Bool = False
+    """Look ahead by one more momentum."""
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> "SgdParams":
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise refuse("with nesterov a momentum above 0 and no dampening")
+        return self
+
+
+class AdagradParams(TorchArguments):
+    """The arguments of Adagrad."""
+
+    lr: NotNegative = 1e-2
+    """The learning rate."""
+    lr_decay: NotNegative = 0.0
+    """How fast the learning rate falls with the steps."""
+    eps: NotNegative = 1e-10
+    """Added to the root of the sum."""
+    initial_accumulator_value: NotNegative = 0.0
+    """Where the sum of squares begins."""
+
+
+ARGUMENTS: Mapping[str, type[Arguments]] = {
+    "adam": AdamParams,
+    "adamw": AdamParams,
+    "lion": LionParams,
+    "sgd": SgdParams,
+    "adagrad": AdagradParams,
+}
+
+
+ONLY_TORCH = ("torch_adam", "maximize", "foreach", "fused")
+"""Arguments that take torch's own class when they are true."""
+
+
+def torch_reason(kind: str, params: Mapping[str, Any]) -> str | None:
+    """Why optimizer `kind` with `params` runs as torch's own class; None when our kernels run it."""
+    if kind.lower() not in ARGUMENTS:
+        return "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"
+    return next((f"{key!r} is true" for key in ONLY_TORCH if params.get(key) is True), None)

@@ -1,0 +1,67 @@
+"""The exact values behind a shard: fp32 numbers, or the 16 bits by which they differ from bf16 parameters.
+
+A bf16 shard is rounded with ties away from zero under both forms, because only so 16 bits are enough for the
+difference (zero/kernels/remainder.py). So both forms give the same parameters, bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero.kernels.remainder import join, round_bf16, split
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` in the dtype of parameters that have a master: bf16 with ties away from zero, else as torch rounds."""
+    return round_bf16(values) if dtype == torch.bfloat16 else values.to(dtype)
+
+
+class Master:
+    """The fp32 values of which one shard [n] is the rounding.
+
+    shard:  the parameters; read and written by the optimizer, too;
+    tensor: what is kept beside them: fp32 [n]; int16 [n], the remainders of a bf16 shard; or, where the shard is
+            fp32, the shard itself.
+    """
+
+    def __init__(self, shard: torch.Tensor, exact: torch.Tensor, remainder: bool) -> None:
+        """Keep `exact` (fp32 [n], copied), of which `shard` is the rounding; `remainder` needs a bf16 shard."""
+        self.shard = shard
+        if shard.dtype == torch.float32:
+            self.tensor = shard
+        else:
+            self.tensor = split(exact)[1] if remainder else exact.clone()
+
+    @property
+    def remainder(self) -> bool:
+        """Whether `tensor` holds remainders."""
+        return self.tensor.dtype == torch.int16
+
+    @property
+    def rounding(self) -> torch.Tensor | None:
+        """The shard where it is something else than the master, so that a step has to write both."""
+        return None if self.tensor is self.shard else self.shard
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the shard."""
+        return 0 if self.tensor is self.shard else self.tensor.nbytes
+
+    def values(self) -> torch.Tensor:
+        """The exact values, fp32 [n]; to be read only, as they may be the storage itself."""
+        return join(self.shard, self.tensor) if self.remainder else self.tensor
+
+    def follow(self, start: int, numel: int) -> None:
+        """Take the parameters as exact from element `start` on: somebody else has written them."""
+        part = self.tensor.narrow(0, start, numel)
+        if self.remainder:
+            part.zero_()
+        elif self.tensor is not self.shard:
+            part.copy_(self.shard.narrow(0, start, numel))
+
+    def publish(self) -> None:
+        """Round an fp32 `tensor` that was written into the shard."""
+        if self.remainder:
+            raise RuntimeError("a master that is kept as remainders is written together with its shard")
+        if self.tensor is not self.shard:
+            self.shard.copy_(rounded(self.tensor, self.shard.dtype))

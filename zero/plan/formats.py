@@ -1,0 +1,84 @@
+"""How the optimizer keeps its state: what a master is made of, the format of the moments, and for which elements.
+
+A master is fp32 ("fp32"), or the 16 bits by which it differs from the bf16 parameter ("remainder"). Moments are
+"fp32", "bf16" or "8bit"; in the last two, small tensors, norms and biases keep fp32 moments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zero.plan.layout import ALIGNMENT, Span
+from zero.plan.units import UnitPlan
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int8": 1, "uint8": 1}
+BLOCK = 256  # elements that share one scale in 8bit, and one word of the random bits of stochastic rounding
+COMPACT_NUMEL = 4096  # parameters from this many elements on may have moments in fewer bits than fp32
+
+
+class Formats(NamedTuple):
+    """The state of one optimizer: the form of its masters, the format of its moments, and how many moments there are.
+
+    `states` counts moments per element: 2 for Adam, 1 for Lion, 0 for SGD without momentum.
+    """
+
+    master: str = "fp32"
+    moments: str = "fp32"
+    states: int = 2
+
+    @property
+    def alignment(self) -> int:
+        """What starts in a flat buffer are multiples of, in elements: no block may have two parameters or ranks."""
+        return ALIGNMENT if self.moments == "fp32" else BLOCK
+
+    def master_nbytes(self, numel: int, dtype: str) -> int:
+        """Bytes of `numel` masters beside parameters of `dtype`; none in fp32, where the parameter is the master."""
+        if ITEMSIZE[dtype] >= 4:
+            return 0
+        return (2 if self.remainder(dtype) else 4) * numel
+
+    def remainder(self, dtype: str) -> bool:
+        """Whether masters of parameters of `dtype` are kept as remainders, which only bf16 ones can be."""
+        return self.master == "remainder" and dtype == "bf16"
+
+    def moments_nbytes(self, numel: int, format: str | None = None) -> int:
+        """Bytes of all moments of `numel` elements, scales included, in `format` (default: that of the moments)."""
+        format = format or self.moments
+        if format == "8bit":
+            return self.states * (numel + 4 * -(-numel // BLOCK))
+        return self.states * ITEMSIZE[format] * numel
+
+
+class Run(NamedTuple):
+    """Neighbours in a shard, `numel` elements from `start` of it, whose moments have one format."""
+
+    start: int
+    numel: int
+    format: str
+
+
+def is_compact(numel: int, ndim: int) -> bool:
+    """Whether a parameter's moments may be kept in fewer bits than fp32; it is asked of the whole parameter."""
+    return ndim >= 2 and numel >= COMPACT_NUMEL
+
+
+def runs(unit: UnitPlan, window: Span, moments: str) -> tuple[Run, ...]:
+    """Cut `window`, a shard of the unit, into runs of one format each, in order and without gaps.
+
+    The padding behind a parameter goes with it. Unless `moments` is "fp32", the unit must have been laid out
+    with `Formats.alignment`; then every run begins and ends on a multiple of BLOCK, of the unit and of the shard.
+    """
+    if moments == "fp32":
+        return (Run(0, window.numel, "fp32"),)
+    starts = [span.start for span in unit.layout.spans.values()]
+    found: list[Run] = []
+    for spec, start, stop in zip(unit.params, starts, [*starts[1:], unit.layout.numel], strict=True):
+        part = Span(start, stop - start).intersect(window)
+        format = moments if is_compact(spec.numel, spec.ndim) else "fp32"
+        if not part.numel:
+            continue
+        if found and found[-1].format == format:
+            found[-1] = found[-1]._replace(numel=found[-1].numel + part.numel)
+        else:
+            found.append(Run(part.start - window.start, part.numel, format))
+    return tuple(found)
