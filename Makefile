@@ -1,10 +1,15 @@
 # make train   install into .venv once, then train the example GPT (CONFIG, STEPS and ARGS change it)
 # make test    the same .venv, then ruff and pytest
-# make clean   remove .venv and everything that was built
+# make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
+# make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
+# make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
+# make clean   remove both environments and everything that was built
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+DEEPSPEED := deepspeed==0.19.8
 
 CONFIG ?= examples/gpt/zero3.json
 STEPS ?=
@@ -18,7 +23,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test clean
+.PHONY: train test report sanitize peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
@@ -28,13 +33,26 @@ test: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python -m pytest $(ARGS)
 
+report: $(STAMP)
+	$(VENV)/bin/zero report $(ARGS)
+
+sanitize: $(STAMP)
+	$(VENV)/bin/python csrc/tests/sanitize.py $(ARGS)
+
+# DeepSpeed has no place in .venv: it brings libraries of its own and builds C++ where it is first used (minutes), which
+# is done here, so that no benchmark is the first. Its sources need ninja on the PATH.
+peers:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --editable . $(DEEPSPEED) ninja
+	PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python benchmarks/kernel_peers.py
+
 # Compiled code is part of the installation, so its sources are, too.
-$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py) $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py) $(wildcard csrc/*.*)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable ".[example,test]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	rm -f zero/_cpu*.so zero/_cuda*.so
-	find zero tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find zero tests examples benchmarks csrc -name __pycache__ -type d -prune -exec rm -rf {} +

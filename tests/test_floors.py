@@ -36,6 +36,7 @@ FLOORS = {
     "zero.recompute": 4,
     "zero.monitor": 4,
     "zero.engine": 5,
+    "zero.report": 5,
     "zero": 6,
     "zero.__main__": 6,
 }

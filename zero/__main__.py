@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 from zero.launch import args as run_args
+
+_CLOSED_PIPE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
 
 class _Version(argparse.Action):
@@ -25,7 +28,7 @@ class _Version(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="zero", description="ZeRO for PyTorch: run a script, describe its config.", allow_abbrev=False
+        prog="zero", description="ZeRO for PyTorch: run a script, describe its config, look around.", allow_abbrev=False
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -34,14 +37,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
+    _add_report(commands)
     return parser
+
+
+def _add_report(commands) -> None:
+    about = "print versions, the compiled kernels that run on this machine, and how fast they are"
+    ends = "The exit status is 1 when something is missing that should be there, such as compiled kernels."
+    parser = commands.add_parser("report", help=about, description=f"{about}. {ends}", allow_abbrev=False)
+    parser.add_argument("--no-measure", action="store_true", help="leave out the two seconds of measuring")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the one of this process) and return the exit status."""
-    given = _parser().parse_args(argv)
+    try:
+        try:
+            return _command(_parser().parse_args(argv))
+        finally:
+            sys.stdout.flush()  # so that a closed pipe shows here, and not when Python ends, which says so
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. What is still in the buffer has to go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+
+
+def _command(given: argparse.Namespace) -> int:
     if given.command == "schema":
         return _schema()
+    if given.command == "report":
+        return _report(given)
     return _run(given)
 
 
@@ -50,6 +75,12 @@ def _schema() -> int:
 
     print(json.dumps(json_schema(), indent=2))
     return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    from zero import report
+
+    return report.run(measured=not given.no_measure, as_json=given.json)
 
 
 def _run(given: argparse.Namespace) -> int:

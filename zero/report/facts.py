@@ -1,0 +1,213 @@
+"""What is installed, what this machine has, and which compiled kernels run on it. Nothing here is measured."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from zero.kernels import cuda, native
+
+# What a reader may ask for, in the names of torch.cpu.get_capabilities().
+_INSTRUCTIONS = (
+    "sse2", "avx", "avx2", "fma3", "f16c", "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "amx_bf16",
+    "neon", "sve", "bf16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Of zero and what it runs on; None: torch was built without it."""
+
+    zero: str
+    python: str
+    torch: str
+    cuda: str | None
+    nccl: str | None
+    gloo: bool
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of the CPU: cores that this process may use, threads that torch uses, and what kind they are."""
+
+    system: str
+    architecture: str
+    name: str
+    cores: int
+    threads: int
+    instructions: tuple[str, ...]
+    memory_nbytes: int
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """``zero._cpu``: the instruction sets it was compiled for, weakest first, those that run here, and the one in use.
+
+    `missing`: why it is not there and what follows from that; the sets are empty then.
+    """
+
+    compiled: tuple[str, ...]
+    runnable: tuple[str, ...]
+    picked: str | None
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class CudaKernels:
+    """``zero._cuda``: the architectures it was compiled for, in the words of ``ZERO_CUDA_ARCHS``.
+
+    `missing`: why it is not there and what follows from that.
+    """
+
+    compiled: tuple[str, ...]
+    missing: str | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A visible GPU, and the architecture of ``zero._cuda`` that it runs; None where it runs none."""
+
+    name: str
+    capability: str
+    memory_nbytes: int
+    picked: str | None
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An optional library: the extra of zero that asks for it, and its version; None: it is not installed."""
+
+    extra: str
+    name: str
+    version: str | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of the above, and what should be there but is not."""
+
+    versions: Versions
+    machine: Machine
+    cpu: CpuKernels
+    cuda: CudaKernels
+    gpus: tuple[Gpu, ...]
+    extras: tuple[Extra, ...]
+    problems: tuple[str, ...]
+
+
+def gather() -> Facts:
+    """Look at this process and machine; makes a CUDA context where there is a GPU."""
+    cpu, compiled = _cpu_kernels(), _cuda_kernels()
+    gpus = tuple(_gpu(index, compiled.compiled) for index in range(_gpu_count()))
+    problems = [cpu.missing] if cpu.missing else []
+    if gpus and compiled.missing:
+        problems.append(compiled.missing)
+    elif any(gpu.picked is None for gpu in gpus):
+        wrong = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in gpus if gpu.picked is None)
+        problems.append(
+            f"the CUDA kernels, compiled for {', '.join(compiled.compiled)}, do not run on {wrong}: plain torch "
+            "operations run there, with equal results but several times slower. To get them, install zero from source "
+            "with this compute capability in ZERO_CUDA_ARCHS."
+        )
+    return Facts(_versions(), _machine(), cpu, compiled, gpus, _extras(), tuple(problems))
+
+
+def _versions() -> Versions:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_available() and dist.is_nccl_available() else None
+    gloo = dist.is_available() and dist.is_gloo_available()
+    own = _version("zero") or "(not installed)"  # run from its folder
+    return Versions(own, platform.python_version(), torch.__version__, torch.version.cuda, nccl, gloo)
+
+
+def _machine() -> Machine:
+    process = psutil.Process()
+    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+    capable = torch.cpu.get_capabilities()
+    return Machine(
+        system=platform.system(),
+        architecture=platform.machine(),
+        name=str(capable.get("cpu_name") or platform.processor() or "unknown"),
+        cores=cores,
+        threads=torch.get_num_threads(),
+        instructions=tuple(name for name in _INSTRUCTIONS if capable.get(name)),
+        memory_nbytes=psutil.virtual_memory().total,
+    )
+
+
+def _cpu_kernels() -> CpuKernels:
+    missing = native.missing_text()
+    module = None if missing else native.load()  # which would say it as a warning
+    if module is None:
+        return CpuKernels((), (), None, missing)
+    return CpuKernels(tuple(module.compiled_isas()), tuple(module.isas()), str(module.isa()), None)
+
+
+def _cuda_kernels() -> CudaKernels:
+    missing = native.cuda_missing_text()
+    module = None if missing else native.load_cuda()
+    if module is None:
+        return CudaKernels((), missing)
+    return CudaKernels(tuple(re.split(r"[;,\s]+", module.ARCHS.strip())), None)
+
+
+def _gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _gpu(index: int, compiled: Sequence[str]) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    major, minor = properties.major, properties.minor
+    # What was compiled for it may still not run, with an old driver: the first launch shows that.
+    runs = bool(compiled) and cuda.available(torch.device("cuda", index))
+    picked = picked_arch(compiled, major, minor) if runs else None
+    return Gpu(properties.name, f"{major}.{minor}", properties.total_memory, picked)
+
+
+def picked_arch(compiled: Sequence[str], major: int, minor: int) -> str | None:
+    """Which of the compiled architectures a GPU of compute capability ``major.minor`` runs.
+
+    Binary code runs on its own major version, from its own minor version on (of ``90a`` and the like: on that one
+    alone); ``+PTX`` is translated by the driver for everything newer. CUDA C++ Programming Guide, "Application
+    Compatibility".
+    """
+    best: tuple[tuple[int, int, int], str] | None = None
+    for arch in compiled:
+        found = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)([af]?)(\+PTX)?", arch, re.IGNORECASE)
+        if found is None:
+            continue
+        own = (int(found[1]), int(found[2]))
+        exact = own == (major, minor)
+        binary = exact or (own[0] == major and own[1] < minor and not found[3])
+        translated = bool(found[4]) and own < (major, minor)
+        if (binary or translated) and (best is None or (*own, binary) > best[0]):
+            best = ((*own, binary), arch)
+    return None if best is None else best[1]
+
+
+def _extras() -> tuple[Extra, ...]:
+    """Every library that an extra of zero asks for; none where zero runs from its folder without an installation."""
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("zero") or ()]
+    except metadata.PackageNotFoundError:
+        return ()
+    found = []
+    for requirement in wanted:
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", str(requirement.marker or ""))
+        if extra is not None:
+            found.append(Extra(extra[1], requirement.name, _version(requirement.name)))
+    return tuple(found)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
