@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "format_math.h"
+#include "norm_math.h"
 #include "step_math.h"
 
 namespace zero {
@@ -45,11 +46,6 @@ struct SumRowsJob {
   float* out;
   bool accumulate;
 };
-
-// The structure of the sum of squares is fixed: blocks of 4096 elements, in each block 16 fp64 lanes (element i
-// goes to lane i % 16), lanes folded as a tree, blocks added in order. Hence no thread count changes the result.
-inline constexpr int64_t kNormBlock = 4096;
-inline constexpr int kNormLanes = 16;
 
 struct Kernels {
   const char* name;

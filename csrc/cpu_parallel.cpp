@@ -64,21 +64,24 @@ void step(const StepJob& job, int64_t numel, int threads) {
 double sum_squares(const void* x, int dtype, int64_t numel, int threads) {
   const Kernels& kernels = active();
   const int64_t blocks = (numel + kNormBlock - 1) / kNormBlock;
-  const auto block = [&](int64_t b) {
-    return kernels.sum_squares_block(at(x, dtype, b * kNormBlock), dtype,
-                                     std::min(kNormBlock, numel - b * kNormBlock));
-  };
-  double total = 0.0;
-  if (threads <= 1) {  // no array of partial sums; the order of the additions is the same
-    for (int64_t b = 0; b < blocks; ++b) total += block(b);
-    return total;
-  }
-  std::vector<double> sums(static_cast<size_t>(blocks));
+  // The blocks' sums first, by all threads; the rest is quick.
+  std::vector<double> sums(static_cast<size_t>(std::max<int64_t>(blocks, 1)));
   split(blocks, threads, kNormBlock, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) sums[static_cast<size_t>(b)] = block(b);
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t first = b * kNormBlock;
+      sums[static_cast<size_t>(b)] =
+          kernels.sum_squares_block(at(x, dtype, first), dtype, std::min(kNormBlock, numel - first));
+    }
   });
-  for (const double sum : sums) total += sum;
-  return total;
+  for (int64_t b = kNormSums; b < blocks; ++b) sums[static_cast<size_t>(b % kNormSums)] += sums[static_cast<size_t>(b)];
+  // Lanes that no block went to would add zeros.
+  const int64_t lanes = std::min<int64_t>(blocks, kNormSums);
+  for (int64_t half = kNormSums / 2; half > 0; half /= 2) {
+    for (int64_t j = half; j < std::min(lanes, 2 * half); ++j) {
+      sums[static_cast<size_t>(j - half)] += sums[static_cast<size_t>(j)];
+    }
+  }
+  return sums[0];
 }
 
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads) {

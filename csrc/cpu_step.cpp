@@ -40,6 +40,31 @@ ZERO_INLINE void store_master(const StepJob& job, int64_t i, V p) {
   }
 }
 
+template <class V, class Rule>
+ZERO_INLINE void step_f32(const StepJob& job, const Rule& rule, int64_t i) {
+  V s[kMaxStates];
+  for (int k = 0; k < Rule::kStates; ++k) s[k] = V::load(static_cast<float*>(job.state[k]) + i);
+  V p = load_master<V>(job, i);
+  rule.update(p, load_grad<V>(job, i), s);
+  for (int k = 0; k < Rule::kStates; ++k) s[k].store(static_cast<float*>(job.state[k]) + i);
+  store_master(job, i, p);
+}
+
+// Job and formula come by value, here and below: a store through one of the arrays cannot change them then, so the
+// compiler keeps them in registers.
+template <class Rule>
+void run_f32(StepJob job, Rule rule, int64_t begin, int64_t end) {
+  const int64_t tail = begin + (end - begin) / Vector::width * Vector::width;
+  int64_t i = begin;
+  for (; i < tail; i += Vector::width) step_f32<Vector>(job, rule, i);
+  for (; i < end; ++i) step_f32<Scalar>(job, rule, i);
+}
+
+// ---- states of 16 and 8 bits: block by block, an update and one loop for each thing that is encoded ----
+//
+// For 8 bits the scale follows from the whole block. And one loop for all would need more constants than there are
+// registers.
+
 // A block between its update and its encoding.
 struct Widened {
   alignas(64) float master[kBlock];
@@ -49,12 +74,11 @@ struct Widened {
 template <class V, class Rule, int format, int k>
 ZERO_INLINE V load_state(const StepJob& job, int64_t i, const float* scale) {
   constexpr bool has_sign = k == 0 ? Rule::kSigned0 : Rule::kSigned1;
-  if constexpr (format == kStateF32) return V::load(static_cast<float*>(job.state[k]) + i);
   if constexpr (format == kStateBF16) return V::load(static_cast<BF16*>(job.state[k]) + i);
   return decode_8bit<has_sign, V>(V::Bits::load(static_cast<uint8_t*>(job.state[k]) + i), scale[k]);
 }
 
-// Updates elements [start + at, + V::width). fp32 states are written where they belong, all else into `widened`.
+// Updates elements [start + at, + V::width) into `widened`.
 template <class V, class Rule, int format>
 ZERO_INLINE void update(const StepJob& job, const Rule& rule, int64_t start, int64_t at, const float* scale,
                         Widened& widened, typename V::Bits* largest) {
@@ -65,7 +89,7 @@ ZERO_INLINE void update(const StepJob& job, const Rule& rule, int64_t start, int
   V p = load_master<V>(job, i);
   rule.update(p, load_grad<V>(job, i), s);
   for (int k = 0; k < Rule::kStates; ++k) {
-    s[k].store(format == kStateF32 ? static_cast<float*>(job.state[k]) + i : widened.state[k] + at);
+    s[k].store(widened.state[k] + at);
     if (format == kState8Bit) largest[k] = max_signed(largest[k], magnitude(bits_of(s[k])));
   }
   p.store(widened.master + at);
@@ -86,74 +110,12 @@ ZERO_INLINE void encode_state(const StepJob& job, int64_t i, V s, uint32_t expon
   }
 }
 
-// ---- fp32 states: only the master has to be encoded ----
-//
-// That of one block is encoded beside the update of the next, in one loop: what an update yields, root and quotient,
-// comes late, and a processor that has the instructions that wait for it in its queue cannot look further ahead.
-// These functions take job and formula by value: a store through one of the arrays cannot change them then, so the
-// compiler keeps them in registers.
-
-template <class Rule>
-__attribute__((noinline)) void update_f32(StepJob job, Rule rule, int64_t start, int64_t end, Widened& widened) {
-  const int64_t count = end - start, tail = count / Vector::width * Vector::width;
-  int64_t at = 0;
-  for (; at < tail; at += Vector::width) {
-    update<Vector, Rule, kStateF32>(job, rule, start, at, nullptr, widened, nullptr);
-  }
-  for (; at < count; ++at) update<Scalar, Rule, kStateF32>(job, rule, start, at, nullptr, widened, nullptr);
-}
-
 void encode_masters(StepJob job, int64_t start, int64_t end, const Widened& widened) {
   const int64_t count = end - start, tail = count / Vector::width * Vector::width;
   int64_t at = 0;
   for (; at < tail; at += Vector::width) encode_master<Vector>(job, start, at, widened);
   for (; at < count; ++at) encode_master<Scalar>(job, start, at, widened);
 }
-
-// Updates the whole block at `start`, and encodes `before`, the block before it.
-template <class Rule>
-__attribute__((noinline)) void update_and_encode(StepJob job, Rule rule, int64_t start, const Widened& before,
-                                                 Widened& widened) {
-  for (int64_t at = 0; at < kBlock; at += Vector::width) {
-    update<Vector, Rule, kStateF32>(job, rule, start, at, nullptr, widened, nullptr);
-    encode_master<Vector>(job, start - kBlock, at, before);
-  }
-}
-
-template <class Rule>
-void run_f32(const StepJob& job, const Rule& rule, int64_t begin, int64_t end) {
-  Widened widened[2];
-  int current = 0;
-  int64_t start = begin;
-  for (; start + kBlock <= end; start += kBlock, current = 1 - current) {
-    if (start == begin) {
-      update_f32(job, rule, start, start + kBlock, widened[current]);
-    } else {
-      update_and_encode(job, rule, start, widened[1 - current], widened[current]);
-    }
-  }
-  if (start > begin) encode_masters(job, start - kBlock, start, widened[1 - current]);
-  if (start < end) {
-    update_f32(job, rule, start, end, widened[current]);
-    encode_masters(job, start, end, widened[current]);
-  }
-}
-
-// The common fp32 step: nothing is encoded, so nothing has to wait.
-template <class V, class Rule>
-ZERO_INLINE void step_plain(const StepJob& job, const Rule& rule, int64_t i) {
-  V s[kMaxStates];
-  for (int k = 0; k < Rule::kStates; ++k) s[k] = V::load(static_cast<float*>(job.state[k]) + i);
-  V p = V::load(job.master + i);
-  rule.update(p, load_grad<V>(job, i), s);
-  for (int k = 0; k < Rule::kStates; ++k) s[k].store(static_cast<float*>(job.state[k]) + i);
-  p.store(job.master + i);
-}
-
-// ---- compact states: block by block, an update and one loop for each thing that is encoded ----
-//
-// For 8 bits the scale follows from the whole block. And one loop for all would need more constants than there are
-// registers.
 
 struct Scales {
   float old[kMaxStates];
@@ -232,16 +194,9 @@ void run_compact(const StepJob& job, const Rule& rule, int64_t begin, int64_t en
 }
 
 template <class Rule>
-void run(StepJob job, Rule rule, int64_t begin, int64_t end) {
-  const bool f32 = job.state_format == kStateF32 || Rule::kStates == 0;
-  if (f32 && job.remainder == nullptr && job.param_dtype == kNone) {
-    const int64_t tail = begin + (end - begin) / Vector::width * Vector::width;
-    int64_t i = begin;
-    for (; i < tail; i += Vector::width) step_plain<Vector>(job, rule, i);
-    for (; i < end; ++i) step_plain<Scalar>(job, rule, i);
-  } else if (f32) {
-    run_f32(job, rule, begin, end);
-  } else if constexpr (Rule::kStates > 0) {
+void run(const StepJob& job, const Rule& rule, int64_t begin, int64_t end) {
+  if (job.state_format == kStateF32 || Rule::kStates == 0) return run_f32(job, rule, begin, end);
+  if constexpr (Rule::kStates > 0) {
     job.state_format == kStateBF16 ? run_compact<Rule, kStateBF16>(job, rule, begin, end)
                                    : run_compact<Rule, kState8Bit>(job, rule, begin, end);
   }

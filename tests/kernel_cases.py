@@ -114,3 +114,20 @@ BAD_FLAT = {
     "released": lambda: released(8),
 }
 BAD_ANY_SHAPE = sorted(set(BAD_FLAT) - {"short", "2-D"})
+
+
+def fixed_sum_squares(x: torch.Tensor) -> float:
+    """The documented structure of the additions of csrc/norm_math.h, slowly."""
+    lanes = [0.0] * 1024
+    for index, block in enumerate(x.double().split(4096)):
+        chains = torch.zeros(16, dtype=torch.float64)
+        for row in torch.nn.functional.pad(block, (0, -len(block) % 16)).square().view(-1, 16):
+            chains += row
+        for half in (8, 4, 2, 1):
+            chains = chains[:half] + chains[half:]
+        lanes[index % 1024] += chains.item()
+    total = torch.tensor(lanes, dtype=torch.float64)
+    while len(total) > 1:
+        half = len(total) // 2
+        total = total[:half] + total[half:]
+    return total.item()

@@ -1,13 +1,12 @@
 """The sum of squares: its documented order of additions, on every instruction set, and that it shows inf and NaN."""
 
-import functools
 import itertools
 import math
 
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import BAD_ANY_SHAPE, BAD_FLAT, CPU, DTYPES, numbers, sizes
+from kernel_cases import BAD_ANY_SHAPE, BAD_FLAT, CPU, DTYPES, fixed_sum_squares, numbers, sizes
 
 from zero.kernels import native
 from zero.kernels.norm import sum_squares, sum_squares_reference
@@ -15,28 +14,19 @@ from zero.kernels.norm import sum_squares, sum_squares_reference
 isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
 
 
-@functools.cache
-def fixed_sum_squares(numel, dtype):
-    """The documented structure of the additions, in Python numbers."""
-    total = 0.0
-    for block in numbers(numel, dtype).double().split(4096):
-        lanes = [0.0] * 16
-        for index, value in enumerate(block.tolist()):
-            lanes[index % 16] += value * value
-        for half in (8, 4, 2, 1):
-            for lane in range(half):
-                lanes[lane] += lanes[lane + half]
-        total += lanes[0]
-    return total
-
-
 @pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_squares_adds_in_the_documented_order(isa, threads, dtype):
     for numel, start in itertools.product(sizes(threads), (0, 1)):
         x = numbers(numel, dtype, start=start)
-        assert sum_squares(x) == fixed_sum_squares(numel, dtype)
+        assert sum_squares(x) == fixed_sum_squares(x)
         assert sum_squares_reference(x) == pytest.approx(sum_squares(x), rel=1e-13)
+
+
+@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+def test_more_blocks_than_lanes_are_added_in_the_documented_order(threads):
+    x = torch.randn(1027 * 4096 + 5)
+    assert sum_squares(x) == fixed_sum_squares(x)
 
 
 @pytest.mark.parametrize("numel", [1, 17, 4097, 33013])

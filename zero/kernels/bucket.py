@@ -1,4 +1,8 @@
-"""Packing tensors into a flat buffer and back, with cast and factor, and the sum of rows in row order."""
+"""Packing tensors into a flat buffer and back, with cast and factor, and the sum of rows in row order.
+
+:func:`pack` and :func:`unpack` look their tensors up in each call, and have compiled kernels on the CPU only;
+:class:`Bucket` looks them up once, and has such kernels on CUDA devices, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero.kernels import cuda
 from zero.kernels.checks import check_flat, check_tensor, cpu_address, describe
 from zero.kernels.native import DTYPE_CODES, load
 
@@ -104,6 +109,90 @@ def unpack_reference(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[
     _check_spans(tensors, flat, offsets)
     for tensor, offset in zip(tensors, offsets, strict=True):
         _convert(flat[offset : offset + tensor.numel()], tensor.view(-1), scale)
+
+
+# Elements of a tensor that one block of CUDA threads moves: kPiece of csrc/cuda_kernels.cuh.
+PIECE = 8192
+
+
+class Bucket:
+    """Tensors and their places in a flat buffer, looked up once, to be packed and unpacked often.
+
+    On a CUDA device that is a table in device memory, and packing is one launch that waits for nothing. The tensors and
+    the buffer must stay where they are: their storages may not be released, resized or set to others.
+
+    Args:
+        tensors: contiguous, any shapes, each float32, bfloat16 or float16 (others run as plain torch), on one device,
+            the buffer's. None overlaps another or the buffer.
+        flat: shape [n].
+        offsets: first element of each tensor in ``flat``, in elements. Spans must not overlap.
+
+    Raises:
+        ValueError: as :func:`pack`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
+        _check_spans(tensors, flat, offsets)
+        self.tensors, self.flat, self.offsets = list(tensors), flat, list(offsets)
+        self._addresses = self._addresses_now()
+        dtypes = {flat.dtype, *(tensor.dtype for tensor in tensors)}
+        compiled = dtypes <= DTYPE_CODES.keys() and flat.numel() > 0
+        self._cpu = _native_spans(tensors, flat, offsets) if compiled and flat.is_cpu else None
+        self._table = self._upload() if compiled and cuda.available(flat.device) else None
+
+    def _addresses_now(self) -> list[int]:
+        return [self.flat.data_ptr(), *(tensor.data_ptr() for tensor in self.tensors)]
+
+    def _upload(self) -> tuple[Tensor, int]:
+        """The table on the device, int64 words: a span for each tensor, then the pieces; and the number of pieces."""
+        spans = [
+            (tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel(), offset)
+            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
+        ]
+        pieces = [torch.zeros(0, 2, dtype=torch.int64)]
+        for index, (_, _, numel, _) in enumerate(spans):
+            first = torch.arange(0, numel, PIECE)
+            pieces.append(torch.stack([torch.full_like(first, index), first], 1))
+        words = torch.cat([torch.tensor(spans, dtype=torch.int64).view(-1), *(piece.view(-1) for piece in pieces)])
+        return words.to(self.flat.device), sum(len(piece) for piece in pieces)
+
+    def pack(self, scale: float = 1.0) -> None:
+        """Write each tensor into the flat buffer, times ``scale``, as :func:`pack` does.
+
+        Raises:
+            ValueError: where a tensor is no longer where it was when this object was made.
+        """
+        self._move(scale, True)
+
+    def unpack(self, scale: float = 1.0) -> None:
+        """Fill each tensor from the flat buffer, times ``scale``, as :func:`unpack` does; errors as :meth:`pack`."""
+        self._move(scale, False)
+
+    def _move(self, scale: float, to_flat: bool) -> None:
+        if self._addresses_now() != self._addresses:
+            raise ValueError(
+                "tensors: got at least one (or flat) whose memory moved or was released since this Bucket was made; "
+                "make a new one"
+            )
+        if self._table is not None:
+            words, pieces = self._table
+            spans = words.data_ptr()
+            flat, code = self.flat.data_ptr(), DTYPE_CODES[self.flat.dtype]
+            arguments = spans, spans + 32 * len(self.tensors), pieces, flat, code, scale, to_flat
+            cuda.launch(cuda.needed(self.flat.device).move, self.flat.device, *arguments)
+            return
+        module = None if self._cpu is None else load()
+        if module is not None and self._cpu is not None:
+            spans_of, flat_of = self._cpu
+            threads = torch.get_num_threads()
+            if to_flat:
+                module.pack(*spans_of, *flat_of, scale, threads)
+            else:
+                module.unpack(*flat_of, *spans_of, scale, threads)
+        elif to_flat:
+            pack_reference(self.tensors, self.flat, self.offsets, scale)
+        else:
+            unpack_reference(self.flat, self.tensors, self.offsets, scale)
 
 
 def _convert(source: Tensor, target: Tensor, scale: float) -> None:

@@ -1,7 +1,8 @@
-"""The compiled kernels, if they are there: ``zero._cpu``, found once per process.
+"""The compiled kernels, if they are there: ``zero._cpu`` and ``zero._cuda``, each found once per process.
 
-Each kernel in this package runs compiled on contiguous CPU tensors of float32, bfloat16 or float16, and otherwise
-(other devices, float64, no compiled module) as a sequence of torch operations that gives the same result.
+Each kernel in this package runs compiled on contiguous tensors of float32, bfloat16 or float16, on the CPU and on CUDA
+devices, and otherwise (other devices, float64, no compiled module) as a sequence of torch operations that gives the
+same result.
 """
 
 from __future__ import annotations
@@ -13,40 +14,87 @@ from types import ModuleType
 
 import torch
 
-# Codes of csrc/cpu_kernels.h. Reading them is the test "has the compiled module a kernel for this dtype".
+# Codes of csrc/cpu_kernels.h and csrc/cuda_kernels.cuh. Reading them is the test "has the compiled module a kernel for
+# this dtype".
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_TENSOR = -1
 
 
-@functools.cache
-def _find() -> tuple[ModuleType | None, str | None]:
-    """Import ``zero._cpu``; returns (module, None) or (None, reason)."""
+def _import(name: str) -> tuple[ModuleType | None, str | None]:
+    """Import a compiled module; returns (module, None) or (None, reason)."""
     try:
-        return importlib.import_module("zero._cpu"), None
+        return importlib.import_module(name), None
     except ImportError as error:
         return None, f"{type(error).__name__}: {error}"
 
 
 @functools.cache
+def _find() -> tuple[ModuleType | None, str | None]:
+    return _import("zero._cpu")
+
+
+@functools.cache
+def _find_cuda() -> tuple[ModuleType | None, str | None]:
+    return _import("zero._cuda")
+
+
+@functools.cache
 def load() -> ModuleType | None:
-    """Return the module of compiled kernels, or None when it is missing.
+    """Return the module of compiled CPU kernels, or None when it is missing.
 
     The first call of a process that finds it missing says so on the logger ``zero``; later calls are silent.
     """
+    missing = missing_text()
+    if missing is not None:
+        logging.getLogger("zero").warning(missing)
+    return _find()[0]
+
+
+@functools.cache
+def load_cuda() -> ModuleType | None:
+    """Return the module of CUDA kernels, or None when it is missing; it is asked for where there are CUDA tensors.
+
+    Importing it touches no device. The first call of a process that finds it missing says so on the logger ``zero``.
+    """
+    missing = cuda_missing_text()
+    if missing is not None:
+        logging.getLogger("zero").warning(missing)
+    return _find_cuda()[0]
+
+
+def missing_text() -> str | None:
+    """Why there are no compiled CPU kernels, what runs instead and how to get them; None when they are there."""
     module, reason = _find()
-    if module is None:
-        logging.getLogger("zero").warning(
-            "compiled CPU kernels are missing (%s): the Adam step, norms, packing and row sums of CPU tensors run as "
-            "plain torch operations, with equal results but several times slower. To get them, install zero from "
-            "source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to see why a build fails.",
-            reason,
-        )
-    return module
+    if module is not None:
+        return None
+    return (
+        f"compiled CPU kernels are missing ({reason}): the optimizer step, norms, packing and row sums of CPU tensors "
+        "run as plain torch operations, with equal results but several times slower. To get them, install zero from "
+        "source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to see why a build fails."
+    )
+
+
+def cuda_missing_text() -> str | None:
+    """Why there are no CUDA kernels, what runs instead and how to get them; None when they are there."""
+    module, reason = _find_cuda()
+    if module is not None:
+        return None
+    return (
+        f"CUDA kernels are missing ({reason}): the optimizer step, norms and packing of CUDA tensors run as plain "
+        "torch operations, with equal results but several times slower, and an optimizer step waits for the device. "
+        "To get them, install zero from source with nvcc (CUDA 12.8 or later for all targets) on the PATH or under "
+        "CUDA_HOME, with ZERO_REQUIRE_CUDA=1 set to see why a build fails."
+    )
 
 
 def missing_reason() -> str | None:
-    """Why there are no compiled kernels (text of the import error), or None when they are there."""
+    """Why there are no compiled CPU kernels (text of the import error), or None when they are there."""
     return _find()[1]
+
+
+def cuda_missing_reason() -> str | None:
+    """Why there are no CUDA kernels (text of the import error), or None when they are there."""
+    return _find_cuda()[1]
 
 
 def isa() -> str:

@@ -48,7 +48,8 @@ _STATE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _STATE_BYTES = (4, 2, 1)
 
 
-def _check_counters(step: int, key: int, first: int) -> None:
+def check_counters(step: int, key: int, first: int) -> None:
+    """Raise the ValueError of :func:`step` that is due for its counters, if one is."""
     if not 1 <= step < 1 << 63:
         raise ValueError(f"step: got {step}; wanted an integer counted from 1")
     if not 0 <= key < 1 << 63:
@@ -76,7 +77,9 @@ def _check_moments(formula: Formula, moments: tuple[Moment, ...], master: Tensor
             named[f"scales of {name}"] = moment.scales
 
 
-def _check(formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: Tensor, param: Tensor | None) -> None:
+def check_arguments(
+    formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: Tensor, param: Tensor | None
+) -> None:
     """Raise the ValueError of :func:`step` that is due, if one is."""
     if not isinstance(formula, Formula):
         raise ValueError(f"formula: got {type(formula).__name__}; wanted one of zero.kernels.formulas")
@@ -101,7 +104,7 @@ def _check(formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: 
 def _state_arguments(
     formula: Formula, moments: tuple[Moment, ...], shape: tuple[int, ...], device: torch.device
 ) -> tuple[list[int], int, list[tuple[int, int]]] | None:
-    """(address of values, then of scales, for two states; format code; their spans in memory) as `_arguments`."""
+    """(address of values, then of scales, for two states; format code; their spans in memory) as `kernel_arguments`."""
     if len(moments) != len(formula.state_names):
         return None
     addresses, spans, code, numel = [0, 0, 0, 0], [], 0, shape[0]
@@ -125,7 +128,7 @@ def _state_arguments(
     return addresses, code, spans
 
 
-def _arguments(
+def kernel_arguments(
     formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: Tensor, param: Tensor | None
 ) -> tuple[int, ...] | None:
     """The arguments of ``_cpu.step`` from master to numel; None where no compiled kernel applies (checked or not)."""
@@ -202,8 +205,8 @@ def step(
         ValueError: for tensors that differ in size or device, overlap, are not 1-D and contiguous or of another dtype,
             or whose storage was released; and for counters out of range. Nothing was written then.
     """
-    _check_counters(step, key, first)
-    arguments = _arguments(formula, master, moments, grad, param)
+    check_counters(step, key, first)
+    arguments = kernel_arguments(formula, master, moments, grad, param)
     if arguments is not None and master.is_cpu:
         module = load()
         if module is not None:
@@ -214,7 +217,7 @@ def step(
         cuda.step(formula, master, moments, grad, param, step=step, grad_scale=grad_scale, key=key, first=first)
         return
     if arguments is None:
-        _check(formula, master, moments, grad, param)
+        check_arguments(formula, master, moments, grad, param)
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
 
 
@@ -234,8 +237,8 @@ def step_reference(
 
     The same arguments, errors and, but for float64 masters, bits (up to the payload of a NaN).
     """
-    _check_counters(step, key, first)
-    _check(formula, master, moments, grad, param)
+    check_counters(step, key, first)
+    check_arguments(formula, master, moments, grad, param)
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
 
 

@@ -1,0 +1,93 @@
+// The one list of CUDA kernels, in plain C++: bind_cuda.cpp needs no header of CUDA.
+//
+// Every call only launches, on the stream that it is given: none allocates, copies to the host or waits. So any
+// sequence of them can be captured in a CUDA graph. A launch that fails throws std::runtime_error with CUDA's words.
+//
+// Bits are those of the CPU kernels (up to the payload of a NaN), whatever the size of the grid and the alignment of
+// the arrays.
+#pragma once
+
+#include <cstdint>
+
+#include "format_math.h"
+#include "norm_math.h"
+#include "step_math.h"
+
+namespace zero {
+namespace cuda {
+
+// The codes are part of the Python side's contract (zero/kernels/native.py).
+enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+struct Where {
+  int device;
+  void* stream;  // a cudaStream_t of that device; null is its default stream
+};
+
+// What a step reads from device memory instead of asking the host: fp64 words (zero/kernels/live.py).
+enum Live : int { kLr = 0, kGradScale = 1, kStep = 2, kFoundInf = 3, kNorm = 4, kLiveWords = 8 };
+
+// What `prepare` makes of them, for the steps that follow it on the stream.
+struct Prepared {
+  Coef coef;
+  uint64_t step;  // counted from 1
+  int skip;       // not zero: a gradient was not finite, nothing is to be written
+};
+inline constexpr int64_t kPreparedBytes = 128;
+static_assert(sizeof(Prepared) <= kPreparedBytes, "zero/kernels/live.py allots this much");
+
+// One optimizer step on a contiguous shard. No two of its arrays overlap. Exactly one of `master` and `remainder` is
+// there; with `remainder`, `param` is bf16, read and written (format_math.h).
+struct StepJob {
+  int formula;
+  int state_format;
+  const Prepared* prepared;  // in device memory; null: `now` holds
+  Prepared now;
+  float* master;
+  uint16_t* remainder;
+  void* param;  // beside a master: written only; kNone: there is no copy
+  int param_dtype;
+  const void* grad;  // kF32, kBF16 or kF16
+  int grad_dtype;
+  void* state[kMaxStates];   // float, bf16 or uint8_t
+  float* scale[kMaxStates];  // kState8Bit: one per kBlock elements
+  int64_t numel;
+  uint64_t key;
+  uint64_t first_block;  // place of the shard in its unit, in blocks
+};
+
+void step(const StepJob& job, Where where);
+
+// Counts `live`'s step up and writes the formula's coefficients; where found_inf is not 0, only sets `skip`.
+void prepare(int formula, const Hyper& hyper, double* live, Prepared* prepared, Where where);
+
+// From a sum of squares to live's norm = sqrt(sum) * mean, found_inf = norm is not finite, and grad_scale = mean times
+// the factor that brings the norm to at most `limit` (0: 1).
+void clip(const double* sum, double mean, double limit, double* live, Where where);
+
+// out[0] = (accumulate ? out[0] : 0) + the sum of squares, added as norm_math.h says. `scratch` holds one fp64 number per
+// block.
+void sum_squares(const void* x, int dtype, int64_t numel, double* scratch, double* out, bool accumulate, Where where);
+
+// The table of `move`: int64 words in device memory (zero/kernels/bucket.py).
+struct Span {
+  uint64_t address;  // of a tensor
+  int64_t dtype;
+  int64_t numel;
+  int64_t offset;  // of its first element in the flat buffer
+};
+struct Piece {
+  int64_t span;
+  int64_t first;  // element of the span; a piece ends kPiece further on, or where the span does
+};
+inline constexpr int64_t kPiece = 8192;
+
+// Tensors to flat buffer or back, cast, times scale.
+void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int flat_dtype, float scale, bool to_flat,
+          Where where);
+
+// Launches a kernel that does nothing, on `threads` threads: throws when this device cannot run what was compiled.
+void probe(int threads, Where where);
+
+}  // namespace cuda
+}  // namespace zero

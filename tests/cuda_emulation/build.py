@@ -1,0 +1,71 @@
+"""Compiles csrc/*.cu for the processor: ``zero._cuda`` with cuda_on_cpu.h in the place of CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent.parent / "csrc"
+
+# (object, source, flags); a wide access that is not aligned traps, as it does on a GPU. The bindings are not tested
+# for speed either: -O0 compiles them in half the time.
+KERNEL_FLAGS = [
+    "-O1", "-U_FORTIFY_SOURCE", "-x", "c++", "-include", str(HERE / "cuda_on_cpu.h"), "-fno-strict-aliasing",
+    "-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-error",
+]  # fmt: skip
+OBJECTS = [
+    *((f"step{code}.o", "cuda_step.cu", [*KERNEL_FLAGS, f"-DZERO_STATE_FORMAT={code}"]) for code in (2, 1, 0)),
+    ("bind.o", "bind_cuda.cpp", ["-O0", '-DZERO_CUDA_ARCHS="emulated"']),
+    *((f"{name}.o", f"cuda_{name}.cu", KERNEL_FLAGS) for name in ("norm", "bucket", "live")),
+]
+COMMON_FLAGS = [
+    "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
+    "-Wno-unknown-pragmas",
+]  # fmt: skip
+
+
+def compiler() -> list[str] | None:
+    """A compiler that takes g++'s options, as a command line; None where there is none."""
+    for candidate in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        words = shlex.split(candidate or "")
+        if words and shutil.which(words[0]):
+            return words
+    return None
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}")
+
+
+def build(folder: Path) -> ModuleType:
+    """Compile into ``folder`` and return the module; raises RuntimeError with the compiler's words."""
+    import pybind11
+
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError("no C++ compiler")
+    includes = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
+    commands = [
+        [*cxx, *COMMON_FLAGS, *includes, *flags, "-c", str(CSRC / source), "-o", str(folder / name)]
+        for name, source, flags in OBJECTS
+    ]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(_run, commands))
+    target = folder / "_cuda.so"
+    _run([*cxx, "-shared", *(str(folder / name) for name, _, _ in OBJECTS), "-o", str(target)])
+    spec = importlib.util.spec_from_file_location("_cuda", target)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(f"{target} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

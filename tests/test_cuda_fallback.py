@@ -1,0 +1,129 @@
+"""What the CUDA kernels' Python side does without them: the same results on the host, errors, and one message."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+
+import cuda_cases
+import pytest
+import torch
+from cuda_cases import ALL_STEPS, FORMULAS
+
+from zero.kernels import cuda, native
+from zero.kernels.bucket import Bucket
+from zero.kernels.formulas import Adam, Lion
+from zero.kernels.live import Live
+from zero.kernels.moments import Moment
+from zero.kernels.norm import norm_scratch, sum_squares, sum_squares_into
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("name", "form"), ALL_STEPS)
+def test_live_numbers_on_the_host(name: str, form: str) -> None:
+    cuda_cases.check_live(CPU, FORMULAS[name], form)
+
+
+def test_clip_on_the_host() -> None:
+    cuda_cases.check_clip(CPU)
+
+
+def test_a_phase_on_the_host() -> None:
+    phase = cuda_cases.Phase(CPU)
+    for turn in range(4):
+        phase.renew(turn, 0.1, turn != 2)
+        phase.run()
+        phase.check(0.1, turn != 2)
+
+
+@pytest.mark.parametrize("dtype", cuda_cases.DTYPES)
+def test_buckets_on_the_host(dtype: torch.dtype) -> None:
+    for gap, scale in ((0, 1.0), (3, 0.3)):
+        cuda_cases.check_bucket(CPU, dtype, scale, gap)
+
+
+def test_a_bucket_of_float64_and_of_nothing() -> None:
+    third, flat = torch.ones(2, dtype=torch.float64) / 3, torch.zeros(4)
+    Bucket([third], flat, [1]).pack(2.0)
+    assert flat.tolist() == [0, *(third * 2).float().tolist(), 0]
+    Bucket([], flat, []).unpack()
+    Bucket([torch.zeros(0)], torch.zeros(0), [0]).pack()
+
+
+def test_a_bucket_notices_that_memory_moved() -> None:
+    tensors, flat = [torch.ones(8), torch.ones(4)], torch.zeros(12)
+    bucket = Bucket(tensors, flat, [0, 8])
+    bucket.pack()
+    tensors[1].data = torch.full((4,), 2.0)
+    with pytest.raises(ValueError, match="memory moved or was released"):
+        bucket.pack()
+    assert flat.eq(1).all()
+    again = Bucket(tensors, flat, [0, 8])
+    flat.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="memory moved or was released"):
+        again.unpack()
+
+
+@pytest.mark.parametrize("dtype", [*cuda_cases.DTYPES, torch.float64])
+def test_sum_squares_into_adds_up(dtype: torch.dtype) -> None:
+    x, out = cuda_cases.numbers(9000, 1).to(dtype), torch.full((1, 1), 7.0, dtype=torch.float64)
+    sum_squares_into(x, out)
+    assert out.item() == sum_squares(x)
+    sum_squares_into(x[:5], out, accumulate=True)
+    assert out.item() == sum_squares(x) + sum_squares(x[:5])
+    assert norm_scratch(0) == 0 and norm_scratch(4096) == 1 and norm_scratch(4097) == 2
+
+
+def test_sum_squares_into_refuses() -> None:
+    x = torch.ones(8)
+    for out in (
+        torch.zeros(1),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64, device="meta"),
+    ):
+        with pytest.raises(ValueError, match="out: got"):
+            sum_squares_into(x, out)
+    with pytest.raises(ValueError, match="tensor: got"):
+        sum_squares_into(x[::2], torch.zeros(1, dtype=torch.float64))
+
+
+def test_live_refuses() -> None:
+    live, formula = Live(CPU), Lion(0.1)
+    shard = torch.ones(8), (Moment(torch.zeros(8)),), torch.ones(8), None
+    for numbers in ({"lr": -1.0}, {"lr": math.nan}, {"step": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(numbers))}: got"):
+            live.write(**numbers)
+    with pytest.raises(ValueError, match="total: got"):
+        live.clip(torch.zeros(2, dtype=torch.float64), 1.0, 0.0)
+    with pytest.raises(ValueError, match=r"formula: got Lion.*prepare"):
+        live.step(formula, *shard)
+    live.prepare(Adam(0.1))
+    with pytest.raises(ValueError, match=r"formula: got Lion.*prepare"):
+        live.step(formula, *shard)
+    live.prepare(formula)
+    with pytest.raises(ValueError, match="grad: got"):
+        live.step(formula, shard[0], shard[1], torch.ones(7), None)
+    with pytest.raises(ValueError, match="first: got 3"):
+        live.step(formula, *shard, first=3)
+    assert shard[0].eq(1).all()
+
+
+def test_missing_cuda_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "zero._cuda", None)  # makes the import fail
+    for cached in (native._find_cuda, native.load_cuda):
+        monkeypatch.setattr(native, cached.__name__, functools.cache(cached.__wrapped__))
+    monkeypatch.setattr(cuda, "load_cuda", native.load_cuda)
+    monkeypatch.setattr(cuda, "_usable", functools.cache(cuda._usable.__wrapped__))
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        assert not cuda.available(CPU)
+        assert not caplog.records
+        for index in (0, 1, 0):
+            assert not cuda.available(torch.device("cuda", index))
+    assert [record.name for record in caplog.records] == ["zero"]
+    assert "CUDA kernels are missing" in caplog.text and "ZERO_REQUIRE_CUDA=1" in caplog.text
+    assert "zero._cuda" in str(native.cuda_missing_reason())
+    with pytest.raises(RuntimeError, match=r"device: got cuda:0.*available"):
+        cuda.needed(torch.device("cuda", 0))

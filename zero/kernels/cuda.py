@@ -1,0 +1,128 @@
+"""The CUDA kernels: which devices can run them, and the launch of each on torch's current stream.
+
+Nothing here checks tensors (the callers do) and nothing waits for a device. Every launch goes to the stream that is
+current when it is made, like torch's own operations, and so may be captured in a CUDA graph. A launch that fails raises
+RuntimeError with the call and CUDA's text.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.kernels.formulas import Formula
+from zero.kernels.moments import FORMATS, Moment
+from zero.kernels.native import DTYPE_CODES, NO_TENSOR, load_cuda
+
+_THREADS_OF_PROBE = 32
+
+
+@functools.cache
+def _usable(index: int) -> ModuleType | None:
+    """``zero._cuda`` if device `index` can run it: an old driver or an unknown chip shows at the first launch only."""
+    module = load_cuda()
+    if module is None:
+        return None
+    device = torch.device("cuda", index)
+    try:
+        launch(module.probe, device, _THREADS_OF_PROBE)
+    except RuntimeError as error:
+        logging.getLogger("zero").warning(
+            "the CUDA kernels, compiled for %s, do not run on %s, %s (%s): the optimizer step, norms and packing run "
+            "there as plain torch operations, with equal results but several times slower. To get them, install zero "
+            "from source with ZERO_CUDA_ARCHS set to this device's compute capability, and a driver that fits nvcc.",
+            module.ARCHS, device, torch.cuda.get_device_name(device), error,
+        )  # fmt: skip
+        return None
+    return module
+
+
+def kernels(device: torch.device) -> ModuleType | None:
+    """The compiled module when `device` is a CUDA device that runs it, else None; says once why a device does not."""
+    return _usable(device.index) if device.type == "cuda" else None
+
+
+def available(device: torch.device) -> bool:
+    """Whether tensors on `device` can be treated by the CUDA kernels."""
+    return kernels(device) is not None
+
+
+def launch(call: Callable[..., None], device: torch.device, *arguments: Any) -> None:
+    """Make a call of the compiled module on `device` and torch's current stream there."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.current_device() == device.index:
+        call(*arguments, device.index, stream)
+        return
+    # The call sets the current device, in a copy of the CUDA runtime that torch knows nothing of.
+    with torch.cuda.device(device):
+        call(*arguments, device.index, stream)
+
+
+def arguments_of(master: Tensor, moments: Sequence[Moment], grad: Tensor, param: Tensor | None) -> tuple[int, ...]:
+    """The arguments of the compiled step from master to numel, for tensors that were checked."""
+    states = [0, 0, 0, 0]
+    for index, moment in enumerate(moments):
+        states[2 * index] = moment.values.data_ptr()
+        states[2 * index + 1] = 0 if moment.scales is None else moment.scales.data_ptr()
+    address = master.data_ptr()
+    return (
+        *((0, address) if master.dtype == torch.int16 else (address, 0)),
+        *((0, NO_TENSOR) if param is None else (param.data_ptr(), DTYPE_CODES[param.dtype])),
+        grad.data_ptr(),
+        DTYPE_CODES[grad.dtype],
+        *states,
+        FORMATS.index(moments[0].format) if moments else 0,
+        master.numel(),
+    )
+
+
+def step(
+    formula: Formula,
+    master: Tensor,
+    moments: Sequence[Moment],
+    grad: Tensor,
+    param: Tensor | None,
+    *,
+    step: int,
+    grad_scale: float,
+    key: int,
+    first: int,
+) -> None:
+    """One launch of the optimizer step with numbers that the host knows; arguments as of ``zero.kernels.step.step``.
+
+    The tensors were checked, lie on a device that is :func:`available`, and the master is not float64.
+    """
+    module = needed(master.device)
+    arguments = (*formula.native(), step, grad_scale, *arguments_of(master, moments, grad, param), key, first)
+    launch(module.step, master.device, *arguments)
+
+
+def step_on_cuda(
+    formula: Formula,
+    master: Tensor,
+    moments: Sequence[Moment],
+    grad: Tensor,
+    param: Tensor | None,
+    *,
+    prepared: int,
+    key: int,
+    first: int,
+) -> None:
+    """:func:`step` with what ``zero.kernels.live.Live.prepare`` wrote to device memory, at the address `prepared`."""
+    module = needed(master.device)
+    arguments = (formula.native()[0], prepared, *arguments_of(master, moments, grad, param), key, first)
+    launch(module.step_live, master.device, *arguments)
+
+
+def needed(device: torch.device) -> ModuleType:
+    """The compiled module for a device that is :func:`available`; raises RuntimeError for another one."""
+    module = kernels(device)
+    if module is None:
+        raise RuntimeError(f"device: got {device}, which does not run the CUDA kernels; ask available() first")
+    return module
