@@ -7,13 +7,13 @@
 
 namespace zero {
 
-#define ZERO_DECLARE_ISA(isa)                                                  \
-  namespace isa {                                                              \
-  void step(const StepJob&, int64_t, int64_t);                                 \
-  double sum_squares_block(const void*, int, int64_t);                         \
-  void convert(const void*, int, void*, int, int64_t, float);                  \
-  void sum_rows(const SumRowsJob&, int64_t, int64_t);                          \
-  constexpr Kernels kernels{#isa, step, sum_squares_block, convert, sum_rows}; \
+#define ZERO_DECLARE_ISA(isa)                                                   \
+  namespace isa {                                                               \
+  void step(const StepJob&, int64_t, int64_t);                                  \
+  void sum_squares_blocks(const void*, int, int64_t, double*);                  \
+  void convert(const void*, int, void*, int, int64_t, float);                   \
+  void sum_rows(const SumRowsJob&, int64_t, int64_t);                           \
+  constexpr Kernels kernels{#isa, step, sum_squares_blocks, convert, sum_rows}; \
   }
 
 ZERO_DECLARE_ISA(scalar)

@@ -50,7 +50,7 @@ struct SumRowsJob {
 struct Kernels {
   const char* name;
   void (*step)(const StepJob& job, int64_t begin, int64_t end);  // begin: a multiple of kBlock
-  double (*sum_squares_block)(const void* x, int dtype, int64_t numel);  // numel <= kNormBlock
+  void (*sum_squares_blocks)(const void* x, int dtype, int64_t numel, double* sums);  // one for each block
   void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale);
   void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
 };

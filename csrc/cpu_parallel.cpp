@@ -67,11 +67,8 @@ double sum_squares(const void* x, int dtype, int64_t numel, int threads) {
   // The blocks' sums first, by all threads; the rest is quick.
   std::vector<double> sums(static_cast<size_t>(std::max<int64_t>(blocks, 1)));
   split(blocks, threads, kNormBlock, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t first = b * kNormBlock;
-      sums[static_cast<size_t>(b)] =
-          kernels.sum_squares_block(at(x, dtype, first), dtype, std::min(kNormBlock, numel - first));
-    }
+    const int64_t first = begin * kNormBlock, last = std::min(numel, end * kNormBlock);
+    kernels.sum_squares_blocks(at(x, dtype, first), dtype, last - first, sums.data() + begin);
   });
   for (int64_t b = kNormSums; b < blocks; ++b) sums[static_cast<size_t>(b % kNormSums)] += sums[static_cast<size_t>(b)];
   // Lanes that no block went to would add zeros.

@@ -161,6 +161,12 @@ struct SquareLanes {
     add8(x.a, lane[0], lane[1]);
     add8(x.b, lane[2], lane[3]);
   }
+  // In the order that unpacking leaves: elements 0-3 and 8-11, then 4-7 and 12-15.
+  ZERO_INLINE void add16(const BF16* p) {
+    const __m256i zero = _mm256_setzero_si256(), x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    add8(_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, x)), lane[0], lane[2]);
+    add8(_mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, x)), lane[1], lane[3]);
+  }
   static ZERO_INLINE void add8(__m256 x, __m256d& low_sum, __m256d& high_sum) {
     const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
     const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
