@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bind_step.h"
 #include "cpu_kernels.h"
 
 namespace py = pybind11;
@@ -14,47 +15,14 @@ namespace py = pybind11;
 namespace zero {
 namespace {
 
-void need_dtype(int code, bool none_allowed = false) {
-  if (code == kF32 || code == kBF16 || code == kF16 || (none_allowed && code == kNone)) return;
-  throw std::invalid_argument("dtype code " + std::to_string(code) + "; wanted 0 (fp32), 1 (bf16) or 2 (fp16)");
-}
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-void step_of(int formula, double lr, double beta1, double beta2, double eps, double weight_decay, double momentum,
-             double dampening, double lr_decay, int flags, int64_t count, double grad_scale, uintptr_t master,
-             uintptr_t remainder, uintptr_t param, int param_dtype, uintptr_t grad, int grad_dtype, uintptr_t state0,
-             uintptr_t scale0, uintptr_t state1, uintptr_t scale1, int state_format, int64_t numel, uint64_t key,
-             int64_t first, int threads) {
-  need_dtype(grad_dtype);
-  need_dtype(param_dtype, true);
-  if (formula < 0 || formula >= kFormulas) throw std::invalid_argument("unknown formula " + std::to_string(formula));
-  if (state_format < kStateF32 || state_format > kState8Bit) {
-    throw std::invalid_argument("unknown format of states " + std::to_string(state_format));
-  }
-  if (remainder != 0 && (master != 0 || param_dtype != kBF16)) {
-    throw std::invalid_argument("a remainder stands for the master, beside a bf16 parameter");
-  }
-  if (first % kBlock != 0) throw std::invalid_argument("first must be a multiple of " + std::to_string(kBlock));
-  const Hyper hyper{lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags};
-  const StepJob job{formula,
-                    make_coef(formula, hyper, static_cast<double>(count), grad_scale),
-                    pointer<float>(master),
-                    pointer<uint16_t>(remainder),
-                    pointer<void>(param),
-                    param_dtype,
-                    pointer<void>(grad),
-                    grad_dtype,
-                    state_format,
-                    {pointer<void>(state0), pointer<void>(state1)},
-                    {pointer<float>(scale0), pointer<float>(scale1)},
-                    step_seed(key, static_cast<uint64_t>(count)),
-                    static_cast<uint64_t>(first / kBlock)};
+void step_of(const FormulaArguments& formula, int64_t count, double grad_scale, const ShardArguments& shard,
+             int threads) {
+  const int code = std::get<0>(formula);
+  const Coef coef = make_coef(code, hyper_of(formula), static_cast<double>(count), grad_scale);
+  StepJob job{shard_of(shard), code, coef, 0};
+  job.seed = step_seed(job.key, static_cast<uint64_t>(count));
   py::gil_scoped_release nogil;
-  step(job, numel, threads);
+  step(job, threads);
 }
 
 double sum_squares_of(uintptr_t x, int dtype, int64_t numel, int threads) {
@@ -130,10 +98,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_isa", [](const std::string& name) { set_isa(name.c_str()); }, py::arg("name"),
         "Choose an instruction set for the whole process ('auto': the strongest). For tests.");
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
-  m.def("step", &step_of,
-        "(formula, lr, beta1, beta2, eps, weight_decay, momentum, dampening, lr_decay, flags, step, grad_scale,"
-        " master, remainder, param, param_dtype, grad, grad_dtype, state0, scale0, state1, scale1, state_format,"
-        " numel, key, first, threads)");
+  m.def("step", &step_of, "(formula, step, grad_scale, shard, threads); the tuples: csrc/bind_step.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, threads) -> float");
   m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, threads)");
   m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");

@@ -9,33 +9,18 @@
 
 #include <cstdint>
 
-#include "format_math.h"
 #include "norm_math.h"
-#include "step_math.h"
+#include "shard.h"
 
 namespace zero {
 
-// The codes are part of the Python side's contract (zero/kernels/native.py).
-enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
-
 inline constexpr int64_t dtype_size(int dtype) { return dtype == kF32 ? 4 : 2; }
 
-// One optimizer step on a contiguous shard. No two of its arrays overlap. Exactly one of `master` and `remainder` is
-// there; with `remainder`, `param` is bf16, read and written (format_math.h).
-struct StepJob {
+// One optimizer step.
+struct StepJob : Shard {
   int formula;
   Coef coef;
-  float* master;
-  uint16_t* remainder;
-  void* param;  // beside a master: written only; kNone: there is no copy
-  int param_dtype;
-  const void* grad;  // kF32, kBF16 or kF16
-  int grad_dtype;
-  int state_format;
-  void* state[kMaxStates];       // float, BF16 or uint8_t
-  float* scale[kMaxStates];      // kState8Bit: one per kBlock elements
-  uint64_t seed;                 // of this unit and step
-  uint64_t first_block;          // place of the shard in its unit, in blocks
+  uint64_t seed;  // of the random bits: of this unit and step
 };
 
 // out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32.
@@ -70,7 +55,7 @@ struct Span {
   int64_t offset;  // of its first element in the flat buffer
 };
 
-void step(const StepJob& job, int64_t numel, int threads);
+void step(const StepJob& job, int threads);
 double sum_squares(const void* x, int dtype, int64_t numel, int threads);
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads);

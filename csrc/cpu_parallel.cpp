@@ -56,9 +56,9 @@ void split_spans(const Span* spans, int64_t count, int threads, const Body& body
 
 }  // namespace
 
-void step(const StepJob& job, int64_t numel, int threads) {
+void step(const StepJob& job, int threads) {
   const Kernels& kernels = active();
-  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.step(job, begin, end); });
+  split(job.numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.step(job, begin, end); });
 }
 
 double sum_squares(const void* x, int dtype, int64_t numel, int threads) {

@@ -9,15 +9,11 @@
 
 #include <cstdint>
 
-#include "format_math.h"
 #include "norm_math.h"
-#include "step_math.h"
+#include "shard.h"
 
 namespace zero {
 namespace cuda {
-
-// The codes are part of the Python side's contract (zero/kernels/native.py).
-enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 struct Where {
   int device;
@@ -36,24 +32,11 @@ struct Prepared {
 inline constexpr int64_t kPreparedBytes = 128;
 static_assert(sizeof(Prepared) <= kPreparedBytes, "zero/kernels/live.py allots this much");
 
-// One optimizer step on a contiguous shard. No two of its arrays overlap. Exactly one of `master` and `remainder` is
-// there; with `remainder`, `param` is bf16, read and written (format_math.h).
-struct StepJob {
+// One optimizer step.
+struct StepJob : Shard {
   int formula;
-  int state_format;
   const Prepared* prepared;  // in device memory; null: `now` holds
   Prepared now;
-  float* master;
-  uint16_t* remainder;
-  void* param;  // beside a master: written only; kNone: there is no copy
-  int param_dtype;
-  const void* grad;  // kF32, kBF16 or kF16
-  int grad_dtype;
-  void* state[kMaxStates];   // float, bf16 or uint8_t
-  float* scale[kMaxStates];  // kState8Bit: one per kBlock elements
-  int64_t numel;
-  uint64_t key;
-  uint64_t first_block;  // place of the shard in its unit, in blocks
 };
 
 void step(const StepJob& job, Where where);

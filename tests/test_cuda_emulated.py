@@ -13,6 +13,7 @@ from cuda_cases import ALL_STEPS, FORMULAS
 from cuda_emulation.build import build, compiler
 
 from zero.kernels import bucket, cuda, live, norm
+from zero.kernels.step import kernel_arguments
 
 CPU = torch.device("cpu")
 
@@ -33,9 +34,10 @@ def emulated(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
     def launch(call, device, *arguments):
         call(*arguments, 0, 0)
 
-    def step(formula, master, moments, grad, param, **options):
+    def step(formula, master, moments, grad, param, *, step, grad_scale, key, first):
         if master.numel():
-            cuda.step(formula, master, moments, grad, param, **options)
+            shard = (*kernel_arguments(formula, master, moments, grad, param), key, first)
+            launch(module.step, CPU, formula.native(), step, grad_scale, shard)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that a busy machine does not stall the reference

@@ -185,15 +185,15 @@ def test_nothing_to_do_is_checked_as_well(take):
 
 @pytest.mark.skipif(CPU is None, reason="no compiled kernels")
 def test_the_compiled_step_refuses_unknown_codes():
-    formula, rest = Sgd(0.0).native(), (1, 1.0, 0, 0, 0, -1, 0, 0, 0, 0, 0, 0)
-    CPU.step(*formula, *rest, 0, 0, 0, 0, 1)
+    formula, arrays = Sgd(0.0).native(), (0, 0, 0, -1, 0, 0, 0, 0, 0, 0)
+    CPU.step(formula, 1, 1.0, (*arrays, 0, 0, 0, 0), 1)
     for bad in (-1, 5):
         with pytest.raises(ValueError, match=f"formula {bad}"):
-            CPU.step(bad, *formula[1:], *rest, 0, 0, 0, 0, 1)
+            CPU.step((bad, *formula[1:]), 1, 1.0, (*arrays, 0, 0, 0, 0), 1)
     with pytest.raises(ValueError, match="format of states 3"):
-        CPU.step(*formula, *rest, 3, 0, 0, 0, 1)
+        CPU.step(formula, 1, 1.0, (*arrays, 3, 0, 0, 0), 1)
     with pytest.raises(ValueError, match="multiple of 256"):
-        CPU.step(*formula, *rest, 0, 0, 0, 3, 1)
+        CPU.step(formula, 1, 1.0, (*arrays, 0, 0, 0, 3), 1)
 
 
 # Moment.

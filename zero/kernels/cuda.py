@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zero.kernels.formulas import Formula
-from zero.kernels.moments import FORMATS, Moment
-from zero.kernels.native import DTYPE_CODES, NO_TENSOR, load_cuda
+from zero.kernels.native import load_cuda
 
 _THREADS_OF_PROBE = 32
 
@@ -62,62 +59,6 @@ def launch(call: Callable[..., None], device: torch.device, *arguments: Any) -> 
     # The call sets the current device, in a copy of the CUDA runtime that torch knows nothing of.
     with torch.cuda.device(device):
         call(*arguments, device.index, stream)
-
-
-def arguments_of(master: Tensor, moments: Sequence[Moment], grad: Tensor, param: Tensor | None) -> tuple[int, ...]:
-    """The arguments of the compiled step from master to numel, for tensors that were checked."""
-    states = [0, 0, 0, 0]
-    for index, moment in enumerate(moments):
-        states[2 * index] = moment.values.data_ptr()
-        states[2 * index + 1] = 0 if moment.scales is None else moment.scales.data_ptr()
-    address = master.data_ptr()
-    return (
-        *((0, address) if master.dtype == torch.int16 else (address, 0)),
-        *((0, NO_TENSOR) if param is None else (param.data_ptr(), DTYPE_CODES[param.dtype])),
-        grad.data_ptr(),
-        DTYPE_CODES[grad.dtype],
-        *states,
-        FORMATS.index(moments[0].format) if moments else 0,
-        master.numel(),
-    )
-
-
-def step(
-    formula: Formula,
-    master: Tensor,
-    moments: Sequence[Moment],
-    grad: Tensor,
-    param: Tensor | None,
-    *,
-    step: int,
-    grad_scale: float,
-    key: int,
-    first: int,
-) -> None:
-    """One launch of the optimizer step with numbers that the host knows; arguments as of ``zero.kernels.step.step``.
-
-    The tensors were checked, lie on a device that is :func:`available`, and the master is not float64.
-    """
-    module = needed(master.device)
-    arguments = (*formula.native(), step, grad_scale, *arguments_of(master, moments, grad, param), key, first)
-    launch(module.step, master.device, *arguments)
-
-
-def step_on_cuda(
-    formula: Formula,
-    master: Tensor,
-    moments: Sequence[Moment],
-    grad: Tensor,
-    param: Tensor | None,
-    *,
-    prepared: int,
-    key: int,
-    first: int,
-) -> None:
-    """:func:`step` with what ``zero.kernels.live.Live.prepare`` wrote to device memory, at the address `prepared`."""
-    module = needed(master.device)
-    arguments = (formula.native()[0], prepared, *arguments_of(master, moments, grad, param), key, first)
-    launch(module.step_live, master.device, *arguments)
 
 
 def needed(device: torch.device) -> ModuleType:

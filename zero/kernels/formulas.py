@@ -61,7 +61,7 @@ class Adam:
         _betas(beta1=self.beta1, beta2=self.beta2)
 
     def native(self) -> Native:
-        """The first arguments of ``zero._cpu.step``."""
+        """The formula as the compiled steps take it."""
         flags = (DECOUPLED if self.decoupled else 0) | (BIAS_CORRECTION if self.bias_correction else 0)
         return ADAM, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, 0.0, 0.0, 0.0, flags
 
@@ -90,7 +90,7 @@ class Lion:
         _betas(beta1=self.beta1, beta2=self.beta2)
 
     def native(self) -> Native:
-        """The first arguments of ``zero._cpu.step``."""
+        """The formula as the compiled steps take it."""
         return LION, self.lr, self.beta1, self.beta2, 0.0, self.weight_decay, 0.0, 0.0, 0.0, DECOUPLED
 
 
@@ -133,7 +133,7 @@ class Sgd:
         return (True,) if self.momentum else ()
 
     def native(self) -> Native:
-        """The first arguments of ``zero._cpu.step``."""
+        """The formula as the compiled steps take it."""
         code, flags = MOMENTUM if self.momentum else SGD, NESTEROV if self.nesterov else 0
         return code, self.lr, 0.0, 0.0, 0.0, self.weight_decay, self.momentum, self.dampening, 0.0, flags
 
@@ -161,7 +161,7 @@ class Adagrad:
         _not_negative(lr=self.lr, lr_decay=self.lr_decay, eps=self.eps, weight_decay=self.weight_decay)
 
     def native(self) -> Native:
-        """The first arguments of ``zero._cpu.step``."""
+        """The formula as the compiled steps take it."""
         return ADAGRAD, self.lr, 0.0, 0.0, self.eps, self.weight_decay, 0.0, 0.0, self.lr_decay, 0
 
 

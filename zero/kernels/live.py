@@ -144,7 +144,7 @@ class Live:
         module = cuda.kernels(device)
         if module is not None:
             addresses = self.values.data_ptr(), self._prepared.data_ptr()
-            cuda.launch(module.prepare, device, *formula.native(), *addresses)
+            cuda.launch(module.prepare, device, formula.native(), *addresses)
         else:
             self._host = self._prepare_on_host(formula)
 
@@ -185,8 +185,8 @@ class Live:
             return
         if self._host is None and arguments is not None:
             check_counters(1, key, first)
-            prepared = self._prepared.data_ptr()
-            cuda.step_on_cuda(formula, master, moments, grad, param, prepared=prepared, key=key, first=first)
+            module, prepared = cuda.needed(master.device), self._prepared.data_ptr()
+            cuda.launch(module.step_live, master.device, self._code, prepared, (*arguments, key, first))
             return
         host = self._host
         if host is None:  # float64: the device has counted this step already

@@ -211,10 +211,10 @@ def step(
         module = load()
         if module is not None:
             threads = torch.get_num_threads()
-            module.step(*formula.native(), step, grad_scale, *arguments, key, first, threads)
+            module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
             return
-    elif arguments is not None and cuda.available(master.device):
-        cuda.step(formula, master, moments, grad, param, step=step, grad_scale=grad_scale, key=key, first=first)
+    elif arguments is not None and (module := cuda.kernels(master.device)) is not None:
+        cuda.launch(module.step, master.device, formula.native(), step, grad_scale, (*arguments, key, first))
         return
     if arguments is None:
         check_arguments(formula, master, moments, grad, param)
