@@ -52,11 +52,11 @@ ZERO_INLINE void step_f32(const StepJob& job, const Rule& rule, int64_t i) {
 
 // Job and formula come by value, here and below: a store through one of the arrays cannot change them then, so the
 // compiler keeps them in registers.
-template <class Rule>
+template <class V, class Rule>
 void run_f32(StepJob job, Rule rule, int64_t begin, int64_t end) {
-  const int64_t tail = begin + (end - begin) / Vector::width * Vector::width;
+  const int64_t tail = begin + (end - begin) / V::width * V::width;
   int64_t i = begin;
-  for (; i < tail; i += Vector::width) step_f32<Vector>(job, rule, i);
+  for (; i < tail; i += V::width) step_f32<V>(job, rule, i);
   for (; i < end; ++i) step_f32<Scalar>(job, rule, i);
 }
 
@@ -89,15 +89,15 @@ ZERO_INLINE void update(const StepJob& job, const Rule& rule, int64_t start, int
   V p = load_master<V>(job, i);
   rule.update(p, load_grad<V>(job, i), s);
   for (int k = 0; k < Rule::kStates; ++k) {
-    s[k].store(widened.state[k] + at);
+    s[k].store_as_is(widened.state[k] + at);
     if (format == kState8Bit) largest[k] = max_signed(largest[k], magnitude(bits_of(s[k])));
   }
-  p.store(widened.master + at);
+  p.store_as_is(widened.master + at);
 }
 
 template <class V>
 ZERO_INLINE void encode_master(const StepJob& job, int64_t start, int64_t at, const Widened& widened) {
-  store_master(job, start + at, V::load(widened.master + at));
+  store_master(job, start + at, V::load_as_is(widened.master + at));
 }
 
 template <class V, class Rule, int format, int k>
@@ -111,9 +111,9 @@ ZERO_INLINE void encode_state(const StepJob& job, int64_t i, V s, uint32_t expon
 }
 
 void encode_masters(StepJob job, int64_t start, int64_t end, const Widened& widened) {
-  const int64_t count = end - start, tail = count / Vector::width * Vector::width;
+  const int64_t count = end - start, tail = count / Crossed::width * Crossed::width;
   int64_t at = 0;
-  for (; at < tail; at += Vector::width) encode_master<Vector>(job, start, at, widened);
+  for (; at < tail; at += Crossed::width) encode_master<Crossed>(job, start, at, widened);
   for (; at < count; ++at) encode_master<Scalar>(job, start, at, widened);
 }
 
@@ -127,12 +127,12 @@ __attribute__((noinline)) Scales update_compact(StepJob job, Rule rule, int64_t 
                                                 Widened& widened) {
   Scales scales{};
   for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) scales.old[k] = job.scale[k][start / kBlock];
-  Vector::Bits wide[kMaxStates] = {Vector::Bits::all(0), Vector::Bits::all(0)};
+  Crossed::Bits wide[kMaxStates] = {Crossed::Bits::all(0), Crossed::Bits::all(0)};
   Scalar::Bits narrow[kMaxStates] = {Scalar::Bits::all(0), Scalar::Bits::all(0)};
-  const int64_t tail = count / Vector::width * Vector::width;
+  const int64_t tail = count / Crossed::width * Crossed::width;
   int64_t at = 0;
-  for (; at < tail; at += Vector::width) {
-    update<Vector, Rule, format>(job, rule, start, at, scales.old, widened, wide);
+  for (; at < tail; at += Crossed::width) {
+    update<Crossed, Rule, format>(job, rule, start, at, scales.old, widened, wide);
   }
   for (; at < count; ++at) update<Scalar, Rule, format>(job, rule, start, at, scales.old, widened, narrow);
   for (int k = 0; k < Rule::kStates && format == kState8Bit; ++k) {
@@ -147,15 +147,15 @@ template <class V, class Rule, int format>
 ZERO_INLINE void encode_first(const StepJob& job, int64_t start, int64_t at, uint32_t exponent,
                               typename V::Bits counter, Widened& widened) {
   const typename V::Bits random = random_bits(counter);
-  const V s = V::load(widened.state[0] + at);
+  const V s = V::load_as_is(widened.state[0] + at);
   encode_state<V, Rule, format, 0>(job, start + at, s, exponent, random_half<0>(random));
-  if constexpr (Rule::kStates > 1) V::of(random_half<1>(random)).store(widened.master + at);
+  if constexpr (Rule::kStates > 1) V::of(random_half<1>(random)).store_as_is(widened.master + at);
 }
 
 template <class V, class Rule, int format>
 ZERO_INLINE void encode_second(const StepJob& job, int64_t start, int64_t at, uint32_t exponent,
                                const Widened& widened) {
-  const V s = V::load(widened.state[1] + at), random = V::load(widened.master + at);
+  const V s = V::load_as_is(widened.state[1] + at), random = V::load_as_is(widened.master + at);
   encode_state<V, Rule, format, 1>(job, start + at, s, exponent, bits_of(random));
 }
 
@@ -164,20 +164,20 @@ __attribute__((noinline)) void encode_compact(StepJob job, Scales scales, int64_
                                               Widened& widened) {
   encode_masters(job, start, start + count, widened);
   const uint32_t seed = block_seed(job.seed, job.first_block + static_cast<uint64_t>(start / kBlock));
-  const int64_t tail = count / Vector::width * Vector::width;
-  Vector::Bits counter = lane_counter(seed, Vector::Bits::lanes());
+  const int64_t tail = count / Crossed::width * Crossed::width;
+  Crossed::Bits counter = lane_counter(seed, Crossed::Bits::lanes());
   int64_t at = 0;
-  for (; at < tail; at += Vector::width) {
-    encode_first<Vector, Rule, format>(job, start, at, scales.exponent[0], counter, widened);
-    counter = counter + Vector::Bits::all(Vector::width * kLaneStep);
+  for (; at < tail; at += Crossed::width) {
+    encode_first<Crossed, Rule, format>(job, start, at, scales.exponent[0], counter, widened);
+    counter = counter + Crossed::Bits::all(Crossed::width * kLaneStep);
   }
   for (; at < count; ++at) {
     const Scalar::Bits lane = lane_counter(seed, Scalar::Bits::all(static_cast<uint32_t>(at)));
     encode_first<Scalar, Rule, format>(job, start, at, scales.exponent[0], lane, widened);
   }
   if constexpr (Rule::kStates > 1) {
-    for (at = 0; at < tail; at += Vector::width) {
-      encode_second<Vector, Rule, format>(job, start, at, scales.exponent[1], widened);
+    for (at = 0; at < tail; at += Crossed::width) {
+      encode_second<Crossed, Rule, format>(job, start, at, scales.exponent[1], widened);
     }
     for (; at < count; ++at) encode_second<Scalar, Rule, format>(job, start, at, scales.exponent[1], widened);
   }
@@ -195,7 +195,10 @@ void run_compact(const StepJob& job, const Rule& rule, int64_t begin, int64_t en
 
 template <class Rule>
 void run(const StepJob& job, const Rule& rule, int64_t begin, int64_t end) {
-  if (job.state_format == kStateF32 || Rule::kStates == 0) return run_f32(job, rule, begin, end);
+  if (job.state_format == kStateF32 || Rule::kStates == 0) {
+    // Two of five arrays are of 16 bits with a remainder, and the gradient often is a third.
+    return job.remainder != nullptr ? run_f32<Crossed>(job, rule, begin, end) : run_f32<Vector>(job, rule, begin, end);
+  }
   if constexpr (Rule::kStates > 0) {
     job.state_format == kStateBF16 ? run_compact<Rule, kStateBF16>(job, rule, begin, end)
                                    : run_compact<Rule, kState8Bit>(job, rule, begin, end);

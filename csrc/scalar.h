@@ -115,7 +115,6 @@ ZERO_INLINE ScalarBits keep_where_positive(ScalarBits test, ScalarBits value) {
   return greater_signed(test, ScalarBits{0}) ? value : ScalarBits{0};
 }
 ZERO_INLINE ScalarBits max_signed(ScalarBits a, ScalarBits b) { return greater_signed(a, b) ? a : b; }
-ZERO_INLINE ScalarBits min_signed(ScalarBits a, ScalarBits b) { return greater_signed(a, b) ? b : a; }
 
 struct Scalar {
   using Bits = ScalarBits;
@@ -135,6 +134,9 @@ struct Scalar {
     return join_master<Scalar>(Bits::load(param), Bits::load(low));
   }
   ZERO_INLINE void store_split(uint16_t* param, uint16_t* low) const { store_master_split(*this, param, low); }
+  // To and from memory that only loops of one order see (vec_avx2.h); here there is one order.
+  static ZERO_INLINE Scalar load_as_is(const float* p) { return load(p); }
+  ZERO_INLINE void store_as_is(float* p) const { store(p); }
 };
 
 ZERO_INLINE bool any_nan(Scalar a) { return a.x != a.x; }

@@ -24,6 +24,7 @@ namespace zero {
 namespace ZERO_ISA {
 
 using Vector = Scalar;
+using Crossed = Scalar;
 
 // Sixteen fp64 sums of squares; element j of each sixteen goes to lane j.
 struct SquareLanes {

@@ -73,7 +73,6 @@ ZERO_INLINE VectorBits keep_where_positive(VectorBits test, VectorBits value) {
   return {(Unsigned4)((Signed4)test.x > 0) & value.x};
 }
 ZERO_INLINE VectorBits max_signed(VectorBits a, VectorBits b) { return select_greater(a, b, a, b); }
-ZERO_INLINE VectorBits min_signed(VectorBits a, VectorBits b) { return select_greater(a, b, b, a); }
 
 struct Vector {
   using Bits = VectorBits;
@@ -99,6 +98,9 @@ struct Vector {
     return join_master<Vector>(Bits::load(param), Bits::load(low));
   }
   ZERO_INLINE void store_split(uint16_t* param, uint16_t* low) const;
+  // To and from memory that only loops of one order see (vec_avx2.h); here there is one order.
+  static ZERO_INLINE Vector load_as_is(const float* p) { return load(p); }
+  ZERO_INLINE void store_as_is(float* p) const { store(p); }
   ZERO_INLINE void store(float* p) const { __builtin_memcpy(p, &x, sizeof x); }
   ZERO_INLINE void store(BF16* p) const;
   ZERO_INLINE void store(F16* p) const {
@@ -128,6 +130,8 @@ ZERO_INLINE Vector sqrt(Vector a) {
 }
 ZERO_INLINE void Vector::store(BF16* p) const { bf16_ties_to_even(*this).store(&p->bits); }
 ZERO_INLINE void Vector::store_split(uint16_t* param, uint16_t* low) const { store_master_split(*this, param, low); }
+
+using Crossed = Vector;  // there is one order (vec_avx2.h)
 
 // Sixteen fp64 sums of squares; element j of each sixteen goes to lane j.
 struct SquareLanes {

@@ -54,7 +54,6 @@ ZERO_INLINE VectorBits keep_where_positive(VectorBits test, VectorBits value) {
   return {_mm512_maskz_mov_epi32(_mm512_cmpgt_epi32_mask(test.x, _mm512_setzero_si512()), value.x)};
 }
 ZERO_INLINE VectorBits max_signed(VectorBits a, VectorBits b) { return {_mm512_max_epi32(a.x, b.x)}; }
-ZERO_INLINE VectorBits min_signed(VectorBits a, VectorBits b) { return {_mm512_min_epi32(a.x, b.x)}; }
 
 struct Vector {
   using Bits = VectorBits;
@@ -72,6 +71,9 @@ struct Vector {
     return join_master<Vector>(Bits::load(param), Bits::load(low));
   }
   ZERO_INLINE void store_split(uint16_t* param, uint16_t* low) const;
+  // To and from memory that only loops of one order see (vec_avx2.h); here there is one order.
+  static ZERO_INLINE Vector load_as_is(const float* p) { return load(p); }
+  ZERO_INLINE void store_as_is(float* p) const { store(p); }
   ZERO_INLINE void store(float* p) const { _mm512_storeu_ps(p, x); }
   ZERO_INLINE void store(BF16* p) const;
   ZERO_INLINE void store(F16* p) const {
@@ -89,6 +91,8 @@ ZERO_INLINE Vector operator/(Vector a, Vector b) { return {_mm512_div_ps(a.x, b.
 ZERO_INLINE Vector sqrt(Vector a) { return {_mm512_sqrt_ps(a.x)}; }
 ZERO_INLINE void Vector::store(BF16* p) const { bf16_ties_to_even(*this).store(&p->bits); }
 ZERO_INLINE void Vector::store_split(uint16_t* param, uint16_t* low) const { store_master_split(*this, param, low); }
+
+using Crossed = Vector;  // there is one order (vec_avx2.h)
 
 // Sixteen fp64 sums of squares; element j of each sixteen goes to lane j. The square of an fp32 number is exact in
 // fp64, so that fused or not gives the same bits.
