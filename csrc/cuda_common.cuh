@@ -70,8 +70,8 @@ __device__ __forceinline__ bool aligned(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % (bytes < kWidest ? bytes : kWidest) == 0;
 }
 
-// `n` elements of `size` bytes each as they lie in global memory, packed into 32-bit words. Loads are kept apart from what is
-// done with them, so that a thread has all its loads under way before it waits for the first.
+// `n` elements of `size` bytes each as they lie in global memory, packed into 32-bit words. Loads are kept apart from
+// what is done with them, so that a thread has all its loads under way before it waits for the first.
 template <int size, int n>
 __device__ __forceinline__ void load_words(uint32_t* w, const void* from, int count, bool wide) {
   constexpr int bytes = size * n;

@@ -48,8 +48,8 @@ void prepare(int formula, const Hyper& hyper, double* live, Prepared* prepared, 
 // the factor that brings the norm to at most `limit` (0: 1).
 void clip(const double* sum, double mean, double limit, double* live, Where where);
 
-// out[0] = (accumulate ? out[0] : 0) + the sum of squares, added as norm_math.h says. `scratch` holds one fp64 number per
-// block.
+// out[0] = (accumulate ? out[0] : 0) + the sum of squares, added as norm_math.h says. `scratch` holds one fp64 number
+// per block.
 void sum_squares(const void* x, int dtype, int64_t numel, double* scratch, double* out, bool accumulate, Where where);
 
 // The table of `move`: int64 words in device memory (zero/kernels/bucket.py).

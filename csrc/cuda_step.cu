@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_state(const StepJob& job, const Scalar (&x
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       if constexpr (format == kStateF32) w[k] = pattern(x[k].x);
-      if constexpr (format == kStateBF16) put_word<2>(w, k, bf16_stochastic(x[k], random_half<s>(random[k])).x & 0xFFFFu);
+      if constexpr (format == kStateBF16) put_word<2>(w, k, bf16_stochastic(x[k], random_half<s>(random[k])).x);
     }
   }
   store_words<size, n>(w, at(job.state[s], i * size), count, wide);

@@ -1,5 +1,5 @@
 // How masters and moments are stored in fewer bits than they are computed in, once, over the vector type V and its
-// integer lanes V::Bits. The specification in words, and the same in plain torch: zero/kernels/remainder.py, moments.py.
+// integer lanes V::Bits. In words, and in plain torch: zero/kernels/remainder.py, zero/kernels/moments.py.
 //
 // Remainder master. The bf16 parameter P is the fp32 master u rounded to 16 bits; only the low 16 bits of u are kept
 // beside it. Ties go away from zero: P = (u + 0x8000) >> 16, so the carry into P is the top bit of the low half, and
@@ -16,7 +16,8 @@
 //
 // Random bits come from a counter, not from a state: key and step give the seed, the element's place in its unit does
 // the rest. So a run repeats, and no cut into shards, threads or instruction sets changes it. The mixers: splitmix64
-// (Steele, Lea & Flood, OOPSLA 2014) per block, lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) per lane.
+// (Steele, Lea & Flood, OOPSLA 2014) per block, lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) per
+// lane.
 #pragma once
 
 #include <cstdint>

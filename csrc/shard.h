@@ -11,8 +11,8 @@ namespace zero {
 // The codes are part of the Python side's contract (zero/kernels/native.py).
 enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
 
-// No two of the arrays overlap. Exactly one of `master` and `remainder` is there; with `remainder`, `param` is bf16, read
-// and written (format_math.h).
+// No two of the arrays overlap. Exactly one of `master` and `remainder` is there; with `remainder`, `param` is bf16,
+// read and written (format_math.h).
 struct Shard {
   float* master;
   uint16_t* remainder;

@@ -3,8 +3,8 @@
 // busy as well. The interface is that of Scalar (scalar.h).
 //
 // Two orders. The instructions that widen and narrow 16-bit numbers in registers work on halves of registers, so they
-// leave the sixteen elements crossed. Putting them in order costs a shuffle each time; to load and to store fp32 numbers
-// crossed costs two more moves. So `Vector` is in order, and `Crossed` for loops with many 16-bit arrays.
+// leave the sixteen elements crossed. Putting them in order costs a shuffle each time; to load and to store fp32
+// numbers crossed costs two more moves. So `Vector` is in order, and `Crossed` for loops with many 16-bit arrays.
 #pragma once
 
 #include <immintrin.h>
