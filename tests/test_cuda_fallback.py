@@ -124,6 +124,6 @@ def test_missing_cuda_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch, cap
             assert not cuda.available(torch.device("cuda", index))
     assert [record.name for record in caplog.records] == ["zero"]
     assert "CUDA kernels are missing" in caplog.text and "ZERO_REQUIRE_CUDA=1" in caplog.text
-    assert "zero._cuda" in str(native.cuda_missing_reason())
+    assert "zero._cuda" in str(native.cuda_missing_text())
     with pytest.raises(RuntimeError, match=r"device: got cuda:0.*available"):
         cuda.needed(torch.device("cuda", 0))

@@ -23,7 +23,7 @@ def device() -> torch.device:
     """The first GPU, which must run the compiled kernels."""
     found = torch.device("cuda", 0)
     if native.load_cuda() is None:
-        pytest.skip(f"no compiled CUDA kernels: {native.cuda_missing_reason()}")
+        pytest.skip(str(native.cuda_missing_text()))
     assert cuda.available(found), "the device does not run what was compiled; the log says why"
     return found
 

@@ -14,6 +14,7 @@ import torch
 from models import WIDE, batch, config, make_net, train
 
 import zero
+from zero.optim import rules
 
 STAGES = (0, 1, 2, 3)
 ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
@@ -210,3 +211,14 @@ def test_a_wrong_hyperparameter_leaves_the_engine_usable():
     optimizer.param_groups[0]["lr"] = 1e-2
     engine.step()
     assert engine.was_step_applied()
+
+
+def test_each_unit_is_rounded_by_random_bits_of_its_own(monkeypatch):
+    keys = []
+    monkeypatch.setattr(rules, "fused_step", lambda *_, key, **__: keys.append(key))
+    settings = config(0, 1, micro=2, optimizer={"type": "AdamW", "params": {"zero": {"moments": "bf16"}}})
+    engine, *_ = zero.initialize(model=make_net(blocks=2, width=WIDE), config=settings)
+    engine.backward(engine(*batch(0, 2)))
+    engine.step()
+    units = len(engine._sharded.trained)
+    assert units > 2 and len(set(keys)) == units

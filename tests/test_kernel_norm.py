@@ -14,7 +14,7 @@ from zero.kernels.norm import sum_squares, sum_squares_reference
 isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
 
 
-@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+@pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_squares_adds_in_the_documented_order(isa, threads, dtype):
     for numel, start in itertools.product(sizes(threads), (0, 1)):
@@ -23,7 +23,7 @@ def test_sum_squares_adds_in_the_documented_order(isa, threads, dtype):
         assert sum_squares_reference(x) == pytest.approx(sum_squares(x), rel=1e-13)
 
 
-@pytest.mark.skipif(CPU is None, reason=f"no compiled kernels: {native.missing_reason()}")
+@pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
 def test_more_blocks_than_lanes_are_added_in_the_documented_order(threads):
     x = torch.randn(1027 * 4096 + 5)
     assert sum_squares(x) == fixed_sum_squares(x)

@@ -11,6 +11,7 @@ import torch
 
 from zero.config import Config
 from zero.core.wrap import Sharded
+from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger
 from zero.plan.formats import Formats
@@ -66,10 +67,11 @@ class Progress:
 def describe(sharded: Sharded, stage: int, dtype: str, device: torch.device, held: StateBytes, formats: Formats) -> str:
     """The line at the start: what was made of the model."""
     numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
-    kernels = f"{isa()} kernels" if device.type == "cpu" else "torch kernels"
+    compiled = isa() if device.type == "cpu" else "CUDA" if cuda.available(device) else "torch"
     kept = f", masters as {formats.master}" if dtype != "fp32" else ""
     kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
     return (
         f"stage {stage} on {sharded.mesh.world_size} rank(s), {device.type}: {numel:,} parameters in {dtype}, "
-        f"{len(sharded.units)} units, {held.total / MIB:.1f} MiB of model state per rank at rest, {kernels}{kept}"
+        f"{len(sharded.units)} units, {held.total / MIB:.1f} MiB of model state per rank at rest, "
+        f"{compiled} kernels{kept}"
     )

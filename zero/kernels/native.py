@@ -87,17 +87,7 @@ def cuda_missing_text() -> str | None:
     )
 
 
-def missing_reason() -> str | None:
-    """Why there are no compiled CPU kernels (text of the import error), or None when they are there."""
-    return _find()[1]
-
-
-def cuda_missing_reason() -> str | None:
-    """Why there are no CUDA kernels (text of the import error), or None when they are there."""
-    return _find_cuda()[1]
-
-
 def isa() -> str:
-    """Instruction set of the compiled kernels in use (``scalar``, ``avx2``, ``avx512``), or ``torch`` without them."""
+    """Instruction set of the compiled kernels in use (``sse2``, ``avx2``, ``neon`` ...), or ``torch`` without them."""
     module, _ = _find()
     return "torch" if module is None else str(module.isa())
