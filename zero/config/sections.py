@@ -11,6 +11,7 @@ from zero.config.values import (
     Number,
     Object,
     Positive,
+    Seconds,
     Section,
     Text,
     Texts,
@@ -230,3 +231,13 @@ class Zero(Section):
     """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
     micro-batch like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under
     accumulation too, at the price of more communication."""
+    reduce: choice("ranks", "tree") = "ranks"
+    """How gradients are added up: in the order of ranks, or in a fixed binary tree over the micro-batches of one
+    optimizer step, which gives the same bits at every world size and takes a power of two of micro-batches."""
+    timeout: Seconds = 600.0
+    """Seconds that a rank waits for another before the job ends with a report of who waits for what."""
+    check_order: Bool = False
+    """Compare at each step in which order the ranks communicated; a difference is an error that names the first."""
+    check_replicas: Count = 0
+    """Every so many steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
+    0 is never."""

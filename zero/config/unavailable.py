@@ -64,39 +64,19 @@ _UNITS = "is not available in this release; name the modules in zero.units"
 _ONE_GATHER = "another way to gather is not available in this release; leave it out"
 
 UNAVAILABLE: tuple[Unavailable, ...] = (
-    Unavailable("fp16.enabled", true, "fp16 with loss scaling is not available in this release; use bf16"),
+    Unavailable("fp16.fp16_master_weights_and_grads", true, "masters are exact fp32 here; leave it out"),
     Unavailable(
         "bf16.bf16_master_weights_and_grads", true, "masters are exact here; optimizer.params.zero.master says how"
     ),
     Unavailable("bf16.bf16_optimizer_states", true, "set optimizer.params.zero.moments to 'bf16' instead"),
-    Unavailable("torch_autocast.enabled", true, "is not available in this release; use bf16"),
     Unavailable("amp", enabled, "apex amp is not available; use bf16"),
     Unavailable("msamp", enabled, "MS-AMP is not available; use bf16"),
-    Unavailable(
-        "data_types.grad_accum_dtype",
-        other_than("fp32", "float32", "float", "torch.float32"),
-        "gradients accumulate in fp32 only in this release; leave it out or set it to 'fp32'",
-    ),
-    Unavailable("data_types.param_dtype", given, "is not available in this release; use bf16.enabled"),
-    Unavailable("data_types.buffer_dtype", given, "is not available in this release; buffers stay as they are"),
-    Unavailable(
-        "communication_data_type",
-        given,
-        "another dtype for the reduction is not available in this release; leave it out",
-    ),
-    Unavailable("prescale_gradients", true, "is not available in this release; leave it out"),
-    Unavailable("gradient_predivide_factor", other_than(1), "is not available in this release; leave it out"),
     Unavailable(
         "gradient_allreduce_op",
         other_than("mean"),
         "a sum over the ranks is not available in this release; use 'mean' and multiply the loss",
     ),
     Unavailable("sparse_gradients", true, "is not available in this release; gradients are dense"),
-    Unavailable(
-        "managed_gradient_accumulation",
-        false,
-        "is not available in this release; set gradient_accumulation_steps",
-    ),
     Unavailable("graph_harvesting", true, "CUDA graphs are not available in this release; leave it out"),
     Unavailable("optimizer.legacy_fusion", true, "is not available; leave it out"),
     Unavailable(
@@ -123,9 +103,6 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     ),
     Unavailable(f"{_ZERO}.legacy_stage1", true, "is gone from DeepSpeed too; leave it out"),
     Unavailable(f"{_ZERO}.stage3_module_granularity_threshold", above(0), _UNITS),
-    Unavailable(f"{_ZERO}.leaf_module.classes", given, _UNITS),
-    Unavailable(f"{_ZERO}.leaf_module.names", given, _UNITS),
-    Unavailable(f"{_ZERO}.leaf_module.name_suffixes", given, _UNITS),
     Unavailable(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", true, _ONE_GATHER),
     Unavailable(f"{_ZERO}.stage3_allgather_sequential", true, _ONE_GATHER),
     Unavailable(f"{_ZERO}.pipeline_loading_checkpoint", true, "is not available in this release; leave it out"),
@@ -195,16 +172,6 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "not used yet",
         (
-            *(
-                f"{_ZERO}.stage3_{key}"
-                for key in (
-                    "prefetch_bucket_size",
-                    "param_persistence_threshold",
-                    "model_persistence_threshold",
-                    "max_live_parameters",
-                    "max_reuse_distance",
-                )
-            ),
             "aio",
             "activation_checkpointing.number_checkpoints",
             "timers",
@@ -219,6 +186,7 @@ IDLE: tuple[Idle, ...] = (
             f"{_ZERO}.log_trace_cache_warnings",
             f"{_ZERO}.enable_sanity_checks",
             "bf16.immediate_grad_update",
+            "torch_autocast.lower_precision_safe_modules",
             "checkpoint.checkpoint_serialization",
             "zero_force_ds_cpu_optimizer",
             "seq_parallel_communication_data_type",

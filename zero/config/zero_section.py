@@ -135,15 +135,17 @@ class ZeroOptimization(Section):
     """An implementation of stage 1 that DeepSpeed has removed."""
 
     stage3_prefetch_bucket_size: Count = 50_000_000
-    """Elements gathered ahead of their use."""
-    stage3_param_persistence_threshold: Count = 100_000
-    """Parameters with fewer elements than this stay whole."""
+    """Elements gathered ahead of their use; 0 gathers nothing ahead."""
+    stage3_param_persistence_threshold: Count = 0
+    """Units of at most this many elements stay whole between uses. DeepSpeed's default is 100,000, for it gathers
+    parameters one by one; here small ones travel with their block."""
     stage3_model_persistence_threshold: Count = sys.maxsize
     """The most elements that may stay whole in all."""
     stage3_max_live_parameters: Count = 1_000_000_000
-    """The most elements that are whole at one time."""
-    stage3_max_reuse_distance: Count = 1_000_000_000
-    """Keep a parameter whole if it is used again within this many elements."""
+    """Nothing is gathered ahead of its use beyond this many whole elements."""
+    stage3_max_reuse_distance: Count = 0
+    """Keep a unit whole if it is used again within this many elements. DeepSpeed's default is 1e9, with which a model
+    below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
     stage3_module_granularity_threshold: Count = 0
     """Treat modules smaller than this as one."""
     stage3_use_all_reduce_for_fetch_params: Bool = False

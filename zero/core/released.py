@@ -61,9 +61,12 @@ class Released:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise RuntimeError(
-            f"parameter '{_first_name((args, kwargs))}' is released; read it inside zero.GatheredParameters(...)"
-        )
+        # Somebody may know how to bring them, at this moment of the step: each summons leaves a plain parameter.
+        wanted = _released_in((args, kwargs))
+        if wanted and all(param._zero_owner.unit.summon() for param in wanted):
+            return func(*args, **(kwargs or {}))
+        name = wanted[0]._zero_owner.name if wanted else "?"
+        raise RuntimeError(f"parameter '{name}' is released; read it inside zero.GatheredParameters(...)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied: the values are elsewhere."""
@@ -80,15 +83,15 @@ def released_class(kind: type) -> type:
     return type(f"Released{kind.__name__}", (Released, kind), {"__module__": __name__, "__doc__": Released.__doc__})
 
 
-def _first_name(values: Any) -> str:
-    """The name of the first released parameter among nested arguments."""
-    stack = [values]
+def _released_in(values: Any) -> list[Any]:
+    """The released parameters among nested arguments, in order."""
+    found, stack = [], [values]
     while stack:
         value = stack.pop()
         if isinstance(value, Released):
-            return value._zero_owner.name
-        if isinstance(value, dict):
+            found.append(value)
+        elif isinstance(value, dict):
             stack += reversed(list(value.values()))
         elif isinstance(value, (tuple, list)):
             stack += reversed(value)
-    return "?"
+    return found

@@ -12,7 +12,7 @@ views which autograd saved in between are valid again when backward reaches them
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,7 +69,8 @@ class Unit:
     full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
     shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
     master: the exact values of that slice, for the optimizer; None when frozen;
-    holds:  how many readers (`GatheredParameters`) keep it full for now.
+    holds:  how many readers (`GatheredParameters`) keep it full for now;
+    bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False.
     """
 
     def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
@@ -80,6 +81,7 @@ class Unit:
         self.state = State.FULL
         self.gradients: Gradients | None = None
         self.holds = 0
+        self.bring: Callable[[Unit], bool] | None = None
         self._mesh = mesh
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
@@ -174,6 +176,10 @@ class Unit:
         torch.autograd.graph.increment_version(self.params)
         self._versions = [param._version for param in self.params]
         self._move("invalidate")
+
+    def summon(self) -> bool:
+        """Make the parameters readable because somebody is about to read them; False when nobody can now."""
+        return self.state is State.FULL or (self.bring is not None and self.bring(self))
 
     def reduce(self) -> None:
         """Start to turn the full gradient into its reduced shard."""
