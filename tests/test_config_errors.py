@@ -136,10 +136,82 @@ def test_a_batch_size_of_a_wrong_type_is_said_once():
 
 
 def test_fp16_and_bf16_together():
-    assert errors({"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}).splitlines() == [
-        "fp16.enabled and bf16.enabled: both are true; set one of them to false",
-        "fp16.enabled: fp16 with loss scaling is not available in this release; use bf16",
-    ]
+    assert errors({"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}) == (
+        "fp16.enabled and bf16.enabled: both are true; set one of them to false"
+    )
+
+
+FP16 = {"train_batch_size": 8, "fp16": {"enabled": True}}
+NO_MODE = "without fp16.enabled or bf16.enabled they are fp32"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {**FP16, "torch_autocast": {"enabled": True}},
+            "torch_autocast.enabled and fp16.enabled: both are true; set one of them to false "
+            "(under autocast the parameters stay fp32)",
+        ),
+        (
+            {"bfloat16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
+            "torch_autocast.enabled and bf16.enabled: both are true; set one of them to false "
+            "(under autocast the parameters stay fp32)",
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "float32"}},
+            "torch_autocast.dtype: got 'fp32', wanted one of 'bf16', 'fp16'",
+        ),
+        (
+            {"data_types": {"param_dtype": "bf16"}},
+            f"data_types.param_dtype: got 'bf16', but {NO_MODE}; set it to 'fp32', or switch on bf16.enabled instead",
+        ),
+        (
+            {**FP16, "data_types": {"param_dtype": "fp32"}},
+            "data_types.param_dtype: got 'fp32', but fp16.enabled makes them fp16; set it to 'fp16'",
+        ),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: got 0, wanted a number above 0"),
+        (
+            {"fp16": {"enabled": True, "hysteresis": 0}},
+            "fp16.hysteresis: got 0, wanted an integer of at least 1 for a dynamic loss scale",
+        ),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale_window": 0}},
+            "fp16.loss_scale_window: got 0, wanted an integer of at least 1 for a dynamic loss scale",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 65}},
+            "fp16.initial_scale_power: got 65, wanted an integer from 0 to 64",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 17}},
+            "fp16.min_loss_scale: got 17, wanted at most 2 ** fp16.initial_scale_power = 16, where the scale starts",
+        ),
+    ],
+)
+def test_precision_that_does_not_fit_together(given, text):
+    assert errors({"train_batch_size": 8, **given}) == text
+
+
+def test_precision_that_fits_together():
+    both = {"data_types": {"param_dtype": "half"}, "fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 0}}
+    assert load({"train_batch_size": 8, **both}, 1).scales_loss
+    off = {"fp16": {"enabled": False, "hysteresis": 0}, "torch_autocast": {"enabled": True}}
+    config = load({"train_batch_size": 8, **off}, 1)
+    assert (config.autocast_dtype, config.scales_loss, config.compute_dtype) == ("bf16", False, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, 1.0),
+        ({"prescale_gradients": True}, 4.0),
+        ({"gradient_predivide_factor": 3}, 3.0),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 3}, 3.0),
+    ],
+)
+def test_what_gradients_are_divided_by_before_they_travel(keys, wanted):
+    assert load({"train_batch_size": 8, **keys}, 4).predivide == wanted
 
 
 def test_duplicate_keys(tmp_path):
@@ -298,8 +370,8 @@ def test_max_grad_norm_of_any_optimizer():
     ("given", "text"),
     [
         (
-            {"fp16": {"enabled": True}},
-            "fp16.enabled: fp16 with loss scaling is not available in this release; use bf16",
+            {"fp16": {"fp16_master_weights_and_grads": True}},
+            "fp16.fp16_master_weights_and_grads: masters are exact fp32 here; leave it out",
         ),
         (
             {"zero_optimization": {"offload_param": {"device": "nvme"}}},
@@ -311,13 +383,8 @@ def test_max_grad_norm_of_any_optimizer():
             "use 'none', and a higher stage to save memory",
         ),
         (
-            {"torch_autocast": {"enabled": True}},
-            "torch_autocast.enabled: is not available in this release; use bf16",
-        ),
-        (
-            {"data_types": {"grad_accum_dtype": "bf16"}},
-            "data_types.grad_accum_dtype: gradients accumulate in fp32 only in this release; "
-            "leave it out or set it to 'fp32'",
+            {"bf16": {"bf16_optimizer_states": True}},
+            "bf16.bf16_optimizer_states: set optimizer.params.zero.moments to 'bf16' instead",
         ),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},
@@ -381,7 +448,7 @@ def test_the_warning_comes_with_an_error_too(said):
 
 
 def test_keys_without_effect_are_said_once_in_one_line(said):
-    given = zero(stage=3, overlap_comm=True, reduce_bucket_size=5e8, stage3_max_live_parameters=1e9)
+    given = zero(stage=3, overlap_comm=True, reduce_bucket_size=5e8) | {"aio": {"block_size": 4096}}
     load(given, 1)
     load(given, 1)
     assert said() == [
@@ -389,7 +456,7 @@ def test_keys_without_effect_are_said_once_in_one_line(said):
             "INFO",
             "keys of the config that have no effect: zero_optimization.reduce_bucket_size, "
             "zero_optimization.overlap_comm (the units decide what is reduced and gathered together); "
-            "zero_optimization.stage3_max_live_parameters (not used yet)",
+            "aio (not used yet)",
         )
     ]
 

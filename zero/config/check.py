@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from zero import log
 from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve
 from zero.config.errors import ConfigError, dotted, show
-from zero.config.file import Config, File
+from zero.config.file import Config, File, autocast_dtype
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
 from zero.config.tidy import Tidy, hint, section_of
@@ -18,6 +18,7 @@ from zero.config.unavailable import idle, lookup, unavailable
 from zero.config.values import WANTED, Section
 
 _STATES = "optimizer.params.zero"
+MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 
 
 def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = True) -> Config:
@@ -152,10 +153,55 @@ def _together(file: File) -> list[str]:
     lines = []
     if file.fp16.enabled and file.bf16.enabled:
         lines.append("fp16.enabled and bf16.enabled: both are true; set one of them to false")
-    if file.fp16.enabled and file.fp16.loss_scale == 0:
-        for name in ("loss_scale_window", "min_loss_scale"):
-            if getattr(file.fp16, name) == 0:
-                lines.append(f"fp16.{name}: got 0, wanted an integer of at least 1 for a dynamic loss scale")
+    for section in ("fp16", "bf16"):
+        if file.torch_autocast.enabled and getattr(file, section).enabled:
+            lines.append(
+                f"torch_autocast.enabled and {section}.enabled: both are true; set one of them to false "
+                "(under autocast the parameters stay fp32)"
+            )
+    if autocast_dtype(file) == "fp32":
+        lines.append("torch_autocast.dtype: got 'fp32', wanted one of 'bf16', 'fp16'")
+    if file.gradient_predivide_factor == 0:
+        lines.append("gradient_predivide_factor: got 0, wanted a number above 0")
+    return lines + _param_dtype(file) + _dynamic_scale(file)
+
+
+def _param_dtype(file: File) -> list[str]:
+    wanted = file.data_types.param_dtype
+    modes = {"fp16": file.fp16.enabled, "bf16": file.bf16.enabled}
+    if wanted is None or all(modes.values()):
+        return []
+    dtype = next((name for name, on in modes.items() if on), "fp32")
+    if wanted == dtype:
+        return []
+    here = (
+        f"{dtype}.enabled makes them {dtype}"
+        if dtype != "fp32"
+        else "without fp16.enabled or bf16.enabled they are fp32"
+    )
+    fix = f"set it to '{dtype}'" + (f", or switch on {wanted}.enabled instead" if wanted != "fp32" else "")
+    return [f"data_types.param_dtype: got '{wanted}', but {here}; {fix}"]
+
+
+def _dynamic_scale(file: File) -> list[str]:
+    """What is wrong with the numbers of a dynamic loss scale, where there is one."""
+    fp16 = file.fp16
+    if not (fp16.enabled or autocast_dtype(file) == "fp16") or fp16.loss_scale > 0:
+        return []
+    lines = [
+        f"fp16.{name}: got 0, wanted an integer of at least 1 for a dynamic loss scale"
+        for name in ("loss_scale_window", "hysteresis", "min_loss_scale")
+        if getattr(fp16, name) == 0
+    ]
+    if fp16.initial_scale_power > MAX_SCALE_POWER:
+        lines.append(
+            f"fp16.initial_scale_power: got {fp16.initial_scale_power}, wanted an integer from 0 to {MAX_SCALE_POWER}"
+        )
+    elif fp16.min_loss_scale > 2**fp16.initial_scale_power:
+        lines.append(
+            f"fp16.min_loss_scale: got {fp16.min_loss_scale}, wanted at most 2 ** fp16.initial_scale_power = "
+            f"{2**fp16.initial_scale_power}, where the scale starts"
+        )
     return lines
 
 

@@ -73,13 +73,15 @@ class File(Section):
     """Insist on the library's CPU optimizer when the state is offloaded."""
 
     communication_data_type: Dtype | None = None
-    """The dtype that gradients are reduced in."""
+    """Gradients are rounded to this dtype before they travel; the sum over ranks is taken in fp32 all the same."""
     seq_parallel_communication_data_type: Dtype | None = None
     """The same over the ranks that share a sequence."""
     prescale_gradients: Bool = False
-    """Divide gradients before they are reduced instead of after."""
+    """Divide gradients before they are reduced, by gradient_predivide_factor or else by the number of ranks; the result
+    is the same mean, but what travels is smaller."""
     gradient_predivide_factor: NotNegative = 1.0
-    """What they are divided by before."""
+    """What gradients are divided by before they are reduced, with or without prescale_gradients; the rest of the mean
+    is taken after it."""
     gradient_allreduce_op: choice("mean", "sum") = "mean"
     """Whether gradients are averaged or summed over the ranks."""
     sparse_gradients: Bool = False
@@ -158,6 +160,11 @@ class File(Section):
     """An asynchronous checkpoint engine."""
 
 
+def autocast_dtype(file: File) -> str | None:
+    """The dtype of torch.autocast around the forward, bf16 by default; None where it is off."""
+    return (file.torch_autocast.dtype or "bf16") if file.torch_autocast.enabled else None
+
+
 class Config(File):
     """A checked config: the batch sizes resolved, everything else as in the file or by default."""
 
@@ -178,3 +185,20 @@ class Config(File):
         if self.fp16.enabled:
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """The dtype of torch.autocast around the forward; None where it is off."""
+        return autocast_dtype(self)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether anything runs in fp16, so that the loss is scaled as the section `fp16` says."""
+        return self.fp16.enabled or self.autocast_dtype == "fp16"
+
+    @property
+    def predivide(self) -> float:
+        """What gradients are divided by before they travel; 1 for nothing."""
+        if self.gradient_predivide_factor == 1.0 and self.prescale_gradients:
+            return float(self.world_size)
+        return self.gradient_predivide_factor

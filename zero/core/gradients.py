@@ -1,11 +1,14 @@
 """The gradient of one unit: from autograd's pieces to a full local buffer to the reduced shard.
 
 Alive at most: the full buffer from the first gradient of a backward until its reduction (longer only where
-micro-batches accumulate locally), and the fp32 shard from then until the optimizer has used it. Only where the
+micro-batches accumulate locally), and the shard from then until the optimizer has used it. Only where the
 shard is the whole gradient (stage 0, or one rank) its memory stays for the next step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -15,23 +18,44 @@ from zero.core.mesh import Mesh
 from zero.plan.units import UnitPlan
 
 
+class GradientDtypes(NamedTuple):
+    """The dtypes of a unit's gradient on its way.
+
+    local:  of the full buffer as gradients land;
+    kept:   of whatever adds up: the reduced shard, and the full buffer once a second gradient is added in it;
+    travel: what is sent is rounded to it; None: to `local`. Every rank's contribution is, its own too; the sum over
+            ranks is taken in fp32 in the order of ranks, and where gradients are not cut it travels as such.
+    """
+
+    local: torch.dtype
+    kept: torch.dtype = torch.float32
+    travel: torch.dtype | None = None
+
+
 class Gradients:
     """Collects one unit's gradients on this rank and reduces them over the mesh.
 
-    flat:  the full local gradient [layout.numel], in `dtype`, or None;
-    shard: the reduced sum over all ranks and micro-batches so far [layout.numel / shard axis], fp32, or None.
-           It is a plain sum: the mean over ranks and micro-batches is taken by the optimizer's one factor.
+    flat:  the full local gradient [layout.numel], in `dtypes.local` or `dtypes.kept`, or None;
+    shard: the reduced sum over all ranks and micro-batches so far [layout.numel / shard axis], in `dtypes.kept`, or
+           None. It is a plain sum of what landed: the mean over ranks and micro-batches, the loss scale and clipping
+           are taken care of by the optimizer's one factor.
     """
 
     def __init__(
-        self, plan: UnitPlan, shapes: list[torch.Size], mesh: Mesh, dtype: torch.dtype, device: torch.device, tag: int
+        self,
+        plan: UnitPlan,
+        shapes: list[torch.Size],
+        mesh: Mesh,
+        dtypes: GradientDtypes,
+        device: torch.device,
+        tag: int,
     ) -> None:
         self.plan = plan
         self.flat: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._device = device
         self._tag = tag
         self._filled: set[int] = set()  # parameters whose span of `flat` holds a gradient
@@ -52,18 +76,23 @@ class Gradients:
         """Every parameter of the unit got its gradient in the backward that runs."""
         return len(self._arrived) == len(self._spans)
 
-    def take(self, index: int, grad: torch.Tensor) -> None:
-        """Add parameter `index`'s gradient (its shape, any dtype) to the flat buffer."""
+    def take(self, index: int, grad: torch.Tensor, factor: float = 1.0) -> None:
+        """Add parameter `index`'s gradient (its shape, any dtype) times `factor` to the flat buffer."""
         if self.flat is None:
-            self.flat = self._memory(self.plan.layout.numel, self._dtype)
+            self.flat = self._memory(self.plan.layout.numel, self._dtypes.local)
             for gap in self.plan.layout.gaps:
                 self.flat.narrow(0, *gap).zero_()
         span, shape = self._spans[index]
+        again = index in self._filled
+        if again and self.flat.itemsize < self._dtypes.kept.itemsize:
+            self.flat = self.flat.to(self._dtypes.kept)  # from here on it adds up
         view = self.flat.narrow(0, *span).view(shape)
-        if index in self._filled:
-            view.add_(grad)
+        if again:
+            view.add_(grad, alpha=factor)
         else:
             view.copy_(grad)
+            if factor != 1.0:
+                view.mul_(factor)
             self._filled.add(index)
         self._arrived.add(index)
 
@@ -75,13 +104,15 @@ class Gradients:
         """Start the reduction of the flat buffer, with zeros where no gradient came, and let go of it."""
         flat = self.flat
         if flat is None:
-            flat = torch.zeros(self.plan.layout.numel, dtype=self._dtype, device=self._device)
+            flat = torch.zeros(self.plan.layout.numel, dtype=self._dtypes.local, device=self._device)
         else:
             for index, (span, _) in enumerate(self._spans):
                 if index not in self._filled:
                     flat.narrow(0, *span).zero_()
         self.flat = None
         self._filled.clear()
+        if self._mesh.world_size > 1:
+            flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag)
 
     def sum(self) -> None:
@@ -97,8 +128,12 @@ class Gradients:
             own = total.chunk(axis.size)[axis.rank]
             inbox.sum(own, False)  # returns when our slices have left, so that theirs may be overwritten
             self._transfer = comm.gather(total, axis, self._tag + 1)
-        elif self.shard is None and self._mesh.world_size == 1 and inbox.flat.dtype == torch.float32:
+        elif self.shard is None and self._mesh.world_size == 1 and inbox.flat.dtype == self._dtypes.kept:
             self.shard = inbox.flat
+        elif self._dtypes.kept != torch.float32:
+            total = torch.empty(inbox.flat.numel() // self._mesh.shard.size, dtype=torch.float32, device=self._device)
+            inbox.sum(total, False)
+            self._add(total)
         elif self.shard is None:
             numel = inbox.flat.numel() // self._mesh.shard.size
             self.shard = self._memory(numel, torch.float32)
@@ -113,10 +148,7 @@ class Gradients:
         if transfer is None:
             return
         transfer.wait()
-        if self.shard is None:
-            self.shard = transfer.full
-        else:
-            self.shard.add_(transfer.full)
+        self._add(transfer.full)
 
     def drop(self) -> None:
         """Forget every gradient; waits for messages on their way, which still use the buffers."""
@@ -126,6 +158,36 @@ class Gradients:
         self.flat = self.shard = None
         self._filled.clear()
         self._arrived.clear()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All gradients that are held here, local and reduced, as few contiguous tensors."""
+        if self.flat is not None and len(self._filled) == len(self._spans):
+            yield self.flat
+        elif self.flat is not None:
+            for _, part in self._local_parts():
+                yield part
+        if self.shard is not None:
+            yield self.shard
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same by parameter: its name, and a contiguous piece [n] of its gradient."""
+        if self.flat is not None:
+            yield from self._local_parts()
+        if self.shard is not None:
+            own = self.plan.layout.shard(self._mesh.shard.rank, self._mesh.shard.size)
+            for fragment in self.plan.layout.fragments(own):
+                yield fragment.name, self.shard.narrow(0, fragment.at, fragment.numel)
+
+    def _local_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in sorted(self._filled):
+            yield self.plan.params[index].name, self.flat.narrow(0, *self._spans[index][0])
+
+    def _add(self, total: torch.Tensor) -> None:
+        """Add an fp32 sum over ranks to the shard: in fp32, rounded once to what the shard is kept in."""
+        if self.shard is None:
+            self.shard = total.to(self._dtypes.kept)
+        else:
+            self.shard.add_(total)
 
     def _memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory on the device: what the last step left, where it fits."""

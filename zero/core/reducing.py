@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from zero.core.finite import FirstNotFinite
 from zero.core.unit import Unit
+from zero.log import logger, rank
 from zero.plan.sharding import Sharding
 
 
@@ -19,11 +21,17 @@ class Reducer:
     the end of a backward is flushed, with zeros where no gradient came. So every rank sends the same
     sequence, whatever its own graph used.
 
-    boundary: whether the backward that runs is the last of its accumulation window (set by the engine).
+    boundary: whether the backward that runs is the last of its accumulation window (set by the engine);
+    scale:    the loss scale: what all gradients that are held are multiplied by (set by the optimizer);
+    divisor:  what they are divided by before they travel, besides.
     """
 
-    def __init__(self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None], watch: FirstNotFinite
+    ) -> None:
         self.boundary = True
+        self.scale = self.divisor = 1.0
+        self.watch = watch
         self.open = False  # a backward has begun and was not flushed yet
         self.rounds = 0  # backward passes flushed so far
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
@@ -32,6 +40,8 @@ class Reducer:
         self._on_flush: list[Callable[[], None]] = []
         self._next = 0  # first unit of the order that has not fired in this backward
         self._travelling: list[Unit] = []
+        self._scaled: float | None = None  # what the loss of the running backward was multiplied by, if it told
+        self._warned = False
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(unit, index))
             for unit in self._order
@@ -46,10 +56,21 @@ class Reducer:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
         if not self.open:
             self.open = True
+            self.watch.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+
+    def scaled(self, scale: float) -> None:
+        """The loss of the backward that runs was multiplied by `scale`; to be told before any gradient lands."""
+        self.begin()
+        self._scaled = scale
 
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
+        if not self.open:
+            self.watch.begin()  # it reached none of our parameters, and counts all the same
+        self._end()
+
+    def _end(self) -> None:
         if self._fires:
             while self._next < len(self._order):
                 self._fire(self._order[self._next])
@@ -60,6 +81,7 @@ class Reducer:
         self._travelling = []
         self._next = 0
         self.open = False
+        self._scaled = None
         self.rounds += 1
         for call in self._on_flush:
             call()
@@ -67,15 +89,21 @@ class Reducer:
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
         if any(unit.gradients.flat is not None or unit.gradients.shard is None for unit in self._order):
-            self.flush()
+            self._end()
 
-    def abandon(self) -> None:
-        """After an exception: forget the gradients of this accumulation window."""
+    def drop(self) -> None:
+        """Forget the gradients of this accumulation window."""
         for unit in self._order:
             unit.gradients.drop()
+        self.watch.clear()
+
+    def abandon(self) -> None:
+        """After an exception: forget the gradients and the backward that brought them."""
+        self.drop()
         self._travelling = []
         self._next = 0
         self.open = False
+        self._scaled = None
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
@@ -105,12 +133,25 @@ class Reducer:
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
         self.begin()
-        unit.gradients.take(index, grad)
+        unit.gradients.take(index, grad, self._landing())
         if not unit.gradients.complete:
             return
         self._on_complete(unit)
         while self._fires and self._next < len(self._order) and self._order[self._next].gradients.complete:
             self._fire(self._order[self._next])
+
+    def _landing(self) -> float:
+        """What a gradient that lands is multiplied by, so that all that add up have one scale."""
+        if self._scaled is None and self.scale != 1.0 and not self._warned:
+            self._warned = True
+            if rank() == 0:
+                logger.warning(
+                    "a backward ran on a loss that this engine did not multiply by its loss scale %g: the gradients "
+                    "are multiplied as they land, but small ones may have become zero before; "
+                    "use engine.backward(loss) or engine.scale(loss).backward()",
+                    self.scale,
+                )
+        return self.scale / ((self._scaled or 1.0) * self.divisor)
 
     def _fire(self, unit: Unit) -> None:
         """Send this unit's gradient, then add up the one before it, which has had a unit's time to arrive."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.comm import Transfer
-from zero.core.gradients import Gradients
+from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.released import Released, released_class
@@ -94,7 +94,7 @@ class Unit:
         return self.plan.layout.shard(self._axis.rank, self._axis.size)
 
     def adopt(
-        self, dtype: torch.dtype, device: torch.device, gradient_dtype: torch.dtype, remainder: bool = False
+        self, dtype: torch.dtype, device: torch.device, gradient_dtypes: GradientDtypes, remainder: bool = False
     ) -> None:
         """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
 
@@ -125,7 +125,7 @@ class Unit:
         self._versions = [param._version for param in self.params]
         if trained:
             shapes = [param.shape for param in self.params]
-            self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtype, device, 3 * self.index + 1)
+            self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtypes, device, 3 * self.index + 1)
 
     def gather(self) -> None:
         """Start to bring the full parameters; a no-op when they are there or on their way."""

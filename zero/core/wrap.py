@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from zero.core import comm
+from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
+from zero.core.gradients import GradientDtypes
 from zero.core.hooks import Reads, attach
 from zero.core.mesh import Mesh
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
 from zero.log import logger
-from zero.plan.formats import ITEMSIZE, Formats
-from zero.plan.memory import StateBytes, gradient_itemsize
+from zero.plan.formats import Formats
+from zero.plan.memory import StateBytes, gradient_dtype
 from zero.plan.sharding import Sharding
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
 
@@ -33,11 +35,25 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Numerics(NamedTuple):
-    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state."""
+    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state.
+
+    accumulate:  the dtype in which gradients add up;
+    communicate: what gradients are rounded to before they travel; None leaves them as they are;
+    buffers:     the dtype of the module's floating-point buffers; None leaves each as it is.
+    """
 
     compute_dtype: str
     accumulation: int
     formats: Formats = Formats()
+    accumulate: str = "fp32"
+    communicate: str | None = None
+    buffers: str | None = None
+
+    def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
+        """Of a unit whose parameters are of `dtype`."""
+        local = gradient_dtype(dtype, sharding, self.accumulation, self.accumulate)
+        travel = None if self.communicate is None else DTYPES[self.communicate]
+        return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 
 
 class Sharded:
@@ -50,7 +66,7 @@ class Sharded:
         self.sharding = sharding
         self.mesh = mesh
         self.gatherer = Gatherer(self.units)
-        self.reducer = Reducer(self.units, sharding, self.gatherer.done)
+        self.reducer = Reducer(self.units, sharding, self.gatherer.done, FirstNotFinite(self.trained, mesh))
         self.reducer.on_flush(self.gatherer.end_of_backward)
         reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._handles = attach(reads, self.gatherer, self.reducer.begin)
@@ -68,8 +84,7 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""
-        for unit in self.trained:
-            unit.gradients.drop()
+        self.reducer.drop()
 
     def nbytes(self) -> StateBytes:
         """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state."""
@@ -115,11 +130,10 @@ def wrap(
     units = []
     for index, plan in enumerate(plans):
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
-        size = gradient_itemsize(plan.dtype, sharding, numerics.accumulation)
-        gradient_dtype = DTYPES[plan.dtype] if size == ITEMSIZE[plan.dtype] else torch.float32
-        unit.adopt(DTYPES[plan.dtype], device, gradient_dtype, numerics.formats.remainder(plan.dtype))
+        gradient_dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
+        unit.adopt(DTYPES[plan.dtype], device, gradient_dtypes, numerics.formats.remainder(plan.dtype))
         units.append(unit)
-    _adopt_buffers(module, device, mesh)
+    _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
     sharded = Sharded(module, units, sharding, mesh)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
@@ -193,11 +207,11 @@ def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict
     return reads
 
 
-def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh) -> None:
+def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                child._buffers[name] = buffer = buffer.to(device)
+                child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
                 for axis in (mesh.shard, mesh.replica):
                     if buffer.numel():
                         comm.broadcast(buffer, 0, axis)

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
+from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
 from zero.engine.queries import Queries
 from zero.optim.optimizer import ZeroOptimizer
@@ -48,6 +49,7 @@ class Engine(Queries, nn.Module):
         self._boundary: bool | None = None  # set by the user; None: count
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
+        self._precision = Precision(config, device)
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -55,7 +57,8 @@ class Engine(Queries, nn.Module):
         self._alive()
         self._sharded.recover()
         try:
-            with self._progress.phase("forward"):
+            with self._progress.phase("forward"), self._precision.forward():
+                inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return self.module(*inputs, **kwargs)
         except Exception:
             self._sharded.abandon()
@@ -70,19 +73,13 @@ class Engine(Queries, nn.Module):
         self._alive()
         if self.optimizer is None:
             raise RuntimeError("backward() needs an optimizer: give `optimizer` in the JSON or to initialize()")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = (
-                f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                if isinstance(loss, torch.Tensor)
-                else type(loss).__name__
-            )
-            raise ValueError(f"backward() wants the loss, a scalar tensor with a graph; got {what}")
+        check_loss("backward()", loss)
         steps = self.gradient_accumulation_steps()
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         try:
             with self._progress.phase("backward"):
-                (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
+                scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
                     reducer.flush()
@@ -90,6 +87,15 @@ class Engine(Queries, nn.Module):
             self._sharded.abandon()
             raise
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`; outside fp16 the loss itself.
+
+        Raises ValueError for a loss that is not a scalar with a graph.
+        """
+        self._alive()
+        check_loss("scale()", loss)
+        return scaled(loss, 1, self._sharded.reducer)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler."""

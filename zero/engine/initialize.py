@@ -20,6 +20,7 @@ from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
 from zero.engine.arguments import resolve_config
 from zero.engine.engine import Engine
+from zero.engine.precision import make_loss_scaler
 from zero.engine.progress import describe
 from zero.log import rank_zero, set_level
 from zero.optim.lr import build_scheduler
@@ -75,6 +76,7 @@ def initialize(
     sharded = _wrap(model, groups, sharding, device, settings, formats)
     if zero_optimizer is not None:
         mean = 1.0 / (sharded.mesh.world_size * settings.gradient_accumulation_steps)
+        sharded.reducer.divisor = settings.predivide
         zero_optimizer.bind(sharded, mean)
     engine = Engine(sharded, zero_optimizer, settings, device)
     stage, held = settings.zero_optimization.stage, engine.state_nbytes()
@@ -90,7 +92,14 @@ def initialize(
 def _wrap(
     model: nn.Module, groups: Groups, sharding: Sharding, device: torch.device, settings: Config, formats: Formats
 ) -> Sharded:
-    numerics = Numerics(settings.compute_dtype, settings.gradient_accumulation_steps, formats)
+    numerics = Numerics(
+        settings.compute_dtype,
+        settings.gradient_accumulation_steps,
+        formats,
+        accumulate=settings.data_types.grad_accum_dtype or "fp32",
+        communicate=settings.communication_data_type,
+        buffers=settings.data_types.buffer_dtype,
+    )
     params = [group["params"] for group in groups]
     return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units)
 
@@ -111,7 +120,7 @@ def _make_optimizer(
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         groups = client.param_groups  # the same dicts: a scheduler made for the client's optimizer stays in charge
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
-    made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check)
+    made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check, make_loss_scaler(settings))
     return made, made.param_groups
 
 

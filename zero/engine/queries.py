@@ -57,17 +57,21 @@ class Queries:
         """Whether parameters are bf16."""
         return self._config.bf16.enabled
 
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the forward runs under torch.autocast."""
+        return self._config.torch_autocast.enabled
+
     def amp_enabled(self) -> bool:
         """Always False: there is no apex here."""
         return False
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts by itself (fp16 only)."""
-        return self._config.fp16.enabled and self._config.fp16.loss_scale == 0
+        """Whether the configuration lets the loss scale adapt by itself (fp16 only)."""
+        return self._config.scales_loss and self._config.fp16.loss_scale == 0
 
     def loss_scale(self) -> float:
-        """The loss scale of the configuration; 1 outside fp16."""
-        return float(self._config.fp16.loss_scale) if self._config.fp16.enabled else 1.0
+        """The loss scale of the configuration: 0 when it is dynamic, 1 outside fp16. Now: `optimizer.loss_scale`."""
+        return float(self._config.fp16.loss_scale) if self._config.scales_loss else 1.0
 
     def gradient_clipping(self) -> float:
         """The largest global gradient norm that is not clipped; 0 means no clipping."""

@@ -1,4 +1,4 @@
-"""The global gradient norm, summed so that no stage changes its bits, and the search for what was not finite."""
+"""The global gradient norm, summed so that no stage changes its bits, and the factor that limits it."""
 
 from __future__ import annotations
 
@@ -37,21 +37,3 @@ def clip_factor(norm: float, limit: float) -> float:
     As torch.nn.utils.clip_grad_norm_: limit / (norm + 1e-6), never above 1.
     """
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-
-
-def first_not_finite(units: Sequence[Unit], mesh: Mesh) -> str:
-    """The name of the first parameter, in order of registration, whose gradient is not finite on any rank.
-
-    A collective over the shard axis; called only when the norm said that there is one.
-    """
-    names = [spec.name for unit in units for spec in unit.plan.params]
-    found = len(names)
-    for unit in units:
-        own = unit.plan.layout.shard(mesh.shard.rank, mesh.shard.size)
-        for fragment in unit.plan.layout.fragments(own):
-            if not torch.isfinite(unit.gradients.shard.narrow(0, fragment.at, fragment.numel)).all():
-                found = min(found, names.index(fragment.name))
-                break
-    mine = torch.tensor([float(found)], dtype=torch.float64, device=units[0].shard.device)
-    first = int(comm.gather_scalars(mine, mesh.shard).min().item())
-    return names[first] if first < len(names) else "none by itself: the squares overflow fp64"

@@ -11,8 +11,9 @@ import torch
 
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
-from zero.optim.clip import clip_factor, first_not_finite, global_norm
+from zero.optim.clip import clip_factor, global_norm
 from zero.optim.rules import Rule
+from zero.optim.scaler import LossScaler
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -22,10 +23,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     torch do. `overflow` tells whether the last step was skipped because a gradient was not finite.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], rule: Rule, clipping: float, check_overflow: bool) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: Rule,
+        clipping: float,
+        check_overflow: bool,
+        loss_scaler: LossScaler | None = None,
+    ) -> None:
         self.rule = rule
+        self.loss_scaler = loss_scaler or LossScaler()
         self.overflow = False
-        self.loss_scale = 1.0
         self.grad_norm: float | None = None
         self._clipping = clipping
         self._check_overflow = check_overflow
@@ -37,13 +45,54 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
         self._sharded = sharded
         self._mean = mean
+        sharded.reducer.scale = self.loss_scale
+        sharded.reducer.watch.enabled = self._check_overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 outside fp16."""
+        return self.loss_scaler.loss_scale
+
+    cur_scale = loss_scale  # DeepSpeed's other name
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves by itself."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """DeepSpeed's name of `grad_norm`."""
+        return self.grad_norm
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this loss scale from now on, dynamic or not; every rank must.
+
+        Raises ValueError for one that is not positive and finite, RuntimeError between the first backward and the step
+        of an accumulation window, whose gradients were multiplied by the old one.
+        """
+        if self._sharded is None:
+            raise RuntimeError("this optimizer is not attached to an engine")
+        if self._sharded.reducer.watch.backwards:
+            raise RuntimeError(
+                "override_loss_scale(): gradients are there that were multiplied by the old loss scale; "
+                "call it after step(), before the next backward"
+            )
+        self.loss_scaler.force(loss_scale)
+        self._sharded.reducer.scale = self.loss_scale
+
+    @property
+    def gradient_factor(self) -> float:
+        """What turns the sums in `unit.gradients` into the averaged, unscaled gradient of the loss."""
+        reducer = self._sharded.reducer
+        return self._mean * reducer.divisor / reducer.scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
 
         Skipped, with `overflow` set and the parameter named, when a gradient is inf or NaN. The gradients are
-        used up either way.
+        used up either way. Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more.
         """
         if closure is not None:
             raise ValueError("step() takes no closure: the gradients are reduced before it is called")
@@ -51,15 +100,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if sharded is None:
             raise RuntimeError("this optimizer is not attached to an engine")
         sharded.reducer.before_step()
-        norm = global_norm(sharded.trained, sharded.mesh) * self._mean
+        factor = self.gradient_factor
+        norm = global_norm(sharded.trained, sharded.mesh) * factor
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm
         if self.overflow:
-            name = first_not_finite(sharded.trained, sharded.mesh)
-            rank_zero(logging.WARNING, "step skipped: the gradient of parameter '%s' is not finite", name)
+            self._skip(sharded)
         else:
-            self._update(sharded, self._mean * clip_factor(norm, self._clipping))
-        sharded.drop_gradients()
+            self._update(sharded, factor * clip_factor(norm, self._clipping))
+            sharded.drop_gradients()
+            self.loss_scaler.update(False)
+        sharded.reducer.scale = self.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what earlier micro-batches of this step accumulated."""
@@ -69,6 +120,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank, masters not counted."""
         return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in self._sharded.trained)
+
+    def _skip(self, sharded: Sharded) -> None:
+        """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
+        place = sharded.reducer.watch.first()
+        sharded.drop_gradients()
+        try:
+            change = self.loss_scaler.update(True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} With loss scale {self.loss_scale:g}, {place}.") from None
+        rank_zero(logging.WARNING, "step skipped: %s%s", place, f"; {change}" if change else "")
 
     def _update(self, sharded: Sharded, factor: float) -> None:
         for group in self.param_groups:

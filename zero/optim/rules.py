@@ -171,7 +171,7 @@ class TorchRule:
             self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
         leaf, inner = self._inner[unit.index]
         inner.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
-        leaf.grad = unit.gradients.shard.mul_(factor)
+        leaf.grad = unit.gradients.shard.to(leaf.dtype).mul_(factor)
         inner.step()
         leaf.grad = None
         unit.master.publish()

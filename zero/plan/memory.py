@@ -63,13 +63,14 @@ def alive_nbytes(
     local_gradients: Collection[str] = (),
     reduced_gradients: Collection[str] = (),
     accumulation: int = 1,
+    accumulate: str = "fp32",
 ) -> StateBytes:
     """Bytes this engine keeps on one rank at a moment that is told by names of units.
 
     `parts` is the size of the shard axis, `rank` the place on it; shards differ where only the moments of large
     parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut between uses;
     `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
-    shard exists.
+    shard exists; `accumulate`: the dtype in which gradients add up.
     """
     parameters = gradients = optimizer = 0
     cut = sharding.params and parts > 1
@@ -79,9 +80,9 @@ def alive_nbytes(
         parameters += size * shard if cut else size * full
         parameters += size * full if cut and unit.name in gathered else 0
         if unit.name in local_gradients:
-            gradients += gradient_itemsize(unit.dtype, sharding, accumulation) * full
+            gradients += gradient_itemsize(unit.dtype, sharding, accumulation, accumulate) * full
         if unit.name in reduced_gradients:
-            gradients += 4 * shard
+            gradients += ITEMSIZE[accumulate] * shard
         if unit.requires_grad and unit.group >= 0:
             optimizer += formats.master_nbytes(shard, unit.dtype)
             own = runs(unit, unit.layout.shard(rank, parts), formats.moments)
@@ -89,10 +90,15 @@ def alive_nbytes(
     return StateBytes(parameters, gradients, optimizer)
 
 
-def gradient_itemsize(dtype: str, sharding: Sharding, accumulation: int) -> int:
-    """Bytes per element of the local gradient buffer.
+def gradient_dtype(dtype: str, sharding: Sharding, accumulation: int, accumulate: str = "fp32") -> str:
+    """The dtype of the local gradient buffer of parameters of `dtype`.
 
-    16-bit gradients travel as they come; where micro-batches add up in the buffer before they are reduced,
-    it is fp32.
+    Gradients travel as they come; where micro-batches add up in the buffer before they are reduced, it has the
+    dtype in which gradients `accumulate`.
     """
-    return ITEMSIZE[dtype] if sharding.grads or accumulation == 1 else max(4, ITEMSIZE[dtype])
+    return dtype if sharding.grads or accumulation == 1 else accumulate
+
+
+def gradient_itemsize(dtype: str, sharding: Sharding, accumulation: int, accumulate: str = "fp32") -> int:
+    """Bytes per element of the local gradient buffer; see `gradient_dtype`."""
+    return ITEMSIZE[gradient_dtype(dtype, sharding, accumulation, accumulate)]

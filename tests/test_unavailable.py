@@ -1,0 +1,59 @@
+"""The promise: every key that this release does not have says so once it is switched on, and none is ever silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero.config import ConfigError, load
+from zero.config.unavailable import UNAVAILABLE, Unavailable
+
+# Values that a key may be switched on with; which of them switch a row on, its own predicate says.
+VALUES: tuple[Any, ...] = (True, False, 2, "sum", "cpu", "nvme", {"enabled": True}, {"x": {"enabled": True}}, {"x": 1})
+
+
+def written(path: str, value: Any) -> dict[str, Any]:
+    """A config that gives `value` to the key at the dotted `path`."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    if "optimizer" in value:
+        value["optimizer"] = {"type": "AdamW", **value["optimizer"]}
+    return {"train_batch_size": 8, **value}
+
+
+def errors(row: Unavailable, value: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(written(row.path, value), 1)
+    return caught.value.errors
+
+
+@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.path)
+def test_what_is_not_available_says_so(row):
+    exact = [f"{row.path}: {row.message}"]
+    switched_on = [value for value in VALUES if row.on(value)]
+    assert switched_on, "no value of this test switches the key on"
+    # A value of another type is refused as such; one of the right type with the row's sentence and nothing else.
+    found = [list(errors(row, value)) for value in switched_on]
+    assert exact in found
+    assert not row.on(None), "a key that is not given must be off"
+
+
+@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.path)
+def test_what_is_switched_off_is_accepted(row):
+    off = [value for value in (False, True, 0, 1, "mean", "none", {}, {"enabled": False}) if not row.on(value)]
+    accepted = 0
+    for value in off:
+        try:
+            load(written(row.path, value), 1)
+            accepted += 1
+        except ConfigError as error:
+            assert all("wanted" in line for line in error.errors), error
+    assert accepted or row.path == "datastates_ckpt"
+
+
+def test_several_are_reported_at_once():
+    given = {"train_batch_size": 8, "sparse_gradients": True, "amp": {"enabled": True}, "autotuning": {"enabled": True}}
+    with pytest.raises(ConfigError) as caught:
+        load(given, 1)
+    assert [line.split(":")[0] for line in caught.value.errors] == ["amp", "sparse_gradients", "autotuning"]

@@ -1,0 +1,79 @@
+"""Where a gradient first was not finite: which parameter, and after which backward of the accumulation window.
+
+The optimizer finds an overflow by the norm, at the step, when several backwards have added up. To tell which one
+brought it, what each has left is looked at when the next one begins: one sum of squares, so one pass over the
+gradients, and nothing where every step has one backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zero.core import comm
+from zero.core.mesh import Mesh
+from zero.core.unit import Unit
+from zero.kernels.norm import sum_squares_into
+
+
+class FirstNotFinite:
+    """Watches the trained units of one engine through an accumulation window.
+
+    enabled:   whether to look between backwards at all;
+    backwards: how many have begun since the window did.
+    """
+
+    def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
+        self.enabled = True
+        self.backwards = 0
+        self._units = units
+        self._axis = mesh.reduced_over
+        self._names = [spec.name for unit in units for spec in unit.plan.params]
+        self._found: tuple[int, int] | None = None  # (backward, index of the name)
+
+    def begin(self) -> None:
+        """Another backward starts: look at what those before it left."""
+        if self.backwards and self.enabled and self._found is None and not self._all_finite():
+            self._found = self._scan()
+        self.backwards += 1
+
+    def clear(self) -> None:
+        """The gradients are gone."""
+        self.backwards, self._found = 0, None
+
+    def first(self) -> str:
+        """The earliest backward, and in it the first parameter in order of registration, on any rank, in words.
+
+        A collective; called when the norm said that there is one, with the reduced gradients still there.
+        """
+        found, count = self._found or self._scan(), len(self._names)
+        key = math.inf if found is None else found[0] * count + found[1]
+        device = self._units[0].shard.device
+        mine = torch.tensor([key], dtype=torch.float64, device=device)
+        least = comm.gather_scalars(mine, self._axis).min().item()
+        if math.isinf(least):
+            return "the norm of the gradients is not finite, though each of them is"
+        backward, index = divmod(int(least), count)
+        return (
+            f"the gradient of parameter '{self._names[index]}' is not finite "
+            f"(micro-step {backward} of {max(backward, self.backwards)})"
+        )
+
+    def _all_finite(self) -> bool:
+        total = torch.zeros((), dtype=torch.float64, device=self._units[0].shard.device)
+        for unit in self._units:
+            for tensor in unit.gradients.tensors():
+                sum_squares_into(tensor, total, accumulate=True)
+        return math.isfinite(total.item())
+
+    def _scan(self) -> tuple[int, int] | None:
+        at = 0
+        for unit in self._units:
+            bad = {name for name, part in unit.gradients.parts() if not torch.isfinite(part).all()}
+            for index, spec in enumerate(unit.plan.params):
+                if spec.name in bad:
+                    return max(1, self.backwards), at + index
+            at += len(unit.plan.params)
+        return None

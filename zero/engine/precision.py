@@ -1,0 +1,131 @@
+"""What surrounds a forward and a loss in 16 bits: inputs that are cast, torch.autocast on or off, the loss scale."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from zero.config import Config
+from zero.core.reducing import Reducer
+from zero.core.wrap import DTYPES
+from zero.log import log_once
+from zero.optim.scaler import Dynamic, LossScaler
+
+
+class Precision:
+    """How the engine calls its module: `fp16.auto_cast` and `torch_autocast` of the JSON.
+
+    Without `torch_autocast` the dtypes are those of the module, so an autocast of the caller is switched off inside.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._autocast = None if config.autocast_dtype is None else DTYPES[config.autocast_dtype]
+        self._inputs = torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None
+        self._device = device.type
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around one forward."""
+        if self._autocast is not None:
+            # No cache: it would keep a cast copy of every weight, also of those that are released after their use.
+            with torch.autocast(self._device, self._autocast, cache_enabled=False):
+                yield
+        elif torch.is_autocast_enabled(self._device):
+            log_once(
+                logging.WARNING,
+                "torch.autocast around the engine is switched off inside it; "
+                "set torch_autocast.enabled to true in the JSON to have it",
+            )
+            with torch.autocast(self._device, enabled=False):
+                yield
+        else:
+            yield
+
+    def cast(self, inputs: Any) -> Any:
+        """The inputs of a forward as the module wants them."""
+        return inputs if self._inputs is None else cast_floats(inputs, self._inputs)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating-point tensor cast, inside nested tuples, lists, mappings and dataclasses too.
+
+    What holds no such tensor is returned as it is; containers around a cast tensor are copied, never changed.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        items = [cast_floats(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        return _with_items(value, {key: cast_floats(item, dtype) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+        }
+        new = {name: cast_floats(item, dtype) for name, item in old.items()}
+        if all(new[name] is old[name] for name in old):
+            return value
+        made = copy.copy(value)
+        for name, item in new.items():
+            object.__setattr__(made, name, item)  # a frozen one too
+        return made
+    return value
+
+
+def _with_items(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    if all(items[key] is value[key] for key in items):
+        return value
+    made = copy.copy(value)  # keeps the class, and what it holds besides
+    for key, item in items.items():
+        made[key] = item
+    return made
+
+
+def make_loss_scaler(config: Config) -> LossScaler:
+    """The loss scale that the section `fp16` describes; 1 for ever where nothing runs in fp16."""
+    fp16 = config.fp16
+    if not config.scales_loss:
+        return LossScaler()
+    if fp16.loss_scale > 0:
+        return LossScaler(fp16.loss_scale)
+    rule = Dynamic(
+        fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.hysteresis,
+        fp16.consecutive_hysteresis,
+        float(fp16.min_loss_scale),
+    )
+    return LossScaler(rule=rule)
+
+
+def check_loss(caller: str, loss: Any) -> None:
+    """Raise ValueError unless `loss` is a scalar tensor with a graph."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return
+    what = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        what = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+    raise ValueError(f"{caller} wants the loss, a scalar tensor with a graph; got {what}")
+
+
+def scaled(loss: torch.Tensor, factor: int, reducer: Reducer) -> torch.Tensor:
+    """The loss times `factor` and the loss scale; its backward tells the reducer of the scale.
+
+    The product is taken in fp32, since fp16 ends at 65504. An engine knows only of the scale that it gave itself: for a
+    loss through several engines in fp16 call `loss.backward()`, so that each scales its own gradients.
+    """
+    scale = reducer.scale
+    if scale == 1.0:
+        return loss if factor == 1 else loss * factor
+    wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+    made = wide * (scale * factor)
+    made.register_hook(lambda grad: reducer.scaled(scale))
+    return made
