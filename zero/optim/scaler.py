@@ -81,7 +81,7 @@ class LossScaler:
         if overflow:
             if before <= rule.min_loss_scale:
                 raise RuntimeError(AT_MINIMUM)
-            self._scale = max(before / 2, rule.min_loss_scale)
+            self._scale = max(before / 2, float(rule.min_loss_scale))
         else:
             grown = good > 0 and good % rule.loss_scale_window == 0
             if grown or rule.consecutive_hysteresis:

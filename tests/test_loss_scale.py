@@ -1,0 +1,177 @@
+"""The promise: the loss scale moves as DeepSpeed's does, step for step, and a growth acts from the next step on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.optim.scaler import AT_MINIMUM, LARGEST, Dynamic, LossScaler
+
+
+def scales(rule: Dynamic, overflows: str) -> list[float]:
+    """The scale that each step used, and the one after the last; `x` is an overflow, `.` a good step."""
+    scaler = LossScaler(rule=rule)
+    used = [scaler.loss_scale]
+    for mark in overflows:
+        scaler.update(mark == "x")
+        used.append(scaler.loss_scale)
+    return used
+
+
+# One line per case: the overflows, and the powers of two of the scale before each step and after the last.
+@pytest.mark.parametrize(
+    ("rule", "overflows", "powers"),
+    [
+        # Window 2 from the start: growth comes after window + 1 good steps, then after every window.
+        (Dynamic(8, 2, 1), "......", [8, 8, 8, 9, 9, 10, 10]),
+        # No hysteresis: every overflow halves.
+        (Dynamic(8, 2, 1), "xxx", [8, 7, 6, 5]),
+        # After an overflow at step 2 the first growth comes after window + 1 good steps... counted from that one.
+        (Dynamic(8, 2, 1), "..x...", [8, 8, 8, 7, 7, 7, 8]),
+        (Dynamic(8, 1, 1), "x....", [8, 7, 7, 8, 9, 10]),
+        # Hysteresis 2: the first overflow is forgiven, all others are not, until growth.
+        (Dynamic(8, 3, 2), "x.x.x", [8, 8, 8, 7, 7, 6]),
+        (Dynamic(8, 2, 2), "x...xx", [8, 8, 8, 8, 9, 9, 8]),
+        # consecutive: any good step forgives anew, so only overflows in a row halve.
+        (Dynamic(8, 100, 2, True), "x.x.xx.xxx", [8, 8, 8, 8, 8, 8, 7, 7, 7, 6, 5]),
+        (Dynamic(8, 100, 3, False), "xx.xx", [8, 8, 8, 8, 7, 6]),
+        # The minimum holds, even where it is no power of two times the start.
+        (Dynamic(3, 100, 1, False, 4), "x", [3, 2]),
+    ],
+)
+def test_sequences(rule, overflows, powers):
+    assert scales(rule, overflows) == [2.0**power for power in powers]
+
+
+def test_the_minimum():
+    scaler = LossScaler(rule=Dynamic(3, 100, 1, False, 3))
+    assert scaler.update(True) == "loss scale 8 -> 4"
+    assert scaler.update(True) == "loss scale 4 -> 3"
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match="^Current loss scale already at minimum - cannot decrease scale anymore"
+        ):
+            scaler.update(True)
+        assert scaler.loss_scale == 3.0
+
+
+def test_hysteresis_comes_before_the_minimum():
+    scaler = LossScaler(rule=Dynamic(0, 100, 3))
+    assert scaler.update(True) == "loss scale 1 stays, hysteresis 3 -> 2"
+    assert scaler.update(True) == "loss scale 1 stays, hysteresis 2 -> 1"
+    with pytest.raises(RuntimeError, match=AT_MINIMUM):
+        scaler.update(True)
+
+
+def restated(rule: Dynamic, overflows: list[bool]) -> list[float | None]:
+    """The sequence from the whole history at every step, with no state carried along; None once it has failed."""
+    found: list[float | None] = [2.0**rule.initial_scale_power]
+    grew: set[int] = set()  # steps after which the scale doubled
+    for now in range(len(overflows)):
+        scale = found[-1]
+        if scale is None:
+            found.append(None)
+            continue
+        before = overflows[:now]
+        if overflows[now]:
+            refills = [
+                step for step in range(now) if step in grew or (rule.consecutive_hysteresis and not before[step])
+            ]
+            since = before[refills[-1] + 1 :] if refills else before
+            forgiven = sum(since) < rule.hysteresis - 1
+            if forgiven:
+                found.append(scale)
+            else:
+                found.append(None if scale == rule.min_loss_scale else max(scale / 2, rule.min_loss_scale))
+            continue
+        good = now - max((step for step in range(now) if before[step]), default=-1) - 1
+        if good > 0 and good % rule.loss_scale_window == 0:
+            grew.add(now)
+            scale *= 2
+        found.append(scale)
+    return found
+
+
+rules = st.builds(
+    Dynamic,
+    initial_scale_power=st.integers(2, 12),
+    loss_scale_window=st.integers(1, 5),
+    hysteresis=st.integers(1, 4),
+    consecutive_hysteresis=st.booleans(),
+    min_loss_scale=st.integers(1, 4),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(rule=rules, overflows=st.lists(st.booleans(), max_size=40))
+def test_any_sequence_is_what_the_history_says(rule, overflows):
+    scaler, wanted = LossScaler(rule=rule), restated(rule, overflows)
+    for step, overflow in enumerate(overflows):
+        assert scaler.loss_scale == wanted[step]
+        if wanted[step + 1] is None:
+            with pytest.raises(RuntimeError, match=AT_MINIMUM):
+                scaler.update(overflow)
+            return
+        said = scaler.update(overflow)
+        assert bool(said) == (overflow or wanted[step + 1] != wanted[step])
+    assert scaler.loss_scale == wanted[-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(rule=rules, overflows=st.lists(st.booleans(), max_size=30), cut=st.integers(0, 30))
+def test_a_saved_scaler_goes_on_as_if_never_stopped(rule, overflows, cut):
+    one, other = LossScaler(rule=rule), LossScaler(rule=rule)
+    try:
+        for overflow in overflows[:cut]:
+            one.update(overflow)
+        other.load_state_dict(one.state_dict())
+        for overflow in overflows[cut:]:
+            assert one.loss_scale == other.loss_scale
+            assert one.update(overflow) == other.update(overflow)
+    except RuntimeError:
+        return
+    assert one.state_dict() == other.state_dict()
+
+
+def test_a_fixed_scale_never_moves():
+    scaler = LossScaler(128.0)
+    assert [scaler.update(overflow) for overflow in (True, False, True)] == [
+        "loss scale 128 is fixed",
+        "",
+        *["loss scale 128 is fixed"],
+    ]
+    assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic) == (128.0, 128.0, False)
+    assert LossScaler().update(True) == ""
+    scaler.load_state_dict(LossScaler(rule=Dynamic()).state_dict())
+    assert scaler.loss_scale == 128.0, "the configuration fixes it"
+
+
+def test_growth_ends_before_numbers_do():
+    scaler = LossScaler(rule=Dynamic(60, 1, 1))
+    for _ in range(20):
+        scaler.update(False)
+    assert scaler.loss_scale == LARGEST
+    assert scaler.update(True) == f"loss scale {2**64} -> {2**63}"
+
+
+def test_a_forced_scale_stays():
+    scaler = LossScaler(rule=Dynamic(4, 1, 1))
+    scaler.force(1024)
+    for overflow in (True, False, False, False):
+        scaler.update(overflow)
+    assert (scaler.loss_scale, scaler.dynamic) == (1024.0, False)
+    again = LossScaler(rule=Dynamic())
+    again.load_state_dict(scaler.state_dict())
+    assert again.loss_scale == 1024.0
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan"), True, "8"])
+def test_a_forced_scale_that_is_none(scale):
+    with pytest.raises(ValueError, match=r"override_loss_scale\(\): got .*, wanted a positive finite number"):
+        LossScaler(8.0).force(scale)
+
+
+def test_a_state_of_something_else_is_refused():
+    with pytest.raises(ValueError, match=r"state of the loss scaler: got the keys \['cur_scale'\], wanted \["):
+        LossScaler(rule=Dynamic()).load_state_dict({"cur_scale": 1})
