@@ -50,7 +50,7 @@ def test_the_minimum():
     assert scaler.update(True) == "loss scale 4 -> 3"
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match="^Current loss scale already at minimum - cannot decrease scale anymore"
+            RuntimeError, match=r"^Current loss scale already at minimum - cannot decrease scale anymore"
         ):
             scaler.update(True)
         assert scaler.loss_scale == 3.0
