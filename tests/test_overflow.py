@@ -77,7 +77,7 @@ Arms = dict[int, tuple[int, int]]  # by micro-step: which rank arms which layer
 def skipped(stage: int, mode: dict[str, Any], accumulation: int, arms: Arms) -> tuple[list[str], tuple[Any, ...], bool]:
     """One window with armed layers, and a clean one: warnings, counters after each, whether only the second moved."""
     net, layers = make()
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
     settings = config(stage, dist.get_world_size(), accumulation=accumulation, scheduler=schedule, **mode)
     engine, optimizer, _, scheduler = zero.initialize(model=net, config=settings)
     values = [[], [], []]

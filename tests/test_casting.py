@@ -1,0 +1,168 @@
+"""The promise: what is cast is what the JSON says, inputs, arithmetic and buffers, and nothing else is."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import config
+from torch import nn
+
+import zero
+from zero import log
+from zero.engine.precision import cast_floats
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+class Pair(NamedTuple):
+    """A named tuple of tensors."""
+
+    first: torch.Tensor
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A frozen dataclass, with a field that __init__ does not take."""
+
+    x: torch.Tensor
+    name: str
+    made: int = dataclasses.field(default=3, init=False)
+
+
+class Output(collections.OrderedDict):
+    """A dict whose items are attributes too, as libraries have them."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+
+class Probe(nn.Module):
+    """Keeps what it was called with, and the dtypes it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("small", torch.ones(4, dtype=torch.float16), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.seen: Any = None
+        self.computed: torch.dtype | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen = (args, kwargs)
+        product = self.linear(torch.ones(2, 4, dtype=self.linear.weight.dtype))
+        self.computed = product.dtype
+        return product.float().sum()
+
+
+def engine_of(stage: int = 0, **more: Any) -> Any:
+    return zero.initialize(model=Probe(), config=config(stage, 1, **more))[0]
+
+
+def nested() -> dict[str, Any]:
+    x = torch.ones(2)
+    output = Output()
+    output["logits"] = x
+    return {
+        "plain": x,
+        "ids": torch.ones(2, dtype=torch.long),
+        "pair": Pair(x, [x.double(), None]),
+        "record": Record(x, "r"),
+        "output": output,
+        "left": ({"n": 1}, "text", (torch.ones(1, dtype=torch.bool),)),
+    }
+
+
+def test_auto_cast_reaches_every_float():
+    given = nested()
+    engine = engine_of(fp16={**FP16["fp16"], "auto_cast": True})
+    engine(given["plain"], **given)
+    (first,), seen = engine.module.seen
+    half = torch.float16
+    assert (first.dtype, seen["plain"].dtype, seen["ids"].dtype) == (half, half, torch.long)
+    assert isinstance(seen["pair"], Pair)
+    assert (seen["pair"].first.dtype, seen["pair"].second[0].dtype, seen["pair"].second[1]) == (half, half, None)
+    assert isinstance(seen["record"], Record)
+    assert (seen["record"].x.dtype, seen["record"].name, seen["record"].made) == (half, "r", 3)
+    assert isinstance(seen["output"], Output)
+    assert seen["output"]["logits"].dtype == seen["output"].logits.dtype == half
+    assert seen["left"] is given["left"], "what holds no float is handed on as it is"
+    # What the caller has is untouched.
+    assert given["plain"].dtype == given["pair"].first.dtype == given["record"].x.dtype == torch.float32
+    assert given["output"].logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("more", [FP16, {"fp16": {"enabled": False, "auto_cast": True}}, {"bf16": {"enabled": True}}])
+def test_inputs_are_left_alone_otherwise(more):
+    given = nested()
+    engine = engine_of(**more)
+    engine(**given)
+    assert all(engine.module.seen[1][key] is value for key, value in given.items())
+
+
+def test_casting_to_the_dtype_it_has_copies_nothing():
+    given = nested()["pair"]
+    assert cast_floats(Pair(given.first, None), torch.float32).first is given.first
+
+
+@pytest.mark.parametrize(
+    ("section", "dtype"),
+    [({}, torch.bfloat16), ({"dtype": "bf16"}, torch.bfloat16), ({"dtype": "float16"}, torch.float16)],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_computes_low_and_keeps_parameters(stage, section, dtype):
+    engine = engine_of(stage, torch_autocast={"enabled": True, **section})
+    engine(1)
+    assert engine.module.computed == dtype
+    assert engine.module.linear.weight.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu"), "it ends with the forward"
+    assert engine.torch_autocast_enabled()
+    assert engine.optimizer.loss_scale == (65536.0 if dtype == torch.float16 else 1.0)
+    assert engine.optimizer.dynamic_loss_scale == engine.dynamic_loss_scale() == (dtype == torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16), (FP16, torch.float16)],
+)
+def test_an_outer_autocast_is_switched_off_inside(caplog, more, dtype):
+    log._said.cache_clear()
+    engine = engine_of(**more)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    with caplog.at_level(logging.WARNING, logger="zero"), torch.autocast("cpu", other):
+        for _ in range(2):
+            engine(1)
+        assert torch.is_autocast_enabled("cpu"), "outside it is what it was"
+    assert engine.module.computed == dtype
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "torch.autocast around the engine is switched off inside it; "
+        "set torch_autocast.enabled to true in the JSON to have it"
+    ]
+
+
+@pytest.mark.parametrize("more", [{}, FP16, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("wanted", [None, "fp32", "bf16", "fp16"])
+def test_buffers_keep_their_dtype_unless_told(more, wanted):
+    sections = {**more, "data_types": {} if wanted is None else {"buffer_dtype": wanted}}
+    module = engine_of(**sections).module
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    low = dtypes.get(wanted)
+    assert module.mean.dtype == (low or torch.float32)
+    assert module.small.dtype == (low or torch.float16)
+    assert module.count.dtype == torch.long
+
+
+def test_without_an_optimizer_precision_holds_too():
+    settings = {key: value for key, value in config(0, 1, **FP16).items() if key != "optimizer"}
+    settings["fp16"] = {**settings["fp16"], "auto_cast": True}
+    engine = zero.initialize(model=Probe(), config=settings)[0]
+    engine(torch.ones(2))
+    assert engine.module.seen[0][0].dtype == engine.module.computed == torch.float16
