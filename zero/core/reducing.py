@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.plan.sharding import Sharding
 
@@ -20,10 +21,12 @@ class Reducer:
     sequence, whatever its own graph used.
 
     boundary: whether the backward that runs is the last of its accumulation window (set by the engine).
+    leaf: where the backward that runs, or comes next, stands in its optimizer step.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None]) -> None:
         self.boundary = True
+        self.leaf = Leaf()
         self.open = False  # a backward has begun and was not flushed yet
         self.rounds = 0  # backward passes flushed so far
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
@@ -61,8 +64,13 @@ class Reducer:
         self._next = 0
         self.open = False
         self.rounds += 1
+        self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         for call in self._on_flush:
             call()
+
+    def end_micro_batch(self, last: bool) -> None:
+        """The next backward is of the next micro-batch; after the `last`, of the first of the next optimizer step."""
+        self.leaf = Leaf(0 if last else self.leaf.micro_batch + 1)
 
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
@@ -115,6 +123,7 @@ class Reducer:
     def _fire(self, unit: Unit) -> None:
         """Send this unit's gradient, then add up the one before it, which has had a unit's time to arrive."""
         self._next += 1
+        unit.gradients.leaf = self.leaf
         unit.reduce()
         if self._travelling:
             self._travelling[-1].gradients.sum()

@@ -33,20 +33,29 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Numerics(NamedTuple):
-    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state."""
+    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state.
+
+    tree: gradients are added in an order that does not depend on the number of ranks.
+    """
 
     compute_dtype: str
     accumulation: int
     formats: Formats = Formats()
+    tree: bool = False
 
 
 class Sharded:
     """A module whose parameters live in units, and the two parts that move them."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, tree: bool = False
+    ) -> None:
         self.module = module
+        self.tree = tree
         self.units = tuple(units)
         self.trained = tuple(unit for unit in units if unit.gradients is not None)
+        for unit in self.trained if tree else ():
+            unit.gradients.sum_as_tree()
         self.sharding = sharding
         self.mesh = mesh
         self.gatherer = Gatherer(self.units)
@@ -120,7 +129,7 @@ def wrap(
         unit.adopt(DTYPES[plan.dtype], device, gradient_dtype, numerics.formats.remainder(plan.dtype))
         units.append(unit)
     _adopt_buffers(module, device, mesh)
-    sharded = Sharded(module, units, sharding, mesh)
+    sharded = Sharded(module, units, sharding, mesh, numerics.tree)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
 from zero.engine.progress import Progress
 from zero.engine.queries import Queries
+from zero.engine.randomness import Randomness
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
@@ -48,6 +50,7 @@ class Engine(Queries, nn.Module):
         self._boundary: bool | None = None  # set by the user; None: count
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
+        self._randomness = Randomness(sharded.mesh, device) if sharded.tree else None
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -55,7 +58,7 @@ class Engine(Queries, nn.Module):
         self._alive()
         self._sharded.recover()
         try:
-            with self._progress.phase("forward"):
+            with self._progress.phase("forward"), self._seeded():
                 return self.module(*inputs, **kwargs)
         except Exception:
             self._sharded.abandon()
@@ -108,6 +111,7 @@ class Engine(Queries, nn.Module):
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
+        self._sharded.reducer.end_micro_batch(self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
         self._mark_boundary()
 
@@ -153,6 +157,8 @@ class Engine(Queries, nn.Module):
             drop_last=self._config.dataloader_drop_last,
             num_workers=num_local_io_workers,
             pin_memory=self.device.type == "cuda",
+            # Under the tree, a step must consist of the same micro-batches whatever the number of ranks.
+            together=None if self._randomness is None else self.world_size * self.gradient_accumulation_steps(),
         )
 
     def state_nbytes(self) -> StateBytes:
@@ -179,6 +185,11 @@ class Engine(Queries, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        if self._randomness is None or not self.module.training:
+            return contextlib.nullcontext()
+        return self._randomness.forward(self.global_steps, self._sharded.reducer.leaf.micro_batch)
 
     def _mark_boundary(self) -> None:
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()

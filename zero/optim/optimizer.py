@@ -12,6 +12,7 @@ import torch
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
 from zero.optim.clip import clip_factor, first_not_finite, global_norm
+from zero.optim.exact_norm import exact_norm
 from zero.optim.rules import Rule
 
 
@@ -51,7 +52,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if sharded is None:
             raise RuntimeError("this optimizer is not attached to an engine")
         sharded.reducer.before_step()
-        norm = global_norm(sharded.trained, sharded.mesh) * self._mean
+        norm_of = exact_norm if sharded.tree else global_norm
+        norm = norm_of(sharded.trained, sharded.mesh) * self._mean
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm
         if self.overflow:
