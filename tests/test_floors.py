@@ -49,6 +49,7 @@ STEPS_OF_CORE = {
     "zero.core.master": 3,
     "zero.core.tensors": 1,
     "zero.core.tree": 1,
+    "zero.core.hashing": 1,
     "zero.core.unit": 4,
     "zero.core.gathering": 5,
     "zero.core.reducing": 5,

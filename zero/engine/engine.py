@@ -17,6 +17,7 @@ from zero.data import Loader, build_loader
 from zero.engine.progress import Progress
 from zero.engine.queries import Queries
 from zero.engine.randomness import Randomness
+from zero.engine.replicas import Replicas
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
@@ -51,6 +52,8 @@ class Engine(Queries, nn.Module):
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._randomness = Randomness(sharded.mesh, device) if sharded.tree else None
+        every = config.zero.check_replicas
+        self._replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -103,6 +106,8 @@ class Engine(Queries, nn.Module):
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
             with self._progress.phase("step"):
+                if self._replicas is not None:
+                    self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()
             self._applied = not self.optimizer.overflow
             self.skipped_steps += self.optimizer.overflow
