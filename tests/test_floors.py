@@ -48,6 +48,8 @@ STEPS_OF_CORE = {
     "zero.core.released": 3,
     "zero.core.master": 3,
     "zero.core.tensors": 1,
+    "zero.core.tree": 1,
+    "zero.core.hashing": 1,
     "zero.core.unit": 4,
     "zero.core.gathering": 5,
     "zero.core.finite": 5,

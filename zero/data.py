@@ -29,10 +29,61 @@ class RankShare(IterableDataset):
             yield turn[self.rank]
 
 
+class WholeShare(IterableDataset):
+    """The micro-batches of an iterable dataset whose turn it is: number k of `size` items goes to rank k % world_size.
+
+    `together` of them, a multiple of world_size, are one optimizer step; items that do not fill one are dropped. So
+    what a step sees does not depend on the number of ranks. Holds the items of one step in memory. With several
+    workers the order of micro-batches is that of the workers, and depends on the number of ranks after all.
+    """
+
+    def __init__(self, dataset: IterableDataset, size: int, together: int, rank: int, world_size: int) -> None:
+        self.dataset = dataset
+        self.size, self.together = size, together
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        items, whole = iter(self.dataset), self.size * self.together
+        while len(step := list(itertools.islice(items, whole))) == whole:
+            for index in range(self.rank, self.together, self.world_size):
+                yield from step[index * self.size : (index + 1) * self.size]
+
+
+class MicroBatches(Sampler):
+    """The micro-batches of indices of one rank: number k of the shuffled order goes to rank k % world_size.
+
+    `together` of them, a multiple of world_size, are one optimizer step. The order is padded to whole steps with its
+    own beginning, or cut to them with `drop_last`. So what a step sees does not depend on the number of ranks, which
+    it does where samples are dealt out one by one. The shuffle is that of torch's `DistributedSampler`.
+    """
+
+    def __init__(
+        self, samples: int, size: int, together: int, rank: int, world_size: int, drop_last: bool, seed: int
+    ) -> None:
+        self.samples, self.size = samples, size
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        steps = samples // (size * together) if drop_last else -(-samples // (size * together))
+        self.batches = steps * together  # of all ranks
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle for this pass."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches // self.world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.samples, generator=generator).tolist()
+        for batch in range(self.rank, self.batches, self.world_size):
+            yield [order[at % self.samples] for at in range(batch * self.size, (batch + 1) * self.size)]
+
+
 class _Remaining(Sampler):
     """The batches of indices of a pass, without the first `skip`, which a resumed run has seen already."""
 
-    def __init__(self, batches: BatchSampler) -> None:
+    def __init__(self, batches: BatchSampler | MicroBatches) -> None:
         self.batches = batches
         self.skip = 0
 
@@ -71,12 +122,16 @@ class Loader:
         seed: int = 0,
         pin_memory: bool = False,
         num_workers: int = 0,
+        together: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.epoch = 0
         self.sampler = sampler
         self._rank, self._world_size, self._seed, self._drop_last = rank, world_size, seed, drop_last
+        self._together = together
+        if together is not None and (together < 1 or together % world_size):
+            raise ValueError(f"together: got {together}; wanted a multiple of the world size {world_size}")
         self._delivered = 0  # batches of that pass
         self._next_epoch = 0
         self._next_skip = 0  # batches that the next pass leaves out, because a resumed run has seen them
@@ -93,19 +148,30 @@ class Loader:
             if sampler is not None:
                 raise ValueError("sampler: an IterableDataset gives its own order, there is none to choose")
             share = RankShare(dataset, rank, world_size)
+            if together is not None:
+                share = WholeShare(dataset, batch_size, together, rank, world_size)
             self._loader = DataLoader(share, batch_size=batch_size, drop_last=drop_last, **common)
             return
         if sampler is None:
             if len(dataset) == 0:
                 raise ValueError("dataset: wanted at least one sample, got an empty one")
-            self.sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=seed)
-        self._remaining = _Remaining(BatchSampler(self.sampler, batch_size, drop_last))
+            self.sampler = self._own_sampler(len(dataset))
+        dealt = isinstance(self.sampler, MicroBatches)
+        self._remaining = _Remaining(self.sampler if dealt else BatchSampler(self.sampler, batch_size, drop_last))
         self._loader = DataLoader(dataset, batch_sampler=self._remaining, **common)
+
+    def _own_sampler(self, samples: int) -> Sampler:
+        rank, world_size, seed = self._rank, self._world_size, self._seed
+        if self._together is None:
+            return DistributedSampler(self.dataset, world_size, rank, shuffle=True, seed=seed)
+        return MicroBatches(samples, self.batch_size, self._together, rank, world_size, self._drop_last, seed)
 
     def __len__(self) -> int:
         """Return the number of batches in a whole pass; TypeError if the dataset does not know its length."""
         if self.sampler is not None:
             return len(self._remaining)
+        if self._together is not None:
+            return len(self.dataset) // (self.batch_size * self._together) * self._together // self._world_size
         samples = len(self.dataset) // self._world_size
         return samples // self.batch_size if self._drop_last else -(-samples // self.batch_size)
 
@@ -171,6 +237,7 @@ def build_loader(
     seed: int = 0,
     pin_memory: bool = False,
     num_workers: int = 0,
+    together: int | None = None,
 ) -> Loader:
     """Return the batches of one rank out of a dataset that all ranks share.
 
@@ -190,6 +257,8 @@ def build_loader(
         sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
         seed: of the shuffle and of the workers.
         pin_memory, num_workers: as in torch's DataLoader.
+        together: deal out whole batches in turn instead of samples (`MicroBatches`, `WholeShare`): this many of all
+            ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
     """
     return Loader(
         dataset,
@@ -202,6 +271,7 @@ def build_loader(
         seed=seed,
         pin_memory=pin_memory,
         num_workers=num_workers,
+        together=together,
     )
 
 

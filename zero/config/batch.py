@@ -35,6 +35,17 @@ def resolve(train: int | None, micro: int | None, steps: int | None, world: int)
     return Batch(train, _divided(values, train, (STEPS, steps), world), steps or 1)
 
 
+def tree_error(steps: int, world: int) -> str | None:
+    """What keeps `world` ranks x `steps` micro-batches from being added as a binary tree; None if nothing does."""
+    total = world * steps
+    if total & (total - 1) == 0:  # then both factors are powers of two
+        return None
+    return (
+        f"zero.reduce: 'tree' wants powers of two; got world size {world} x {STEPS}={steps} = {total} micro-batches "
+        f"per optimizer step; change {'the number of ranks' if world & (world - 1) else STEPS}, or use 'ranks'"
+    )
+
+
 def _shown(name: str, value: int | None) -> str:
     return f"{name}={'(not given)' if value is None else value}"
 

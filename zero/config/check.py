@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from zero import log
-from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve
+from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve, tree_error
 from zero.config.errors import ConfigError, dotted, show
 from zero.config.file import Config, File, autocast_dtype
 from zero.config.optimizers import ARGUMENTS, torch_reason
@@ -38,6 +38,8 @@ def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = Tr
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
         batch, wrong = _batch(file, world_size, need_batch)
         errors += wrong
+    if batch is not None and file.zero.reduce == "tree":
+        errors += filter(None, [tree_error(batch.steps, world_size)])
     errors += _together(file)
     errors += [f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)]
     for line in tidy.warnings:

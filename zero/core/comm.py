@@ -4,7 +4,8 @@ NCCL takes its native all-gather and reduce-scatter. On gloo both are made of po
 rank sends every other rank the slice it owns. That moves the same bytes as a ring, starts at once instead of
 queueing for gloo's two worker threads, and was the fastest of what gloo offers (benchmarks/collectives.py;
 table in benchmarks/README.md). Above all it leaves the sum to us: rows are added in fp32 in the order of
-ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked.
+ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked. On
+request they are added as a binary tree over the ranks; NCCL, too, then moves the rows and leaves us the sum.
 
 A message carries a tag made of its unit and direction, so that ranks which diverge wait for each other
 instead of taking one unit's bytes for another's.
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zero.core.mesh import Axis
+from zero.core.tree import sum_tree
 from zero.kernels.bucket import sum_rows
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
@@ -80,26 +82,38 @@ class Inbox(NamedTuple):
     arrivals: Sequence[Sequence[dist.Work]]  # per piece of `piece` elements: what to wait for
     departures: Sequence[dist.Work]
     piece: int
+    pairwise: bool = False  # add the rows as a binary tree
 
     def sum(self, out: torch.Tensor, accumulate: bool) -> None:
-        """out [n] fp32 = (out if accumulate) + rows[0] + rows[1] + ..., each piece as soon as it is here."""
+        """out [n] fp32 = (out if accumulate) + rows[0] + rows[1] + ..., each piece as soon as it is here.
+
+        `pairwise` sums are not accumulated, and `out` must not be one of their rows.
+        """
+        add = sum_tree if self.pairwise else sum_rows
         host = out.cpu() if out.device != self.rows[0].device else out
         for index, works in enumerate(self.arrivals):
             for work in works:
                 work.wait()
             part = slice(index * self.piece, (index + 1) * self.piece)
-            sum_rows([row[part] for row in self.rows], host[part], accumulate)
+            add([row[part] for row in self.rows], host[part], accumulate)
         if host is not out:
             out.copy_(host)
         for work in self.departures:
             work.wait()
 
 
-def scatter(flat: torch.Tensor, axis: Axis, tag: int) -> Inbox:
-    """Start to send every rank its slice of `flat` [axis.size x n] and to receive everyone's slice for us."""
+def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) -> Inbox:
+    """Start to send every rank its slice of `flat` [axis.size x n] and to receive everyone's slice for us.
+
+    `pairwise`: the slices will be added as a binary tree over the ranks, a power of two of them.
+    """
     numel = flat.numel() // axis.size
     if axis.size == 1:
-        return Inbox(flat, (flat,), ((),), (), max(1, numel))
+        return Inbox(flat, (flat,), ((),), (), max(1, numel), pairwise)
+    if axis.native and pairwise:  # the backend's own reduction adds in an order of its own
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=axis.group, async_op=True)
+        return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pairwise)
     if axis.native:
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         work = _reduce_scatter(own, flat, group=axis.group, async_op=True)
@@ -121,7 +135,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int) -> Inbox:
         for at in starts
         for peer in peers
     ]
-    return Inbox(flat, [rows[rank] for rank in range(axis.size)], arrivals, departures, PIECE)
+    return Inbox(flat, [rows[rank] for rank in range(axis.size)], arrivals, departures, PIECE, pairwise)
 
 
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> None:

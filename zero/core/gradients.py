@@ -2,7 +2,8 @@
 
 Alive at most: the full buffer from the first gradient of a backward until its reduction (longer only where
 micro-batches accumulate locally), and the shard from then until the optimizer has used it. Only where the
-shard is the whole gradient (stage 0, or one rank) its memory stays for the next step.
+shard is the whole gradient (stage 0, or one rank) its memory stays for the next step. Where micro-batches are added
+as a tree, there are as many shards as it has open subtrees: at most log2 of the micro-batches, plus one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from zero.core import comm
 from zero.core.comm import Inbox, Transfer
 from zero.core.mesh import Mesh
+from zero.core.tree import Leaf, Partials
 from zero.plan.units import UnitPlan
 
 
@@ -38,7 +40,8 @@ class Gradients:
     flat:  the full local gradient [layout.numel], in `dtypes.local` or `dtypes.kept`, or None;
     shard: the reduced sum over all ranks and micro-batches so far [layout.numel / shard axis], in `dtypes.kept`, or
            None. It is a plain sum of what landed: the mean over ranks and micro-batches, the loss scale and clipping
-           are taken care of by the optimizer's one factor.
+           are taken care of by the optimizer's one factor;
+    leaf:  which backward is being reduced; it matters only to the tree.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Gradients:
     ) -> None:
         self.plan = plan
         self.flat: torch.Tensor | None = None
-        self.shard: torch.Tensor | None = None
+        self.leaf = Leaf()
+        self._sum: torch.Tensor | None = None
+        self._partials: Partials | None = None  # not None: micro-batches are added as a tree
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
         self._dtypes = dtypes
@@ -65,10 +70,21 @@ class Gradients:
         self._inbox: Inbox | None = None
         self._transfer: Transfer | None = None
 
+    def sum_as_tree(self) -> None:
+        """From now on, add ranks and micro-batches in the order of a fixed tree (zero/core/tree.py)."""
+        self._partials = Partials()
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """The reduced sum, see above. Whoever reads it ends the tree: what comes later is added to it as a whole."""
+        if self._partials is not None:
+            self._sum = self._partials.take(self._sum)
+        return self._sum
+
     @property
     def nbytes(self) -> int:
         """Bytes of gradients alive on this rank, kept memory included."""
-        held = (self.flat, self.shard, self._kept)
+        held = (self.flat, *self._sums(), self._kept)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
@@ -111,9 +127,10 @@ class Gradients:
                     flat.narrow(0, *span).zero_()
         self.flat = None
         self._filled.clear()
-        if self._mesh.world_size > 1:
+        as_tree = self._partials is not None
+        if self._mesh.world_size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
-        self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag)
+        self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag, as_tree)
 
     def sum(self) -> None:
         """Wait for the slices and add them up; along the replica axis, start to gather the sums."""
@@ -123,39 +140,37 @@ class Gradients:
         if self._mesh.replica.size > 1:
             axis = self._mesh.replica
             total = inbox.flat
-            if total.dtype != torch.float32 or total.device != self._device:
+            if total.dtype != torch.float32 or total.device != self._device or inbox.pairwise:
                 total = self._memory(total.numel(), torch.float32)
             own = total.chunk(axis.size)[axis.rank]
             inbox.sum(own, False)  # returns when our slices have left, so that theirs may be overwritten
             self._transfer = comm.gather(total, axis, self._tag + 1)
-        elif self.shard is None and self._mesh.world_size == 1 and inbox.flat.dtype == self._dtypes.kept:
-            self.shard = inbox.flat
-        elif self._dtypes.kept != torch.float32:
-            total = torch.empty(inbox.flat.numel() // self._mesh.shard.size, dtype=torch.float32, device=self._device)
-            inbox.sum(total, False)
-            self._add(total)
-        elif self.shard is None:
-            numel = inbox.flat.numel() // self._mesh.shard.size
-            self.shard = self._memory(numel, torch.float32)
-            inbox.sum(self.shard, False)
+        elif self._sum is not None and self._partials is None and self._dtypes.kept == torch.float32:
+            inbox.sum(self._sum, True)
+        elif self._mesh.world_size == 1 and inbox.flat.dtype == self._dtypes.kept:
+            self._hold(inbox.flat)
         else:
-            inbox.sum(self.shard, True)
+            numel = inbox.flat.numel() // self._mesh.shard.size
+            total = self._memory(numel, torch.float32)
+            inbox.sum(total, False)
+            self._hold(total)
 
     def finish(self) -> None:
         """Wait until `shard` holds the sum."""
         self.sum()
         transfer, self._transfer = self._transfer, None
-        if transfer is None:
-            return
-        transfer.wait()
-        self._add(transfer.full)
+        if transfer is not None:
+            transfer.wait()
+            self._hold(transfer.full)
 
     def drop(self) -> None:
         """Forget every gradient; waits for messages on their way, which still use the buffers."""
         self.finish()
-        if self.shard is not None and self._mesh.shard.size == 1:
-            self._kept = self.shard
-        self.flat = self.shard = None
+        if self._sum is not None and self._mesh.shard.size == 1:
+            self._kept = self._sum
+        self.flat = self._sum = None
+        if self._partials is not None:
+            self._partials = Partials()
         self._filled.clear()
         self._arrived.clear()
 
@@ -166,28 +181,34 @@ class Gradients:
         elif self.flat is not None:
             for _, part in self._local_parts():
                 yield part
-        if self.shard is not None:
-            yield self.shard
+        yield from self._sums()
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same by parameter: its name, and a contiguous piece [n] of its gradient."""
         if self.flat is not None:
             yield from self._local_parts()
-        if self.shard is not None:
-            own = self.plan.layout.shard(self._mesh.shard.rank, self._mesh.shard.size)
+        own = self.plan.layout.shard(self._mesh.shard.rank, self._mesh.shard.size)
+        for total in self._sums():
             for fragment in self.plan.layout.fragments(own):
-                yield fragment.name, self.shard.narrow(0, fragment.at, fragment.numel)
+                yield fragment.name, total.narrow(0, fragment.at, fragment.numel)
+
+    def _sums(self) -> list[torch.Tensor]:
+        """The reduced sum, and those of a tree that is not finished: `shard` would end it."""
+        held = [] if self._sum is None else [self._sum]
+        return held if self._partials is None else [*held, *self._partials.values]
 
     def _local_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index in sorted(self._filled):
             yield self.plan.params[index].name, self.flat.narrow(0, *self._spans[index][0])
 
-    def _add(self, total: torch.Tensor) -> None:
-        """Add an fp32 sum over ranks to the shard: in fp32, rounded once to what the shard is kept in."""
-        if self.shard is None:
-            self.shard = total.to(self._dtypes.kept)
+    def _hold(self, total: torch.Tensor) -> None:
+        """Keep a sum over all ranks, or add it to what there is: in fp32, rounded once to what it is kept in."""
+        if self._partials is not None:
+            self._partials.put(self.leaf, total)
+        elif self._sum is None:
+            self._sum = total.to(self._dtypes.kept)
         else:
-            self.shard.add_(total)
+            self._sum.add_(total)
 
     def _memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory on the device: what the last step left, where it fits."""

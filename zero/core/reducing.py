@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.core.finite import FirstNotFinite
+from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
 from zero.plan.sharding import Sharding
@@ -22,16 +23,18 @@ class Reducer:
     sequence, whatever its own graph used.
 
     boundary: whether the backward that runs is the last of its accumulation window (set by the engine);
+    leaf:     where the backward that runs, or comes next, stands in its optimizer step;
     scale:    the loss scale: what all gradients that are held are multiplied by (set by the optimizer);
     divisor:  what they are divided by before they travel, besides.
     """
 
     def __init__(
-        self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None], watch: FirstNotFinite
+        self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None], finite: FirstNotFinite
     ) -> None:
         self.boundary = True
+        self.leaf = Leaf()
         self.scale = self.divisor = 1.0
-        self.watch = watch
+        self.finite = finite
         self.open = False  # a backward has begun and was not flushed yet
         self.rounds = 0  # backward passes flushed so far
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
@@ -56,7 +59,7 @@ class Reducer:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
         if not self.open:
             self.open = True
-            self.watch.begin()
+            self.finite.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
     def scaled(self, scale: float) -> None:
@@ -67,7 +70,7 @@ class Reducer:
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
         if not self.open:
-            self.watch.begin()  # it reached none of our parameters, and counts all the same
+            self.finite.begin()  # it reached none of our parameters, and counts all the same
         self._end()
 
     def _end(self) -> None:
@@ -83,8 +86,13 @@ class Reducer:
         self.open = False
         self._scaled = None
         self.rounds += 1
+        self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         for call in self._on_flush:
             call()
+
+    def end_micro_batch(self, last: bool) -> None:
+        """The next backward is of the next micro-batch; after the `last`, of the first of the next optimizer step."""
+        self.leaf = Leaf(0 if last else self.leaf.micro_batch + 1)
 
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
@@ -95,7 +103,7 @@ class Reducer:
         """Forget the gradients of this accumulation window."""
         for unit in self._order:
             unit.gradients.drop()
-        self.watch.clear()
+        self.finite.clear()
 
     def abandon(self) -> None:
         """After an exception: forget the gradients and the backward that brought them."""
@@ -156,6 +164,7 @@ class Reducer:
     def _fire(self, unit: Unit) -> None:
         """Send this unit's gradient, then add up the one before it, which has had a unit's time to arrive."""
         self._next += 1
+        unit.gradients.leaf = self.leaf
         unit.reduce()
         if self._travelling:
             self._travelling[-1].gradients.sum()

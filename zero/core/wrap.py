@@ -39,7 +39,8 @@ class Numerics(NamedTuple):
 
     accumulate:  the dtype in which gradients add up;
     communicate: what gradients are rounded to before they travel; None leaves them as they are;
-    buffers:     the dtype of the module's floating-point buffers; None leaves each as it is.
+    buffers:     the dtype of the module's floating-point buffers; None leaves each as it is;
+    tree:        gradients are added in an order that does not depend on the number of ranks.
     """
 
     compute_dtype: str
@@ -48,6 +49,7 @@ class Numerics(NamedTuple):
     accumulate: str = "fp32"
     communicate: str | None = None
     buffers: str | None = None
+    tree: bool = False
 
     def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
         """Of a unit whose parameters are of `dtype`."""
@@ -59,10 +61,15 @@ class Numerics(NamedTuple):
 class Sharded:
     """A module whose parameters live in units, and the two parts that move them."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, tree: bool = False
+    ) -> None:
         self.module = module
+        self.tree = tree
         self.units = tuple(units)
         self.trained = tuple(unit for unit in units if unit.gradients is not None)
+        for unit in self.trained if tree else ():
+            unit.gradients.sum_as_tree()
         self.sharding = sharding
         self.mesh = mesh
         self.gatherer = Gatherer(self.units)
@@ -134,7 +141,7 @@ def wrap(
         unit.adopt(DTYPES[plan.dtype], device, gradient_dtypes, numerics.formats.remainder(plan.dtype))
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
-    sharded = Sharded(module, units, sharding, mesh)
+    sharded = Sharded(module, units, sharding, mesh, numerics.tree)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])

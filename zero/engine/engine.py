@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from zero.data import Loader, build_loader
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
 from zero.engine.queries import Queries
+from zero.engine.randomness import Randomness
+from zero.engine.replicas import Replicas
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
@@ -50,6 +53,9 @@ class Engine(Queries, nn.Module):
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._precision = Precision(config, device)
+        self._randomness = Randomness(sharded.mesh, device) if sharded.tree else None
+        every = config.zero.check_replicas
+        self._replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -57,7 +63,7 @@ class Engine(Queries, nn.Module):
         self._alive()
         self._sharded.recover()
         try:
-            with self._progress.phase("forward"), self._precision.forward():
+            with self._progress.phase("forward"), self._precision.forward(), self._seeded():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return self.module(*inputs, **kwargs)
         except Exception:
@@ -106,6 +112,8 @@ class Engine(Queries, nn.Module):
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
             with self._progress.phase("step"):
+                if self._replicas is not None:
+                    self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()
             self._applied = not self.optimizer.overflow
             self.skipped_steps += self.optimizer.overflow
@@ -114,6 +122,7 @@ class Engine(Queries, nn.Module):
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
+        self._sharded.reducer.end_micro_batch(self.is_gradient_accumulation_boundary())
         self.micro_steps += 1
         self._mark_boundary()
 
@@ -159,6 +168,8 @@ class Engine(Queries, nn.Module):
             drop_last=self._config.dataloader_drop_last,
             num_workers=num_local_io_workers,
             pin_memory=self.device.type == "cuda",
+            # Under the tree, a step must consist of the same micro-batches whatever the number of ranks.
+            together=None if self._randomness is None else self.world_size * self.gradient_accumulation_steps(),
         )
 
     def state_nbytes(self) -> StateBytes:
@@ -185,6 +196,11 @@ class Engine(Queries, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        if self._randomness is None or not self.module.training:
+            return contextlib.nullcontext()
+        return self._randomness.forward(self.global_steps, self._sharded.reducer.leaf.micro_batch)
 
     def _mark_boundary(self) -> None:
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()

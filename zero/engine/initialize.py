@@ -70,7 +70,9 @@ def initialize(
     if settings.log_level is not None:
         set_level(settings.log_level)
     zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
-    sharding = Sharding.of_stage(settings.zero_optimization.stage, settings.zero.reduce_every_micro_batch)
+    # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
+    every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
+    sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
     device = local_device()
     formats = zero_optimizer.rule.formats if zero_optimizer else Formats()
     sharded = _wrap(model, groups, sharding, device, settings, formats)
@@ -99,6 +101,7 @@ def _wrap(
         accumulate=settings.data_types.grad_accum_dtype or "fp32",
         communicate=settings.communication_data_type,
         buffers=settings.data_types.buffer_dtype,
+        tree=settings.zero.reduce == "tree",
     )
     params = [group["params"] for group in groups]
     return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units)

@@ -12,6 +12,7 @@ import torch
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
 from zero.optim.clip import clip_factor, global_norm
+from zero.optim.exact_norm import exact_norm
 from zero.optim.rules import Rule
 from zero.optim.scaler import LossScaler
 
@@ -46,7 +47,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharded = sharded
         self._mean = mean
         sharded.reducer.scale = self.loss_scale
-        sharded.reducer.watch.enabled = self._check_overflow
+        sharded.reducer.finite.enabled = self._check_overflow
 
     @property
     def loss_scale(self) -> float:
@@ -73,7 +74,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if self._sharded is None:
             raise RuntimeError("this optimizer is not attached to an engine")
-        if self._sharded.reducer.watch.backwards:
+        if self._sharded.reducer.finite.backwards:
             raise RuntimeError(
                 "override_loss_scale(): gradients are there that were multiplied by the old loss scale; "
                 "call it after step(), before the next backward"
@@ -101,7 +102,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("this optimizer is not attached to an engine")
         sharded.reducer.before_step()
         factor = self.gradient_factor
-        norm = global_norm(sharded.trained, sharded.mesh) * factor
+        norm_of = exact_norm if sharded.tree else global_norm
+        norm = norm_of(sharded.trained, sharded.mesh) * factor
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm
         if self.overflow:
@@ -123,7 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _skip(self, sharded: Sharded) -> None:
         """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
-        place = sharded.reducer.watch.first()
+        place = sharded.reducer.finite.first()
         sharded.drop_gradients()
         try:
             change = self.loss_scaler.update(True)

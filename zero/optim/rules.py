@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
 from zero.log import rank_zero
 from zero.plan.formats import Formats, Run, runs
+from zero.plan.layout import Span
 
 Group = Mapping[str, Any]
 
@@ -44,6 +45,9 @@ class Rule(Protocol):
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
+
+    def tensors(self, unit: Unit, group: Group) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """That state: its name, what elements of the shard it is for, and the tensor: one value for each, or others."""
 
 
 def _adam(group: Group, decoupled: bool) -> Adam:
@@ -149,6 +153,16 @@ class FusedRule:
         """See `Rule.nbytes`."""
         return self.states(unit, group).nbytes
 
+    def tensors(self, unit: Unit, group: Group) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """See `Rule.tensors`; codes of 8 bit are followed by their scales."""
+        states = self.states(unit, group)
+        for run, moments in states.runs:
+            for name, moment in zip(states.names, moments, strict=True):
+                span = Span(run.start, run.numel)
+                yield name, span, moment.values
+                if moment.scales is not None:
+                    yield f"a scale of {name}", span, moment.scales
+
 
 class TorchRule:
     """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
@@ -184,6 +198,14 @@ class TorchRule:
         return sum(
             value.nbytes for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)
         )
+
+    def tensors(self, unit: Unit, group: Group) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """See `Rule.tensors`; nothing before the first step."""
+        if unit.index in self._inner:
+            leaf, inner = self._inner[unit.index]
+            for name, value in inner.state[leaf].items():
+                if isinstance(value, torch.Tensor):
+                    yield name, Span(0, leaf.numel()), value
 
 
 def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> Rule:

@@ -1,0 +1,73 @@
+"""Sums of gradients in a fixed binary tree over the micro-batches of one optimizer step.
+
+Micro-batch number s = a x W + r of the step is the a-th of rank r of W. The lowest levels of the tree are the
+rows that the ranks send each other, the others are the micro-batches that follow each other. As W is a power of
+two, both parts together are one tree over s, whatever W is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero.kernels.bucket import sum_rows
+from zero.plan.tree import Tree
+
+
+class Leaf(NamedTuple):
+    """Where a backward stands: the micro-batch of its optimizer step, and the how manieth backward of that."""
+
+    micro_batch: int = 0
+    backward: int = 0
+
+
+def sum_tree(rows: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool = False) -> None:
+    """out [n] fp32 = ((rows[0] + rows[1]) + (rows[2] + rows[3])) + ..., a power of two of rows; `out` is none of them.
+
+    The rows are read only; at most log2 of their number x n elements are held beside them.
+    """
+    if accumulate:
+        raise ValueError("accumulate: got True; partial sums of a tree are added by the tree alone")
+    if len(rows) <= 2:
+        sum_rows(rows, out, False)
+        return
+    half = len(rows) // 2
+    right = torch.empty_like(out)
+    sum_tree(rows[:half], out)
+    sum_tree(rows[half:], right)
+    sum_rows([out, right], out, False)
+
+
+class Partials:
+    """The sums that are not finished: one tree over the micro-batches' first backwards, one over their second ones.
+
+    Each backward is reduced by itself, so a micro-batch that runs two of them is two leaves, of two trees; these
+    are added in their order at the end. A tensor that is put belongs to the tree.
+    """
+
+    def __init__(self) -> None:
+        self._trees: dict[int, Tree[torch.Tensor]] = {}
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """All partial sums."""
+        return [value for tree in self._trees.values() for value in tree.values]
+
+    def put(self, leaf: Leaf, total: torch.Tensor) -> None:
+        """Add what all ranks had for this backward, fp32 [n]."""
+        tree = self._trees.setdefault(leaf.backward, Tree(torch.Tensor.add_))
+        tree.put(leaf.micro_batch, total)
+
+    def take(self, before: torch.Tensor | None = None) -> torch.Tensor | None:
+        """`before` plus the sum of everything that was put, None if there is neither; empty afterwards."""
+        if not self._trees:
+            return before
+        for backward in sorted(self._trees):
+            total = self._trees[backward].take()
+            before = total if before is None else before.add_(total)
+        self._trees = {}
+        # Zeros are sent where a rank has no gradient, and nothing where no rank runs: so that -0.0 + 0.0 and
+        # -0.0 alone do not differ, no sum is left at -0.0.
+        return before.add_(0.0)

@@ -1,0 +1,63 @@
+"""Random numbers of the forward that belong to a micro-batch of the global batch, not to the rank that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from zero.core import comm
+from zero.core.mesh import Mesh
+
+
+class Randomness:
+    """Seeds torch around each forward, so that dropout falls alike however many ranks share the batch.
+
+    The seed is made of torch's seed on rank 0 at the start (`torch.manual_seed` before `initialize`), the optimizer
+    step, the micro-batch's number in it over all ranks, and the how manieth forward of that micro-batch it is. Covers
+    torch's generators of the CPU and of this rank's device. What else is drawn (Python's `random`, NumPy, random
+    numbers outside of the engine's forward, augmentation in the dataset) is the script's own.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        """Collective: every rank takes rank 0's seed."""
+        self._mesh = mesh
+        self._device = device
+        seed = torch.initial_seed()
+        words = torch.tensor([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], device=device)
+        for axis in (mesh.shard, mesh.replica):
+            comm.broadcast(words, 0, axis)
+        self._base: list[int] = words.tolist()
+        self._place = (-1, -1)  # optimizer step and micro-batch of this rank that the last forward belonged to
+        self._forwards = 0  # of that micro-batch
+
+    @contextlib.contextmanager
+    def forward(self, step: int, micro_batch: int) -> Iterator[None]:
+        """Inside, torch draws what this rank's micro-batch of optimizer step `step` shall draw.
+
+        Outside nothing has been drawn: the generators are put back as they were.
+        """
+        if self._place != (step, micro_batch):
+            self._place, self._forwards = (step, micro_batch), 0
+        shared = micro_batch * self._mesh.world_size + self._mesh.rank
+        seed = _mixed((*self._base, step, shared, self._forwards))
+        self._forwards += 1
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index])
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _mixed(numbers: tuple[int, ...]) -> int:
+    """A seed of 63 bits in which each of the numbers counts."""
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

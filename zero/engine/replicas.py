@@ -1,0 +1,193 @@
+"""Whether what the ranks hold in common is still the same on all of them, bit by bit.
+
+Compared are: parameters that are not cut; where nothing is cut (stage 0), masters and moments too; the module's
+buffers; hyperparameters and the loss scale. What exists once, as all state does under stage 3 and all but the
+parameters under stages 1 and 2, has nothing to be compared with: a bit that flips there becomes the value of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.core import comm
+from zero.core.hashing import hash_of, hash_spans, hash_tensor
+from zero.core.unit import Unit
+from zero.core.wrap import Sharded
+from zero.log import rank_zero
+from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.layout import Span
+
+_AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash over steps
+
+
+class Sheet(NamedTuple):
+    """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is."""
+
+    place: str
+    labels: Sequence[str]
+    hashes: torch.Tensor
+
+
+class Replicas:
+    """Compares every `every` optimizer steps, before the update.
+
+    Under stages 1 and 2 each update overwrites parameters with their owner's, and so would wipe out the trace of a
+    difference or spread it; there the parameters are hashed at every step, and the hashes of all steps compared.
+
+    A buffer that differs at the first comparison is meant to (statistics of BatchNorm are each rank's own): it is
+    named in a warning and left out from then on.
+    """
+
+    def __init__(self, sharded: Sharded, optimizer: ZeroOptimizer, every: int) -> None:
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._every = every
+        self._axis = sharded.mesh.reduced_over
+        self._whole = [unit for unit in sharded.units if not unit.cut]
+        self._seen: dict[
+            int, torch.Tensor
+        ] = {}  # by index of the unit: hashes over the steps since the last comparison
+        self._own_buffers: set[str] | None = None  # buffers that are each rank's own; None until the first comparison
+
+    @torch.no_grad()
+    def before_step(self, number: int) -> None:
+        """Optimizer step `number` is about to be taken; collective at every `every`-th.
+
+        Raises RuntimeError on all ranks, without the step and with its gradients forgotten, when something differs;
+        names the first such thing and the ranks that are not with the majority.
+        """
+        if self._axis.size == 1:
+            return
+        due = number % self._every == 0
+        for unit in self._whole:
+            if due or self._fleeting(unit):
+                self._look(unit)
+        if due:
+            try:
+                self._compare(number)
+            finally:
+                self._seen = {}
+
+    def _fleeting(self, unit: Unit) -> bool:
+        return unit.gradients is not None and self._sharded.mesh.shard.size > 1
+
+    def _look(self, unit: Unit) -> None:
+        unit.gather()
+        unit.wait()
+        hashes = hash_spans(unit.full, list(unit.plan.layout.spans.values()))
+        before = self._seen.get(unit.index)
+        self._seen[unit.index] = hashes if before is None else before * _AGE + hashes
+
+    def _compare(self, number: int) -> None:
+        # Hyperparameters first: where they differ, the parameters do because of them.
+        sheets = [self._of_optimizer(), *(self._of_unit(unit) for unit in self._whole), self._of_buffers()]
+        # The lengths go along: without, ranks with other numbers of buffers would misread each other below.
+        counts = [len(sheet.labels) for sheet in sheets]
+        device = sheets[0].hashes.device
+        mine = torch.stack([*(hash_of(sheet.hashes) for sheet in sheets), *torch.tensor(counts, device=device)])
+        hashes, lengths = comm.gather_scalars(mine, self._axis).cpu().tensor_split(2, 1)
+        for index, sheet in enumerate(sheets):
+            if (lengths[:, index] != lengths[0, index]).any():
+                self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist())
+            if (hashes[:, index] != hashes[0, index]).any():
+                self._examine(number, sheet)
+        self._own_buffers = self._own_buffers or set()
+
+    def _examine(self, number: int, sheet: Sheet) -> None:
+        """Find what of a sheet differs."""
+        rows = comm.gather_scalars(sheet.hashes, self._axis).cpu()
+        differing = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+        if sheet.place == "buffers" and self._own_buffers is None:
+            self._own_buffers = {sheet.labels[column] for column in differing}
+            rank_zero(
+                logging.WARNING,
+                "zero.check_replicas: these buffers differ between ranks from the start and are not compared: %s",
+                ", ".join(sorted(self._own_buffers)),
+            )
+            return
+        where = "" if sheet.place in ("buffers", "optimizer") else f" of unit '{sheet.place}'"
+        self._fail(number, f"{sheet.labels[differing[0]]}{where}", rows[:, differing[0]].tolist())
+
+    def _fail(self, number: int, what: str, values: list[int]) -> None:
+        self._sharded.abandon()
+        since = f" or in one of the {self._every - 1} before" if self._every > 1 else ""
+        raise RuntimeError(
+            f"zero.check_replicas: {what} is not the same on all ranks: {_parties(values)}; found at optimizer step "
+            f"{number}, before its update{since}. Memory has failed, or code changes it on some ranks only; "
+            f"go back to a checkpoint from before (rank {self._sharded.mesh.rank})"
+        )
+
+    def _of_unit(self, unit: Unit) -> Sheet:
+        layout = unit.plan.layout
+        labels = [f"parameter '{name}'" for name in layout.spans]
+        hashes = [self._seen[unit.index]]
+        for name, held, tensor in self._state(unit):
+            inside = layout.fragments(held)
+            if tensor.numel() == held.numel:
+                labels += [f"{name} of parameter '{piece.name}'" for piece in inside]
+                hashes.append(hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside]))
+            else:
+                labels.append(f"{name} of parameter '{inside[0].name}' or one behind it")
+                hashes.append(hash_tensor(tensor)[None])
+        return Sheet(unit.plan.name, labels, torch.cat(hashes))
+
+    def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """Masters and moments of a unit where every rank has all, as `Rule.tensors`; the shard is the whole unit."""
+        if unit.gradients is None or self._sharded.mesh.shard.size > 1:
+            return
+        if unit.master.rounding is not None:
+            yield "the master", unit.window, unit.master.tensor
+        group = self._optimizer.param_groups[unit.plan.group]
+        yield from self._optimizer.rule.tensors(unit, group)
+
+    def _of_buffers(self) -> Sheet:
+        left_out = self._own_buffers or set()
+        named = {f"buffer '{name}'": buffer for name, buffer in self._sharded.module.named_buffers()}
+        kept = {name: buffer for name, buffer in named.items() if name not in left_out and buffer.numel()}
+        return self._sheet("buffers", list(kept), [hash_tensor(buffer) for buffer in kept.values()])
+
+    def _of_optimizer(self) -> Sheet:
+        values = {"the loss scale": _plain(self._optimizer.loss_scale)}
+        for index, group in enumerate(self._optimizer.param_groups):
+            for key in sorted(group):
+                values[f"'{key}' of parameter group {index}"] = _plain(group[key]) if key != "params" else None
+        kept = {label: text for label, text in values.items() if text is not None}
+        return self._sheet("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()])
+
+    def _sheet(self, place: str, labels: list[str], hashes: list[torch.Tensor]) -> Sheet:
+        device = self._sharded.units[0].shard.device
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        return Sheet(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
+
+
+def _parties(values: list[int]) -> str:
+    """Who is alone with what it holds, in words."""
+    holders: dict[int, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    sizes = sorted((len(ranks) for ranks in holders.values()), reverse=True)
+    named = {value: f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in holders.items()}
+    if sizes[0] == sizes[1]:
+        return f"{' and '.join(named.values())} hold different values, and no value has a majority"
+    most = max(holders, key=lambda value: len(holders[value]))
+    odd = [text for value, text in named.items() if value != most]
+    return f"{' and '.join(odd)} differ{'s' * (len(values) - sizes[0] == 1)} from {named[most]}"
+
+
+def _plain(value: Any) -> str | None:
+    """A hyperparameter as text, None for what has no value of its own to compare."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(item) for item in value]
+        return None if None in parts else f"({', '.join(parts)})"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _hash_text(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
