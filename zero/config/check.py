@@ -165,6 +165,11 @@ def _together(file: File) -> list[str]:
         lines.append("torch_autocast.dtype: got 'fp32', wanted one of 'bf16', 'fp16'")
     if file.gradient_predivide_factor == 0:
         lines.append("gradient_predivide_factor: got 0, wanted a number above 0")
+    if file.zero.reduce == "tree" and (file.data_types.grad_accum_dtype or "fp32") != "fp32":
+        lines.append(
+            f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
+            "with zero.reduce 'tree', whose sums are fp32"
+        )
     return lines + _param_dtype(file) + _dynamic_scale(file)
 
 
