@@ -67,6 +67,24 @@ class Gradients:
             self._filled.add(index)
         self._arrived.add(index)
 
+    def local(self, index: int) -> torch.Tensor:
+        """Parameter `index`'s part of `flat` as fp32 [numel]: what was not reduced yet; zeros where nothing came."""
+        span, _ = self._spans[index]
+        if self.flat is None or index not in self._filled:
+            return torch.zeros(span.numel, dtype=torch.float32, device=self._device)
+        return self.flat.narrow(0, *span).to(torch.float32)
+
+    def collect_in(self, dtype: torch.dtype) -> None:
+        """From now on `flat` has this dtype; all ranks must say so at one place, as it is what they send."""
+        self._dtype = dtype
+        if self.flat is not None:
+            self.flat = self.flat.to(dtype)
+
+    def settle(self) -> None:
+        """Reduce what is local now and wait for the sum; collective."""
+        self.reduce()
+        self.finish()
+
     def begin_round(self) -> None:
         """A backward has ended: the next one may bring every gradient once more."""
         self._arrived.clear()

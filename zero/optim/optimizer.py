@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self._clipping = clipping
         self._check_overflow = check_overflow
+        self.away = False  # the engine keeps state in host memory
         self._sharded: Sharded | None = None
         self._mean = 1.0
         super().__init__(groups, dict(rule.defaults))
@@ -37,6 +39,45 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
         self._sharded = sharded
         self._mean = mean
+        for unit in sharded.trained:
+            unit.optimizer = weakref.ref(self)
+
+    @property
+    def gradient_factor(self) -> float:
+        """What a sum of gradients is multiplied with to be the average that a step takes."""
+        return self._mean
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError once the parameters are cut; before, as in torch."""
+        if getattr(self, "_sharded", None) is not None:
+            raise RuntimeError(
+                "add_param_group(): the parameters are cut into units for the groups that initialize() got; "
+                "give all groups to initialize(), those to be trained later with lr 0"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise RuntimeError: the state lies in shards, which one rank's dictionary cannot hold."""
+        raise RuntimeError(
+            "optimizer.state_dict(): each rank has a shard of the state; "
+            "zero.utils.safe_get_full_optimizer_state reads it parameter by parameter"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise RuntimeError: see `state_dict`."""
+        raise RuntimeError(
+            "optimizer.load_state_dict(): each rank has a shard of the state; "
+            "zero.utils.safe_set_full_optimizer_state writes it parameter by parameter"
+        )
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Give all parameter groups one learning rate; a scheduler overwrites it at its next step."""
+        for group in self.param_groups:
+            group["lr"] = lr
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -50,6 +91,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded = self._sharded
         if sharded is None:
             raise RuntimeError("this optimizer is not attached to an engine")
+        if self.away:
+            raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
         norm = global_norm(sharded.trained, sharded.mesh) * self._mean
         self.overflow = self._check_overflow and not math.isfinite(norm)
