@@ -31,7 +31,7 @@ class Gradients:
         self.shard: torch.Tensor | None = None
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
-        self._dtype = dtype
+        self._dtype = self._base = dtype
         self._device = device
         self._tag = tag
         self._filled: set[int] = set()  # parameters whose span of `flat` holds a gradient
@@ -75,10 +75,14 @@ class Gradients:
         return self.flat.narrow(0, *span).to(torch.float32)
 
     def collect_in(self, dtype: torch.dtype) -> None:
-        """From now on `flat` has this dtype; all ranks must say so at one place, as it is what they send."""
-        self._dtype = dtype
-        if self.flat is not None:
-            self.flat = self.flat.to(dtype)
+        """From now on `flat` has this dtype; to be said while there is none, on all ranks: it is what they send."""
+        self._dtype = self._base = dtype
+
+    def widen(self) -> None:
+        """Micro-batches will add up in `flat` although none were foreseen: fp32 until it is reduced, on all ranks."""
+        if self._dtype.itemsize < 4:
+            self._dtype = torch.float32
+            self.flat = None if self.flat is None else self.flat.to(torch.float32)
 
     def settle(self) -> None:
         """Reduce what is local now and wait for the sum; collective."""
@@ -98,7 +102,7 @@ class Gradients:
             for index, (span, _) in enumerate(self._spans):
                 if index not in self._filled:
                     flat.narrow(0, *span).zero_()
-        self.flat = None
+        self.flat, self._dtype = None, self._base
         self._filled.clear()
         self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag)
 
@@ -142,6 +146,7 @@ class Gradients:
         if self.shard is not None and self._mesh.shard.size == 1:
             self._kept = self.shard
         self.flat = self.shard = None
+        self._dtype = self._base
         self._filled.clear()
         self._arrived.clear()
 

@@ -19,7 +19,7 @@ from zero.log import logger
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.memory import StateBytes, gradient_itemsize
 from zero.plan.sharding import Sharding
-from zero.plan.units import ModuleNode, ParamSpec, plan_units
+from zero.plan.units import ModuleNode, ParamSpec, UnitPlan, plan_units
 
 DTYPES = {
     "fp32": torch.float32,
@@ -68,8 +68,7 @@ class Sharded:
 
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""
-        for unit in self.trained:
-            unit.gradients.drop()
+        self.reducer.drop()
 
     def nbytes(self) -> StateBytes:
         """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state."""
@@ -115,9 +114,8 @@ def wrap(
     units = []
     for index, plan in enumerate(plans):
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
-        size = gradient_itemsize(plan.dtype, sharding, numerics.accumulation)
-        gradient_dtype = DTYPES[plan.dtype] if size == ITEMSIZE[plan.dtype] else torch.float32
-        unit.adopt(DTYPES[plan.dtype], device, gradient_dtype, numerics.formats.remainder(plan.dtype))
+        dtype = gradient_dtype(plan, sharding, numerics.accumulation)
+        unit.adopt(DTYPES[plan.dtype], device, dtype, numerics.formats.remainder(plan.dtype))
         units.append(unit)
     _adopt_buffers(module, device, mesh)
     sharded = Sharded(module, units, sharding, mesh)
@@ -125,6 +123,12 @@ def wrap(
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
+
+
+def gradient_dtype(plan: UnitPlan, sharding: Sharding, accumulation: int) -> torch.dtype:
+    """The dtype of the unit's local gradient buffer with so many micro-batches per step."""
+    size = gradient_itemsize(plan.dtype, sharding, accumulation)
+    return DTYPES[plan.dtype] if size == ITEMSIZE[plan.dtype] else torch.float32
 
 
 def _specs(
