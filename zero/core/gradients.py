@@ -150,6 +150,10 @@ class Gradients:
         self._filled.clear()
         self._arrived.clear()
 
+    def forget_memory(self) -> None:
+        """Let go of memory that was kept for the next step."""
+        self._kept = None
+
     def _memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory on the device: what the last step left, where it fits."""
         kept = self._kept

@@ -154,3 +154,12 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
         grads.settle()
     part = piece(owner)
     return grads.shard.narrow(0, part.at, part.numel)
+
+
+def write_frozen(owner: Owner, whole: torch.Tensor) -> None:
+    """Replace the values of a parameter that has no master by `whole`, any shape, the same on all ranks."""
+    unit, part = owner.unit, piece(owner)
+    values = whole.reshape(-1).to(unit.shard.device, unit.shard.dtype)
+    if part.numel:
+        unit.shard.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
+    unit.renew(owner.index, values)

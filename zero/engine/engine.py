@@ -15,12 +15,15 @@ from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
 from zero.engine.accumulation import Accumulation, Window
+from zero.engine.compiling import Compiling
+from zero.engine.offload import Offload, Rest
 from zero.engine.progress import Progress
+from zero.engine.weights import Weights
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
 
-class Engine(Accumulation, nn.Module):
+class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     """Wraps a model for training; made by `zero.initialize`.
 
         loss = engine(batch)
@@ -47,6 +50,8 @@ class Engine(Accumulation, nn.Module):
         self._config = config
         self._sharded = sharded
         self._window = Window()
+        self._resting: list[Rest] = []
+        self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._mark_boundary()
@@ -145,6 +150,8 @@ class Engine(Accumulation, nn.Module):
     def destroy(self) -> None:
         """Take every hook off and give the module whole parameters of its own again; collective."""
         if self._sharded is not None:
+            self.reload_states()
+            self._undo_compile()
             self._sharded.dissolve()
             self._sharded = None
 
@@ -161,6 +168,8 @@ class Engine(Accumulation, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+        if self.optimizer is not None and self.optimizer.away:
+            raise RuntimeError("the engine's states are offloaded; call reload_states() first")
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         self._sharded.recover()
