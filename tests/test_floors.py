@@ -36,6 +36,7 @@ FLOORS = {
     "zero.recompute": 4,
     "zero.monitor": 4,
     "zero.engine": 5,
+    "zero.utils": 5,
     "zero.report": 5,
     "zero": 6,
     "zero.__main__": 6,
@@ -58,6 +59,7 @@ STEPS_OF_CORE = {
     "zero.core.hooks": 7,
     "zero.core.wrap": 8,
     "zero.core.access": 9,
+    "zero.core.values": 9,
 }
 COMPILED = ("zero._cpu", "zero._cuda")
 WITHOUT_TORCH = ("zero.log", "zero.config", "zero.plan", "zero.launch", "zero.__main__")

@@ -60,7 +60,7 @@ class Gradients:
         self._partials: Partials | None = None  # not None: micro-batches are added as a tree
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
-        self._dtypes = dtypes
+        self._dtypes = self._base = dtypes
         self._device = device
         self._tag = tag
         self._filled: set[int] = set()  # parameters whose span of `flat` holds a gradient
@@ -88,6 +88,11 @@ class Gradients:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
+    def reduced(self) -> bool:
+        """Whether sums over all ranks are held; unlike a look at `shard`, it ends no tree."""
+        return bool(self._sums())
+
+    @property
     def complete(self) -> bool:
         """Every parameter of the unit got its gradient in the backward that runs."""
         return len(self._arrived) == len(self._spans)
@@ -112,6 +117,28 @@ class Gradients:
             self._filled.add(index)
         self._arrived.add(index)
 
+    def local(self, index: int) -> torch.Tensor:
+        """Parameter `index`'s part of `flat` as fp32 [numel]: what was not reduced yet; zeros where nothing came."""
+        span, _ = self._spans[index]
+        if self.flat is None or index not in self._filled:
+            return torch.zeros(span.numel, dtype=torch.float32, device=self._device)
+        return self.flat.narrow(0, *span).to(torch.float32)
+
+    def collect_in(self, dtypes: GradientDtypes) -> None:
+        """From now on gradients are of these dtypes; to be said while there are none, on all ranks alike."""
+        self._dtypes = self._base = dtypes
+
+    def widen(self) -> None:
+        """Micro-batches will add up in `flat`, foreseen or not: in `kept` until it is reduced, on all ranks alike."""
+        if self._dtypes.local.itemsize < self._dtypes.kept.itemsize:
+            self._dtypes = self._dtypes._replace(local=self._dtypes.kept)
+            self.flat = None if self.flat is None else self.flat.to(self._dtypes.kept)
+
+    def settle(self) -> None:
+        """Reduce what is local now and wait for the sum; collective."""
+        self.reduce()
+        self.finish()
+
     def begin_round(self) -> None:
         """A backward has ended: the next one may bring every gradient once more."""
         self._arrived.clear()
@@ -125,11 +152,11 @@ class Gradients:
             for index, (span, _) in enumerate(self._spans):
                 if index not in self._filled:
                     flat.narrow(0, *span).zero_()
-        self.flat = None
-        self._filled.clear()
         as_tree = self._partials is not None
         if self._mesh.world_size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
+        self.flat, self._dtypes = None, self._base
+        self._filled.clear()
         self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag, as_tree)
 
     def sum(self) -> None:
@@ -169,10 +196,15 @@ class Gradients:
         if self._sum is not None and self._mesh.shard.size == 1:
             self._kept = self._sum
         self.flat = self._sum = None
+        self._dtypes = self._base
         if self._partials is not None:
             self._partials = Partials()
         self._filled.clear()
         self._arrived.clear()
+
+    def forget_memory(self) -> None:
+        """Let go of memory that was kept for the next step."""
+        self._kept = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All gradients that are held here, local and reduced, as few contiguous tensors."""

@@ -47,9 +47,22 @@ class Master:
         """Bytes beside the shard."""
         return 0 if self.tensor is self.shard else self.tensor.nbytes
 
-    def values(self) -> torch.Tensor:
-        """The exact values, fp32 [n]; to be read only, as they may be the storage itself."""
-        return join(self.shard, self.tensor) if self.remainder else self.tensor
+    def values(self, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """The exact values, fp32 [numel or all] from `start` on; to be read only, as they may be the storage itself."""
+        part = slice(start, None if numel is None else start + numel)
+        return join(self.shard[part], self.tensor[part]) if self.remainder else self.tensor[part]
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Replace the exact values from `start` on by `values` (fp32 [k]), and the shard by their rounding."""
+        part = slice(start, start + values.numel())
+        if self.remainder:
+            bits, rest = split(values)
+            self.shard[part].copy_(bits)
+            self.tensor[part].copy_(rest)
+            return
+        self.tensor[part].copy_(values)
+        if self.tensor is not self.shard:
+            self.shard[part].copy_(rounded(values, self.shard.dtype))
 
     def follow(self, start: int, numel: int) -> None:
         """Take the parameters as exact from element `start` on: somebody else has written them."""

@@ -37,6 +37,7 @@ class Reducer:
         self.finite = finite
         self.open = False  # a backward has begun and was not flushed yet
         self.rounds = 0  # backward passes flushed so far
+        self.pending = False  # one was flushed without a reduction; alike on all ranks, unlike what each got in it
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._on_complete = on_complete
@@ -73,14 +74,18 @@ class Reducer:
             self.finite.begin()  # it reached none of our parameters, and counts all the same
         self._end()
 
-    def _end(self) -> None:
-        if self._fires:
+    def _end(self, force: bool = False) -> None:
+        """Off the boundary gradients stay local where they may, unless `force` says otherwise."""
+        if force or self._fires:
             while self._next < len(self._order):
                 self._fire(self._order[self._next])
             for unit in self._travelling:
                 unit.gradients.finish()
+        self.pending = not (force or self._fires)
         for unit in self._order:
             unit.gradients.begin_round()
+            if self.pending:
+                unit.gradients.widen()
         self._travelling = []
         self._next = 0
         self.open = False
@@ -96,14 +101,25 @@ class Reducer:
 
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
-        if any(unit.gradients.flat is not None or unit.gradients.shard is None for unit in self._order):
-            self._end()
+        if self.pending or any(unit.gradients.shard is None for unit in self._order):
+            self._end(force=True)
+
+    def settle(self) -> None:
+        """Reduce what earlier backward passes left on their rank, if they did; collective."""
+        if self.pending:
+            self._end(force=True)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients wait for a step, reduced or not; alike on all ranks."""
+        return self.pending or any(unit.gradients.reduced for unit in self._order)
 
     def drop(self) -> None:
         """Forget the gradients of this accumulation window."""
         for unit in self._order:
             unit.gradients.drop()
         self.finite.clear()
+        self.pending = False
 
     def abandon(self) -> None:
         """After an exception: forget the gradients and the backward that brought them."""

@@ -66,6 +66,9 @@ class Released:
         if wanted and all(param._zero_owner.unit.summon() for param in wanted):
             return func(*args, **(kwargs or {}))
         name = wanted[0]._zero_owner.name if wanted else "?"
+        away = wanted[0]._zero_owner.unit.absence() if wanted else None
+        if away is not None:
+            raise RuntimeError(f"parameter '{name}': {away}")
         raise RuntimeError(f"parameter '{name}' is released; read it inside zero.GatheredParameters(...)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

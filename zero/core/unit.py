@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,11 +35,13 @@ class State(enum.Enum):
                the optimizer has outdated.
     GATHERING: the shard, and a full buffer that is being filled.
     FULL:      the shard and a valid full buffer; parameters may be read.
+    AWAY:      nothing; somebody keeps the values elsewhere and resized the storages to 0.
     """
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"
+    AWAY = "away"
 
 
 LEGAL = {
@@ -47,6 +49,10 @@ LEGAL = {
     (State.GATHERING, "wait"): State.FULL,
     (State.FULL, "release"): State.SHARDED,
     (State.FULL, "invalidate"): State.SHARDED,
+    (State.SHARDED, "put away"): State.AWAY,
+    (State.FULL, "put away"): State.AWAY,
+    (State.AWAY, "take back"): State.SHARDED,
+    (State.AWAY, "show"): State.FULL,
 }
 
 
@@ -62,6 +68,10 @@ class Owner(NamedTuple):
         """The parameter itself."""
         return self.unit.params[self.index]
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A pickled parameter leaves us behind: on the other side None stands here, and no engine manages it."""
+        return type(None), ()
+
 
 class Unit:
     """Parameters with one flat buffer, one shard, one gradient.
@@ -70,7 +80,8 @@ class Unit:
     shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
     master: the exact values of that slice, for the optimizer; None when frozen;
     holds:  how many readers (`GatheredParameters`) keep it full for now;
-    bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False.
+    bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
+    optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
     """
 
     def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
@@ -82,11 +93,17 @@ class Unit:
         self.gradients: Gradients | None = None
         self.holds = 0
         self.bring: Callable[[Unit], bool] | None = None
+        self.optimizer: Callable[[], Any] = no_optimizer
         self._mesh = mesh
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
         self._kinds = [type(param) for param in params]
         self._versions = [param._version for param in params]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that share it."""
+        return self._mesh
 
     @property
     def window(self) -> Span:
@@ -129,6 +146,8 @@ class Unit:
 
     def gather(self) -> None:
         """Start to bring the full parameters; a no-op when they are there or on their way."""
+        if self.state is State.AWAY:
+            raise self.absence()
         if self.state is not State.SHARDED:
             return
         if self.cut:
@@ -150,7 +169,7 @@ class Unit:
 
     def release(self) -> None:
         """Give the memory of the full parameters back, where parameters are cut; else they stay."""
-        if not self.cut or self.holds or self.state is State.SHARDED:
+        if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
         self.wait()  # messages on their way still write into the buffer
         self._hide()
@@ -176,6 +195,34 @@ class Unit:
         torch.autograd.graph.increment_version(self.params)
         self._versions = [param._version for param in self.params]
         self._move("invalidate")
+
+    def put_away(self) -> None:
+        """Nobody may read parameters or shard until `take_back`; their storages may be given back between the two."""
+        if self.holds:
+            raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
+        self.release()
+        if not self.cut:
+            self.wait()
+            self.take_edits()
+            self._hide()
+        self._move("put away")
+
+    def take_back(self) -> None:
+        """The storages hold what they held at `put_away`."""
+        if self.cut:
+            self._move("take back")
+        else:
+            self._show()
+            self._move("show")
+
+    def absence(self) -> RuntimeError | None:
+        """Why values cannot be worked on now, or None: they, or the state of the optimizer, are in host memory."""
+        if self.state is State.AWAY or getattr(self.optimizer(), "away", False):
+            return RuntimeError(
+                f"the states of unit '{self.plan.name}' are offloaded (rank {self._axis.rank}); "
+                "call engine.reload_states() first"
+            )
+        return None
 
     def summon(self) -> bool:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
@@ -216,6 +263,21 @@ class Unit:
                 self.shard.narrow(0, fragment.at, fragment.numel).copy_(values)
         self._follow({name})
 
+    def renew(self, index: int, values: torch.Tensor) -> None:
+        """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
+
+        Shard and master hold them already. Autograd is told, so that a graph built before raises, as in plain torch.
+        """
+        if self.state is State.GATHERING:
+            self.wait()
+        if not self.cut or self.state is State.FULL:
+            self._views[index].view(-1).copy_(values)
+        if self.cut and self.state is State.SHARDED:
+            self._versions[index] += 1
+        elif not self.holds:  # GatheredParameters would take it for a change that is lost
+            torch.autograd.graph.increment_version((self.params[index],))
+            self._versions[index] = self.params[index]._version
+
     def dissolve(self) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers."""
         self.gather()
@@ -255,6 +317,10 @@ class Unit:
         for param, absent, kind in zip(self.params, self._absent, self._kinds, strict=True):
             param.data = absent
             param.__class__ = released_class(kind)
+
+
+def no_optimizer() -> None:
+    """What `Unit.optimizer` is until one is bound."""
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:

@@ -62,13 +62,13 @@ class Sharded:
     """A module whose parameters live in units, and the two parts that move them."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, tree: bool = False
+        self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, numerics: Numerics
     ) -> None:
         self.module = module
-        self.tree = tree
+        self.numerics = numerics
         self.units = tuple(units)
         self.trained = tuple(unit for unit in units if unit.gradients is not None)
-        for unit in self.trained if tree else ():
+        for unit in self.trained if numerics.tree else ():
             unit.gradients.sum_as_tree()
         self.sharding = sharding
         self.mesh = mesh
@@ -77,6 +77,12 @@ class Sharded:
         self.reducer.on_flush(self.gatherer.end_of_backward)
         reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._handles = attach(reads, self.gatherer, self.reducer.begin)
+
+    def accumulate_over(self, micro_batches: int) -> None:
+        """From now on so many micro-batches add up in one step; to be said while there are no gradients."""
+        self.numerics = self.numerics._replace(accumulation=micro_batches)
+        for unit in self.trained:
+            unit.gradients.collect_in(self.numerics.gradient_dtypes(unit.plan.dtype, self.sharding))
 
     def abandon(self) -> None:
         """Make the next step possible after an exception; the gradients of the running window are dropped."""
@@ -137,11 +143,11 @@ def wrap(
     units = []
     for index, plan in enumerate(plans):
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
-        gradient_dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
-        unit.adopt(DTYPES[plan.dtype], device, gradient_dtypes, numerics.formats.remainder(plan.dtype))
+        dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
+        unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
-    sharded = Sharded(module, units, sharding, mesh, numerics.tree)
+    sharded = Sharded(module, units, sharding, mesh, numerics)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])

@@ -9,21 +9,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
+from zero.engine.accumulation import Accumulation, Window
+from zero.engine.compiling import Compiling
+from zero.engine.offload import Offload, Rest
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
-from zero.engine.queries import Queries
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
+from zero.engine.weights import Weights
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
 
-class Engine(Queries, nn.Module):
+class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     """Wraps a model for training; made by `zero.initialize`.
 
         loss = engine(batch)
@@ -49,11 +53,13 @@ class Engine(Queries, nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._config = config
         self._sharded = sharded
-        self._boundary: bool | None = None  # set by the user; None: count
+        self._window = Window()
+        self._resting: list[Rest] = []
+        self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._precision = Precision(config, device)
-        self._randomness = Randomness(sharded.mesh, device) if sharded.tree else None
+        self._randomness = Randomness(sharded.mesh, device) if sharded.numerics.tree else None
         every = config.zero.check_replicas
         self._replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         self._mark_boundary()
@@ -108,34 +114,13 @@ class Engine(Queries, nn.Module):
         self._alive()
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in (lr_kwargs or {}):
+            raise ValueError("step(): ReduceLROnPlateau wants step(lr_kwargs={'metrics': ...}) at every boundary")
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
-            self._sharded.recover()
-            with self._progress.phase("step"):
-                if self._replicas is not None:
-                    self._replicas.before_step(self.global_steps + 1)
-                self.optimizer.step()
-            self._applied = not self.optimizer.overflow
-            self.skipped_steps += self.optimizer.overflow
-            self.global_steps += 1
-            self.global_samples += self.train_batch_size()
-            if self._applied and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
-        self._sharded.reducer.end_micro_batch(self.is_gradient_accumulation_boundary())
-        self.micro_steps += 1
-        self._mark_boundary()
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch that runs is the last of its optimizer step."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide the boundary yourself, until told otherwise; None goes back to counting."""
-        self._boundary = is_boundary
-        self._mark_boundary()
+        with self._ending_micro_batch() as boundary:
+            if boundary:
+                self._update(lr_kwargs or {})
+            self._sharded.reducer.end_micro_batch(boundary)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed parameters."""
@@ -180,6 +165,8 @@ class Engine(Queries, nn.Module):
     def destroy(self) -> None:
         """Take every hook off and give the module whole parameters of its own again; collective."""
         if self._sharded is not None:
+            self.reload_states()
+            self._undo_compile()
             self._sharded.dissolve()
             self._sharded = None
 
@@ -196,11 +183,24 @@ class Engine(Queries, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+        if self.optimizer is not None and self.optimizer.away:
+            raise RuntimeError("the engine's states are offloaded; call reload_states() first")
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
         if self._randomness is None or not self.module.training:
             return contextlib.nullcontext()
         return self._randomness.forward(self.global_steps, self._sharded.reducer.leaf.micro_batch)
 
-    def _mark_boundary(self) -> None:
-        self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        self._sharded.recover()
+        with self._progress.phase("step"):
+            if self._replicas is not None:
+                self._replicas.before_step(self.global_steps + 1)
+            self.optimizer.step()
+        self._applied = not self.optimizer.overflow
+        self.skipped_steps += self.optimizer.overflow
+        self.global_steps += 1
+        self.global_samples += self._window.samples
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)

@@ -142,8 +142,7 @@ class Replicas:
             return
         if unit.master.rounding is not None:
             yield "the master", unit.window, unit.master.tensor
-        group = self._optimizer.param_groups[unit.plan.group]
-        yield from self._optimizer.rule.tensors(unit, group)
+        yield from self._optimizer.rule.tensors(unit)
 
     def _of_buffers(self) -> Sheet:
         left_out = self._own_buffers or set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self._clipping = clipping
         self._check_overflow = check_overflow
+        self.away = False  # the engine keeps state in host memory
         self._sharded: Sharded | None = None
         self._mean = 1.0
         super().__init__(groups, dict(rule.defaults))
@@ -46,6 +48,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
         self._sharded = sharded
         self._mean = mean
+        for unit in sharded.trained:
+            unit.optimizer = weakref.ref(self)
         sharded.reducer.scale = self.loss_scale
         sharded.reducer.finite.enabled = self._check_overflow
 
@@ -88,6 +92,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         reducer = self._sharded.reducer
         return self._mean * reducer.divisor / reducer.scale
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError once the parameters are cut; before, as in torch."""
+        if getattr(self, "_sharded", None) is not None:
+            raise RuntimeError(
+                "add_param_group(): the parameters are cut into units for the groups that initialize() got; "
+                "give all groups to initialize(), those to be trained later with lr 0"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise RuntimeError: the state lies in shards, which one rank's dictionary cannot hold."""
+        raise RuntimeError(
+            "optimizer.state_dict(): each rank has a shard of the state; "
+            "zero.utils.safe_get_full_optimizer_state reads it parameter by parameter"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise RuntimeError: see `state_dict`."""
+        raise RuntimeError(
+            "optimizer.load_state_dict(): each rank has a shard of the state; "
+            "zero.utils.safe_set_full_optimizer_state writes it parameter by parameter"
+        )
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Give all parameter groups one learning rate; a scheduler overwrites it at its next step."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
@@ -100,9 +136,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded = self._sharded
         if sharded is None:
             raise RuntimeError("this optimizer is not attached to an engine")
+        if self.away:
+            raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
         factor = self.gradient_factor
-        norm_of = exact_norm if sharded.tree else global_norm
+        norm_of = exact_norm if sharded.numerics.tree else global_norm
         norm = norm_of(sharded.trained, sharded.mesh) * factor
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm

@@ -18,7 +18,7 @@ from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
 from zero.log import rank_zero
 from zero.plan.formats import Formats, Run, runs
-from zero.plan.layout import Span
+from zero.plan.layout import Fragment, Span, round_up
 
 Group = Mapping[str, Any]
 
@@ -46,8 +46,23 @@ class Rule(Protocol):
     def nbytes(self, unit: Unit, group: Group) -> int:
         """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
 
-    def tensors(self, unit: Unit, group: Group) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """That state: its name, what elements of the shard it is for, and the tensor: one value for each, or others."""
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """All tensors of the unit's state that exist, as they are kept: name, elements of the shard, and the tensor."""
+
+    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Torch's names of the states: those with an element per parameter, and single numbers of the unit."""
+
+    def number(self, unit: Unit, group: Group, key: str) -> float:
+        """The number `key`; "step" is an int."""
+
+    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
+        """Replace it."""
+
+    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
+        """State `key` of a fragment of the shard, fp32 [n], a copy; before the first step, where that begins."""
+
+    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
+        """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
 
 
 def _adam(group: Group, decoupled: bool) -> Adam:
@@ -153,15 +168,50 @@ class FusedRule:
         """See `Rule.nbytes`."""
         return self.states(unit, group).nbytes
 
-    def tensors(self, unit: Unit, group: Group) -> Iterator[tuple[str, Span, torch.Tensor]]:
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """See `Rule.tensors`; codes of 8 bit are followed by their scales."""
-        states = self.states(unit, group)
-        for run, moments in states.runs:
-            for name, moment in zip(states.names, moments, strict=True):
+        known = self._states.get(unit.index)
+        for run, moments in known.runs if known else ():
+            for name, moment in zip(known.names, moments, strict=True):
                 span = Span(run.start, run.numel)
                 yield name, span, moment.values
                 if moment.scales is not None:
                     yield f"a scale of {name}", span, moment.scales
+
+    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `Rule.keys`."""
+        return self._formula(group).state_names, ("step",)
+
+    def number(self, unit: Unit, group: Group, key: str) -> float:
+        """See `Rule.number`."""
+        return self.states(unit, group).steps
+
+    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
+        """See `Rule.set_number`."""
+        self._states[unit.index] = self.states(unit, group)._replace(steps=int(value))
+
+    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
+        """See `Rule.read`."""
+        moment, signed = self._moment(unit, group, key, part)
+        return moment.decode(signed)[: part.numel].clone()
+
+    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
+        """See `Rule.write`."""
+        moment, signed = self._moment(unit, group, key, part)
+        padded = values.new_zeros(moment.numel)
+        padded[: part.numel] = values
+        moment.write(padded, signed)
+
+    def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
+        """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""
+        index = self._formula(group).state_names.index(key)
+        for run, moments in self.states(unit, group).runs:
+            if run.start <= part.at < run.start + run.numel:
+                numel = round_up(part.numel, self.formats.alignment)
+                start = part.at - run.start
+                found = moments[index].narrow(start, min(numel, run.numel - start))
+                return found, self._formula(group).signed[index]
+        raise RuntimeError(f"unit '{unit.plan.name}' has no state for element {part.at} of its shard")
 
 
 class TorchRule:
@@ -180,11 +230,7 @@ class TorchRule:
 
     def update(self, unit: Unit, group: Group, factor: float) -> None:
         """One step of the torch optimizer on the unit's shard; see `Rule.update`."""
-        if unit.index not in self._inner:
-            leaf = nn.Parameter(unit.master.tensor)
-            self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
-        leaf, inner = self._inner[unit.index]
-        inner.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
+        leaf, inner = self._instance(unit, group)
         leaf.grad = unit.gradients.shard.to(leaf.dtype).mul_(factor)
         inner.step()
         leaf.grad = None
@@ -192,20 +238,84 @@ class TorchRule:
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """See `Rule.nbytes`."""
-        if unit.index not in self._inner:
-            return 0
-        state = self._inner[unit.index][1].state
-        return sum(
-            value.nbytes for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)
-        )
+        return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
 
-    def tensors(self, unit: Unit, group: Group) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """See `Rule.tensors`; nothing before the first step."""
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """See `Rule.tensors`."""
         if unit.index in self._inner:
             leaf, inner = self._inner[unit.index]
             for name, value in inner.state[leaf].items():
                 if isinstance(value, torch.Tensor):
                     yield name, Span(0, leaf.numel()), value
+
+    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `Rule.keys`; found by a step of the class on three throw-away elements."""
+        leaf = nn.Parameter(torch.zeros(3, device=unit.shard.device))
+        leaf.grad = torch.zeros_like(leaf)
+        trial = self._kind([leaf], **self._params)
+        trial.param_groups[0].update(_hyperparameters(group))
+        trial.step()
+        state = {key: value for key, value in trial.state[leaf].items() if value is not None}
+        wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
+        return wide, tuple(key for key in state if key not in wide)
+
+    def number(self, unit: Unit, group: Group, key: str) -> float:
+        """See `Rule.number`."""
+        value = self._state(unit, group).get(key, 0)
+        value = value.item() if isinstance(value, torch.Tensor) else value
+        return int(value) if key == "step" else value
+
+    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
+        """See `Rule.set_number`."""
+        state = self._state(unit, group)
+        if isinstance(state.get(key), torch.Tensor):
+            state[key].fill_(value)
+        else:
+            state[key] = int(value) if key == "step" else value
+
+    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
+        """See `Rule.read`."""
+        kept = self._state(unit, group).get(key)
+        if kept is None:  # made in the first step, out of zeros; to make it now could change that step
+            return torch.zeros(part.numel, device=unit.shard.device)
+        return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
+
+    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
+        """See `Rule.write`."""
+        state = self._state(unit, group)
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(unit.master.tensor)
+        state[key].narrow(0, part.at, part.numel).copy_(values)
+
+    def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        """The unit's optimizer and what it updates, with the hyperparameters of now."""
+        if unit.index not in self._inner:
+            leaf = nn.Parameter(unit.master.tensor)
+            self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
+        leaf, inner = self._inner[unit.index]
+        inner.param_groups[0].update(_hyperparameters(group))
+        return leaf, inner
+
+    def _state(self, unit: Unit, group: Group) -> dict[str, Any]:
+        """What the unit's optimizer keeps; before the first step, what torch's classes would begin that step with.
+
+        Raises RuntimeError for a class that is not torch's and has no state yet.
+        """
+        leaf, inner = self._instance(unit, group)
+        if inner.state.get(leaf):
+            return inner.state[leaf]
+        begin = getattr(inner, "_init_group", None)
+        if begin is None or self._kind.__module__.split(".")[0] != "torch":
+            raise RuntimeError(f"{self._kind.__name__} makes its state in its first step; read or write it after that")
+        leaf.grad = torch.zeros_like(leaf)
+        # All but the group are lists that the class fills for its loop; what matters is the state it makes on the way.
+        begin(inner.param_groups[0], *([] for _ in list(inspect.signature(begin).parameters)[1:]))
+        leaf.grad = None
+        return inner.state[leaf]
+
+
+def _hyperparameters(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> Rule:

@@ -1,0 +1,202 @@
+"""The promise: whole weights go out and come in under the model's own names, on every stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Block, batch, config
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import zero
+from zero.utils import safe_get_full_fp32_param
+
+
+class Model(nn.Module):
+    """Tied embedding and head, a frozen block, a buffer, sizes that divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 17)
+        self.head.weight = self.embed.weight
+        self.blocks[1].requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+def start(stage: int, dtype: str = "bf16", seed: int = 7, gather: bool = True) -> Any:
+    torch.manual_seed(seed)
+    section = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gather}
+    settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"}, zero_optimization=section)
+    return zero.initialize(model=Model(), config=settings)[0]
+
+
+def step(engine: Any, index: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens, targets = batch(index, 2 * world)
+    engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+    engine.step()
+
+
+def truth(engine: Any) -> dict[str, torch.Tensor]:
+    """The module's own state_dict after the engine has given it back."""
+    engine.destroy()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def written(stage: int, folder: str) -> list[bool]:
+    engine = start(stage)
+    for index in range(2):
+        step(engine, index)
+    rank = dist.get_rank()
+    said = [engine.save_16bit_model(folder, "model.safetensors"), engine.save_16bit_model(folder)]
+    said.append(engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True))
+    state = engine._consolidated_16bit_state_dict()
+    said.append((state is None) == (rank != 0))
+    if rank == 0:
+        said.append(state["head.weight"] is state["embed.weight"])
+    everywhere = {name: value.clone() for name, value in engine.module_state_dict(prefix="m.").items()}
+    said.append(sorted(engine.module_state_dict(keep_vars=True)) == sorted(engine.module.state_dict(keep_vars=True)))
+    engine.empty_partition_cache()
+    said.append(all(unit.state.value == "sharded" for unit in engine._sharded.units if unit.cut))
+    step(engine, 2)  # all of that left the engine usable
+    said.append(engine.was_step_applied())
+    again = start(stage)
+    for index in range(2):
+        step(again, index)
+    wanted = truth(again)
+    said.append(equal({f"m.{name}": value for name, value in wanted.items()}, everywhere))
+    loaded = torch.load(Path(folder) / "pytorch_model.bin")
+    said += [equal(loaded, wanted), loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()]
+    few = torch.load(Path(folder) / "trained.bin")
+    said.append([name for name in wanted if name not in few] == [name for name in wanted if "blocks.1." in name])
+    tensors = load_file(Path(folder) / "model.safetensors")
+    said.append("head.weight" not in tensors and all(torch.equal(wanted[name], tensors[name]) for name in tensors))
+    with safe_open(Path(folder) / "model.safetensors", "pt") as file:
+        said.append(file.metadata()["head.weight"] == "embed.weight")
+    said.append(sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".")) == [])
+    return said
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_written_is_the_model(pool, stage, tmp_path):
+    for said in pool.run(2, written, stage, str(tmp_path)):
+        assert all(said), said
+
+
+def loaded_into(stage: int, dtype: str) -> list[bool]:
+    """fp32 weights of another model: the masters hold them exactly, the parameters their rounding, at once."""
+    torch.manual_seed(3)
+    source = Model().state_dict()
+    source["scale"] = torch.tensor([3.0, 4.0])
+    engine = start(stage, dtype)
+    step(engine, 0)
+    result = engine.load_module_state_dict(source)
+    said = [result.missing_keys == [] == result.unexpected_keys]
+    for name, param in engine.module.named_parameters():
+        exact = safe_get_full_fp32_param(param)
+        said.append(exact is None or torch.equal(exact, source[name]))
+    now = engine.module_state_dict()
+    said.append(torch.equal(now["scale"], source["scale"]))
+    for name, value in now.items():
+        said.append(torch.allclose(value.float(), source[name], rtol=2**-8, atol=0))
+    other = start(stage, dtype, seed=3)  # the same weights from the start
+    mine = engine.module_state_dict()
+    said += [torch.equal(mine[name], value) for name, value in other.module_state_dict().items() if name != "scale"]
+    return said
+
+
+def loaded_both(stage: int) -> list[bool]:
+    return loaded_into(stage, "fp32") + loaded_into(stage, "bf16")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_loaded_is_exact(pool, stage):
+    for said in pool.run(2, loaded_both, stage):
+        assert all(said), said
+
+
+def refused(stage: int) -> list[str]:
+    engine = start(stage, gather=False)
+    good = engine.module_state_dict()
+    before = {name: value.clone() for name, value in good.items()}
+    said = []
+    cases = [
+        {name: value for name, value in good.items() if name != "scale"} if dist.get_rank() else good,
+        {**good, "more": good["scale"]},
+        {**good, "head.bias": torch.zeros(16)},
+    ]
+    for given in cases:
+        try:
+            engine.load_module_state_dict(given)
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    result = engine.load_module_state_dict({**cases[1], "head.bias": good["head.bias"]}, strict=False)
+    said.append(str(result.unexpected_keys))
+    few = {name: value for name, value in good.items() if name != "scale"}
+    said.append(str(engine.load_module_state_dict(few, allowed_missing_keys=["scale"]).missing_keys))
+    engine.load_module_state_dict({}, custom_load_fn=lambda src, dst: nn.init.constant_(dst.head.bias, 0.25))
+    bias = engine.module_state_dict()["head.bias"]
+    said.append(str(bool((bias == 0.25).all())))
+    engine.load_module_state_dict(before)
+    said.append(str(equal(engine.module_state_dict(), before)))
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_does_not_fit_is_refused_on_all_ranks(pool, stage):
+    one, two = pool.run(2, refused, stage)
+    assert one[0] == "another rank than 0 reports a problem; its message says which"
+    assert two[0] == "load_module_state_dict: missing: ['scale']"
+    wanted = [
+        "load_module_state_dict: unexpected: ['more']",
+        "load_module_state_dict: 'head.bias' has shape (17,), the dictionary (16,)",
+        "['more']",
+        "[]",
+        "True",
+        "True",
+    ]
+    assert one[1:] == two[1:] == wanted
+
+
+def not_written(folder: str) -> list[Any]:
+    engine = start(3, gather=False)
+    said: list[Any] = [engine.save_16bit_model(folder), engine.save_fp16_model(folder)]
+    engine = start(2)
+    Path(folder, "file").touch()
+    try:
+        engine.save_16bit_model(f"{folder}/file/below")
+        said.append("nothing")
+    except OSError as error:
+        said.append(str(error))
+    try:
+        engine._zero3_consolidated_16bit_state_dict()
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_written_is_said(pool, tmp_path):
+    one, two = pool.run(2, not_written, str(tmp_path))
+    assert one[:2] == two[:2] == [False, False]
+    assert "file" in one[2]
+    assert two[2] == "another rank than 1 reports a problem; its message says which"
+    assert one[3] == "this function requires ZeRO-3 mode"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

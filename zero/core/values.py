@@ -1,0 +1,165 @@
+"""One parameter over its ranks: its exact values and its gradient, read and written between steps.
+
+Every rank owns at most one *piece* of a parameter: what of it lies in the rank's shard. What is said here of a
+value [numel] holds on every stage; where shards are whole, the piece is the parameter.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from zero.core import comm
+from zero.core.gathering import in_backward
+from zero.core.master import rounded
+from zero.core.unit import Owner, State
+from zero.plan.layout import Fragment
+
+
+def piece(owner: Owner, rank: int | None = None) -> Fragment:
+    """What `rank` of the shard axis (default: this one) owns of the parameter; numel 0 where that is nothing."""
+    layout, axis = owner.unit.plan.layout, owner.unit.mesh.shard
+    window = layout.shard(axis.rank if rank is None else rank, axis.size)
+    common = layout.spans[owner.name].intersect(window)
+    if not common.numel:
+        return Fragment(owner.name, 0, 0, 0)
+    start = common.start - layout.spans[owner.name].start
+    return Fragment(owner.name, start, common.start - window.start, common.numel)
+
+
+def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequence[bool] = ()) -> list[bool]:
+    """Make sure that all ranks do `what` with this parameter and that none has a problem; collective.
+
+    Returns for each flag whether any rank has it. Raises on all ranks alike, before anything is touched: `problem`
+    where there is one, RuntimeError where another rank has one or does something else.
+    """
+    mark = float(zlib.crc32(f"{what} {owner.name}".encode()))
+    values = torch.tensor(
+        [mark, -mark, problem is not None, *flags], dtype=torch.float64, device=owner.unit.shard.device
+    )
+    mesh = owner.unit.mesh
+    for axis in (mesh.shard, mesh.replica):
+        values = comm.gather_scalars(values, axis).amax(0)
+    highest, lowest, bad, *found = values.tolist()
+    if problem is not None:
+        raise problem
+    if highest != -lowest:
+        raise RuntimeError(
+            f"rank {mesh.rank} does {what} with parameter '{owner.name}' and another rank something else; "
+            "it is a collective, which all ranks must call with the same parameters in the same order"
+        )
+    if bad:
+        raise RuntimeError(f"{what}: another rank cannot do it with parameter '{owner.name}'; nothing was changed")
+    return [bool(flag) for flag in found]
+
+
+def check_idle(owner: Owner, what: str) -> Exception | None:
+    """Why values cannot be looked at now, or None."""
+    if in_backward():
+        return RuntimeError(f"{what} of parameter '{owner.name}' inside a backward; call it after the backward")
+    return owner.unit.absence()
+
+
+def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
+    """The whole [numel] out of every rank's piece `own`; collective, moves nothing but the parameter's own bytes."""
+    axis, numel = owner.unit.mesh.shard, owner.unit.plan.layout.spans[owner.name].numel
+    full = torch.empty(numel, dtype=own.dtype, device=own.device)
+    for rank in range(axis.size):
+        part = piece(owner, rank)
+        if part.numel:
+            target = full.narrow(0, part.start, part.numel)
+            if rank == axis.rank:
+                target.copy_(own)
+            comm.broadcast(target, rank, axis)
+    return full
+
+
+def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:
+    """The `values` of rank 0, on its own storage and on the parameter's device; collective."""
+    values = values.detach().to(owner.unit.shard.device, copy=True).contiguous()
+    for axis in (owner.unit.mesh.shard, owner.unit.mesh.replica):
+        comm.broadcast(values, 0, axis)
+    return values
+
+
+def cut_out(owner: Owner, values: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a whole value of the parameter, as a flat view."""
+    part = piece(owner)
+    return values.reshape(-1).narrow(0, part.start, part.numel)
+
+
+def exact_piece(owner: Owner) -> torch.Tensor:
+    """This rank's piece of the exact values, fp32 [n], a copy. Edits of the user are in it."""
+    owner.unit.take_edits()
+    part = piece(owner)
+    return owner.unit.master.values(part.at, part.numel).clone()
+
+
+def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+    """Replace this rank's piece of the exact values by `own`, fp32 [n], and show the rounding to whoever reads.
+
+    `whole` [numel]: all pieces, where they are known; without it this is a collective wherever a full copy is there.
+    """
+    unit, part = owner.unit, piece(owner)
+    unit.take_edits()
+    if part.numel:
+        unit.master.write(part.at, own)
+    if whole is None:
+        seen = not unit.cut or unit.state is not State.SHARDED
+        rounding = unit.shard.narrow(0, part.at, part.numel)
+        unit.renew(owner.index, assemble(owner, rounding) if seen else rounding)
+    else:
+        unit.renew(owner.index, rounded(whole, unit.shard.dtype))
+
+
+def gradient(owner: Owner, what: str) -> torch.Tensor | None:
+    """The sum of the parameter's gradients over ranks and micro-batches so far, fp32 [numel]; None without any.
+
+    Collective. What is not reduced yet is added up in the order of ranks and stays unreduced.
+    """
+    unit, grads = owner.unit, owner.unit.gradients
+    flags = (grads.flat is not None, grads.shard is not None)
+    local, reduced = agree(owner, what, check_idle(owner, what), flags)
+    total = None
+    if reduced:
+        part = piece(owner)
+        total = assemble(owner, grads.shard.narrow(0, part.at, part.numel).float())
+    if local:
+        found = grads.local(owner.index)
+        for axis in (unit.mesh.shard, unit.mesh.replica) if found.numel() else ():
+            rows = comm.gather_scalars(found, axis)
+            found = rows[0].clone()
+            for row in rows[1:]:
+                found += row
+        total = found if total is None else total.add_(found)
+    return total
+
+
+def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.Tensor:
+    """This rank's piece of the gradient's sum, fp32 [n], the storage itself, to be written; collective.
+
+    What is local is reduced first. Raises on all ranks where `problem` is given or there is no gradient.
+    """
+    grads = owner.unit.gradients
+    flags = (grads.flat is not None, grads.shard is not None)
+    local, reduced = agree(owner, what, problem or check_idle(owner, what), flags)
+    if not (local or reduced):
+        raise RuntimeError(
+            f"{what}: parameter '{owner.name}' has no gradient (rank {owner.unit.mesh.rank}); "
+            "set it between backward() and step()"
+        )
+    if local:
+        grads.settle()
+    part = piece(owner)
+    return grads.shard.narrow(0, part.at, part.numel)
+
+
+def write_frozen(owner: Owner, whole: torch.Tensor) -> None:
+    """Replace the values of a parameter that has no master by `whole`, any shape, the same on all ranks."""
+    unit, part = owner.unit, piece(owner)
+    values = whole.reshape(-1).to(unit.shard.device, unit.shard.dtype)
+    if part.numel:
+        unit.shard.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
+    unit.renew(owner.index, values)

@@ -1,0 +1,78 @@
+"""torch.compile, block by block: the module of a unit is compiled, and what moves its parameters stays outside."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.core.unit import Unit
+from zero.core.wrap import Sharded
+from zero.log import rank_zero
+
+
+class Compiling:
+    """`compile()` and `is_compiled`; mixed into the engine."""
+
+    module: nn.Module
+    _sharded: Sharded
+    _compiled: dict[nn.Module, Callable[..., Any] | None]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile()` has compiled a block."""
+        return bool(self._compiled)
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the forward of each block of the model: of every module below the root at which units are anchored.
+
+        Parameters are gathered before a compiled block and released behind it, as without. Blocks that contain
+        others, or read parameters of a unit that is anchored elsewhere (tied weights), run as they are. A second
+        call compiles anew. `compile_kwargs` go to torch.compile. Raises ValueError for `schedule` and
+        `compiled_autograd_enabled`, which are DeepCompile's.
+        """
+        self._alive()
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError("compile(): schedule and compiled_autograd_enabled belong to DeepCompile; leave them out")
+        self._undo_compile()
+        blocks, left = _blocks(self.module, self._sharded.units)
+        for block in blocks:
+            self._compiled[block] = block.__dict__.get("forward")
+            block.forward = torch.compile(block.forward, backend=backend, **dict(compile_kwargs or {}))
+        rank_zero(
+            logging.INFO, "compiled %d blocks with %s; left as they are: %s", len(blocks), backend, left or "none"
+        )
+
+    def _undo_compile(self) -> None:
+        for block, before in self._compiled.items():
+            if before is None:
+                del block.forward
+            else:
+                block.forward = before
+        self._compiled = {}
+
+
+def _blocks(root: nn.Module, units: tuple[Unit, ...]) -> tuple[list[nn.Module], list[str]]:
+    """The modules to compile, and the names of the anchors that cannot be."""
+    anchors = dict.fromkeys(unit.plan.anchor for unit in units if unit.plan.anchor)
+    unit_of = {id(param): unit for unit in units for param in unit.params}
+    blocks, left = [], []
+    for name in anchors:
+        block = root.get_submodule(name)
+        inner = any(other.startswith(f"{name}.") for other in anchors)
+        foreign = any(unit_of[id(param)].plan.anchor != name for param in block.parameters())
+        # A container such as ModuleList has no forward of its own.
+        if inner or foreign or type(block).forward is nn.Module.forward:
+            left.append(name)
+        else:
+            blocks.append(block)
+    return blocks, left

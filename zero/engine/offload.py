@@ -1,0 +1,137 @@
+"""Model state resting in host memory between phases of a run, while something else needs the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.core.unit import Unit
+from zero.core.wrap import Sharded
+from zero.log import rank_zero
+
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+
+
+class Rest(NamedTuple):
+    """A storage of the device, resized to 0, and its bytes in host memory; views of the storage stay what they are."""
+
+    storage: torch.UntypedStorage
+    host: torch.Tensor
+
+
+class Offload:
+    """`offload_states` and `reload_states`; mixed into the engine."""
+
+    device: torch.device
+    optimizer: Any
+    _sharded: Sharded
+    _resting: list[Rest]
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy model state to host memory and give the device's memory back, until `reload_states()`.
+
+        include: which, by name or as an enum with such values; default all. "lp_params" are the parameters that the
+        model computes with, "hp_params" their fp32 masters (in an fp32 run there are none beside the parameters),
+        "optim_states" the moments, "lp_grads" gradients, "contiguous_grad_buffer" memory kept for them.
+        `pin_memory` and `non_blocking` matter on a GPU only.
+
+        Until the reload the engine's forward, backward and step, and `zero.utils`, raise RuntimeError. Does nothing
+        while states are offloaded already. Raises ValueError for "nvme" and for unknown names, RuntimeError without
+        an optimizer or inside `GatheredParameters`.
+        """
+        self._need_engine()
+        kind = getattr(device, "value", str(device))
+        if kind == "nvme":
+            raise ValueError("NVMe offload is not supported for offloading states.")
+        if kind == "none":
+            rank_zero(logging.WARNING, "offload_states(device='none'): nothing is offloaded")
+            return
+        if kind != "cpu":
+            raise ValueError(f"offload_states(device={device!r}): wanted 'cpu'")
+        names = [getattr(each, "value", each) for each in (STATES if include is None else include)]
+        unknown = [name for name in names if name not in STATES]
+        if unknown:
+            raise ValueError(f"offload_states(include=...): unknown {unknown}; known: {', '.join(STATES)}")
+        if self.optimizer is None:
+            raise RuntimeError("offload_states() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        if self.optimizer.away:
+            return
+        held = [unit.plan.name for unit in self._sharded.units if unit.holds]
+        if held:
+            raise RuntimeError(f"offload_states() while GatheredParameters holds {held} open; call it outside")
+        self._sharded.recover()
+        self._sharded.gatherer.release_all()
+        storages = {each._cdata: each for each in self._storages(names) if each.nbytes()}
+        if "lp_params" in names:
+            for unit in self._sharded.units:
+                unit.put_away()
+        pinned = pin_memory and self.device.type == "cuda"
+        self.optimizer.away = True
+        self._resting = [_put(storage, pinned, non_blocking) for storage in storages.values()]
+        self._give_back()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` took, bit by bit; does nothing when nothing is offloaded."""
+        self._need_engine()
+        if self.optimizer is None or not self.optimizer.away:
+            return
+        while self._resting:
+            storage, host = self._resting.pop()
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=non_blocking)
+        for unit in self._sharded.units:
+            if unit.state.value == "away":
+                unit.take_back()
+        self.optimizer.away = False
+
+    def _storages(self, names: Collection[str]) -> Iterator[torch.UntypedStorage]:
+        sharded = self._sharded
+        for unit in sharded.units:
+            if "lp_params" in names:
+                yield unit.full.untyped_storage()
+                yield unit.shard.untyped_storage()
+        for unit in sharded.trained:
+            master = unit.master.tensor
+            if "hp_params" in names and master is not unit.shard:
+                yield master.untyped_storage()
+            if "optim_states" in names:
+                yield from (tensor.untyped_storage() for _, _, tensor in self.optimizer.rule.tensors(unit))
+            yield from _gradient_storages(unit, names)
+
+    def _give_back(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _need_engine(self) -> None:
+        if self._sharded is None:
+            raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+
+
+def _gradient_storages(unit: Unit, names: Collection[str]) -> Iterator[torch.UntypedStorage]:
+    grads = unit.gradients
+    if "contiguous_grad_buffer" in names:
+        grads.forget_memory()
+    for tensor in (grads.flat, grads.shard) if "lp_grads" in names else ():
+        if tensor is not None:
+            yield tensor.untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _put(storage: torch.UntypedStorage, pinned: bool, non_blocking: bool) -> Rest:
+    """Copy the bytes out and free them; on a GPU both are ordered by the current stream."""
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+    host.copy_(_bytes(storage), non_blocking=non_blocking)
+    storage.resize_(0)
+    return Rest(storage, host)

@@ -1,0 +1,226 @@
+"""The model's weights going out and coming in, whole, under the names that the model itself has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from zero.config import Config
+from zero.core import comm
+from zero.core.access import GatheredParameters
+from zero.core.unit import Unit, owner_of
+from zero.core.values import cut_out, write_exact, write_frozen
+from zero.core.wrap import Sharded
+from zero.log import rank_zero
+
+
+class Unmatched(NamedTuple):
+    """Names that a loaded dictionary lacked, and that it had too many."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Weights:
+    """State dictionaries of the module, on every stage; mixed into the engine. All methods are collectives."""
+
+    module: nn.Module
+    global_rank: int
+    device: torch.device
+    _config: Config
+    _sharded: Sharded
+
+    def module_state_dict(
+        self,
+        destination: MutableMapping[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> MutableMapping[str, Any]:
+        """The module's state_dict, in the dtype it computes in, on every rank.
+
+        Where parameters are cut, their values are copies in host memory; elsewhere the storage itself, as in torch.
+        `keep_vars` gives the parameters themselves, whose values may be away. Tied weights are one tensor.
+        """
+        self._alive()
+        destination = {} if destination is None else destination
+        names = self.module.state_dict(prefix=prefix, keep_vars=True)
+        if exclude_frozen_parameters:
+            names = {name: value for name, value in names.items() if not _is_frozen(value)}
+        whole = {} if keep_vars else self._whole(names.values(), True)
+        for name, value in names.items():
+            if id(value) in whole:
+                destination[name] = whole[id(value)]
+            else:
+                destination[name] = value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
+        return destination
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Collection[nn.Parameter] | None = None,
+        allowed_missing_keys: Collection[str] | None = None,
+    ) -> Unmatched:
+        """Take the weights of `state_dict`, the same on all ranks; those of fp32 are exact in the masters.
+
+        Nothing needs to be gathered for it. `custom_load_fn(src=state_dict, dst=module)` loads by itself, with all
+        parameters whole. `fetch_z3_params` and `z3_params_to_fetch` are accepted and need not be given. Raises
+        RuntimeError, before anything is changed, for a wrong shape and, with `strict`, for missing and unexpected
+        names.
+        """
+        self._alive()
+        if custom_load_fn is not None:
+            with GatheredParameters(self.module.parameters(), modifier_rank=0):
+                custom_load_fn(src=state_dict, dst=self.module)
+            return Unmatched([], [])
+        names = self.module.state_dict(keep_vars=True)
+        allowed = set(allowed_missing_keys or ())
+        missing = [name for name in names if name not in state_dict and name not in allowed]
+        unmatched = Unmatched(missing, [name for name in state_dict if name not in names])
+        self._all_agree(_misfits(names, state_dict, unmatched if strict else Unmatched([], [])))
+        rest = {}
+        with torch.no_grad():
+            for name, value in state_dict.items():
+                owner = owner_of(names[name]) if isinstance(names.get(name), torch.Tensor) else None
+                if owner is None:
+                    rest[name] = value
+                elif owner.unit.master is None:
+                    write_frozen(owner, value)
+                else:
+                    whole = value.to(self.device, torch.float32).reshape(-1)
+                    write_exact(owner, cut_out(owner, whole), whole)
+        self.module.load_state_dict(rest, strict=False)
+        return unmatched
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights as the model computes with them into one file; False where the JSON does not allow it.
+
+        A name that ends in `.safetensors` gives that format, with tied weights once and their other names in its
+        metadata; any other name torch's. The file appears whole or not at all. At stage 3 the JSON must say
+        `stage3_gather_16bit_weights_on_model_save`. Raises OSError on all ranks when rank 0 cannot write.
+        """
+        self._alive()
+        allowed = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        if self._sharded.sharding.params and not allowed:
+            rank_zero(
+                logging.WARNING,
+                "did not save the model %s: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true",
+                Path(save_dir) / save_filename,
+            )
+            return False
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        problem = None
+        if state is not None:
+            try:
+                _write(state, Path(save_dir), save_filename)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        self._all_agree(problem, OSError)
+        return True
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
+        """`save_16bit_model` by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """As `_consolidated_16bit_state_dict`, where parameters are cut; ValueError elsewhere."""
+        if not self._sharded.sharding.params:
+            raise ValueError("this function requires ZeRO-3 mode")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
+        self._alive()
+        names = self.module.state_dict(keep_vars=True)
+        if exclude_frozen_parameters:
+            names = {name: value for name, value in names.items() if not _is_frozen(value)}
+        keep = self.global_rank == 0
+        whole = self._whole(names.values(), keep)
+        if not keep:
+            return None
+        for value in names.values():
+            if isinstance(value, torch.Tensor) and id(value) not in whole:
+                whole[id(value)] = value.detach().to("cpu", copy=True)
+        return {name: whole.get(id(value), value) for name, value in names.items()}
+
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is whole only for now, and give unused memory of a GPU back."""
+        self._alive()
+        self._sharded.gatherer.release_all()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _whole(self, values: Collection[Any], keep: bool) -> dict[int, torch.Tensor]:
+        """Host copies of those among `values` that are cut, by id; where not `keep`, ranks only help to gather them."""
+        found = {}
+        wanted = {id(value): value for value in values if isinstance(value, nn.Parameter)}
+        for unit in _cut_units(self._sharded):
+            params = [param for param in unit.params if id(param) in wanted]
+            if not params:
+                continue
+            with GatheredParameters(params):
+                for param in params if keep else ():
+                    found[id(param)] = param.detach().to("cpu", copy=True)
+        return found
+
+    def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
+        """Raise on all ranks when one has a problem; collective."""
+        mesh = self._sharded.mesh
+        bad = torch.tensor([float(problem is not None)], dtype=torch.float64, device=self.device)
+        for axis in (mesh.shard, mesh.replica):
+            bad = comm.gather_scalars(bad, axis).amax(0)
+        if problem is not None:
+            raise kind(problem)
+        if bad.item():
+            raise kind(f"another rank than {mesh.rank} reports a problem; its message says which")
+
+
+def _cut_units(sharded: Sharded) -> Iterator[Unit]:
+    return (unit for unit in sharded.units if unit.cut)
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
+
+
+def _misfits(names: Mapping[str, Any], given: Mapping[str, Any], unmatched: Unmatched) -> str | None:
+    """What is wrong with a dictionary that shall be loaded, or None."""
+    lines = [f"{kind}: {found}" for kind, found in zip(("missing", "unexpected"), unmatched, strict=True) if found]
+    for name, value in names.items():
+        if name not in given or not isinstance(value, torch.Tensor):
+            continue
+        shape = getattr(given[name], "shape", None)
+        if shape != value.shape:
+            lines.append(f"'{name}' has shape {tuple(value.shape)}, the dictionary {shape and tuple(shape)}")
+    return f"load_module_state_dict: {'; '.join(lines)}" if lines else None
+
+
+def _write(state: dict[str, Any], folder: Path, name: str) -> None:
+    """One file in `folder`, by way of a temporary one, so that nobody sees half of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, temporary = folder / name, folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        if name.endswith(".safetensors"):
+            first: dict[int, str] = {}
+            aliases = {
+                alias: first[id(value)] for alias, value in state.items() if first.setdefault(id(value), alias) != alias
+            }
+            tensors = {key: value.contiguous() for key, value in state.items() if key not in aliases}
+            save_file(tensors, temporary, metadata={"format": "pt", **aliases})
+        else:
+            torch.save(state, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

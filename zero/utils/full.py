@@ -1,0 +1,132 @@
+"""Whole values of one parameter on every rank: collectives, with DeepSpeed's names and order of arguments.
+
+Each returns or takes the parameter's own shape, on its device. What is returned is a copy. For a frozen
+parameter, or one of no engine, a getter returns None and a setter raises ValueError. All ranks must call with the
+same parameters in the same order, between forward and backward or between steps. Setters take rank 0's value.
+A wrong argument on one rank raises on all, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from zero.core.values import (
+    agree,
+    assemble,
+    check_idle,
+    cut_out,
+    exact_piece,
+    gradient,
+    piece,
+    reduced_piece,
+    same_everywhere,
+    write_exact,
+)
+from zero.utils.managed import is_number, managed, misfit, unfit_number, unknown_key, wanted
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The exact value of a trained parameter, fp32: the master where it is kept in 16 bit."""
+    found, what = managed(param), "safe_get_full_fp32_param"
+    if found is None:
+        return None
+    agree(found.owner, what, check_idle(found.owner, what))
+    return assemble(found.owner, exact_piece(found.owner)).view(found.shape)
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the exact value by `value`, any floating dtype; the 16-bit parameter follows at once."""
+    what = "safe_set_full_fp32_param"
+    found = wanted(param, what)
+    problem = misfit(what, value, found.shape, found.owner.name)
+    agree(found.owner, what, problem or check_idle(found.owner, what))
+    whole = same_everywhere(found.owner, value.to(torch.float32)).reshape(-1)
+    write_exact(found.owner, cut_out(found.owner, whole), whole)
+
+
+@torch.no_grad()
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | int | float | None:
+    """State `optim_state_key` under torch's name (exp_avg, exp_avg_sq, momentum_buffer, sum, ...), fp32.
+
+    Before the first step it is what that step begins with. "step" is an int: how many steps the parameter's unit
+    has seen; other single numbers (NAdam's mu_product) are floats. They are those of all parameters of the unit.
+    """
+    found, what = managed(param), "safe_get_full_optimizer_state"
+    if found is None:
+        return None
+    unit, rule = found.owner.unit, found.optimizer.rule
+    idle = check_idle(found.owner, what)
+    agree(found.owner, f"{what} {optim_state_key}", idle or unknown_key(what, found, optim_state_key))
+    if is_number(found, optim_state_key):
+        return rule.number(unit, found.group, optim_state_key)
+    part = piece(found.owner)
+    own = rule.read(unit, found.group, optim_state_key, part) if part.numel else unit.shard.new_empty(0).float()
+    return assemble(found.owner, own).view(found.shape)
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor | float, optim_state_key: str) -> None:
+    """Replace a state; in bf16 or 8-bit it is rounded to nearest. "step" sets that of the parameter's whole unit."""
+    what = "safe_set_full_optimizer_state"
+    found = wanted(param, what)
+    unit, rule = found.owner.unit, found.optimizer.rule
+    problem = check_idle(found.owner, what) or unknown_key(what, found, optim_state_key)
+    single = problem is None and is_number(found, optim_state_key)
+    if single:
+        problem = unfit_number(what, optim_state_key, value)
+    else:
+        problem = problem or misfit(what, value, found.shape, found.owner.name)
+    agree(found.owner, f"{what} {optim_state_key}", problem)
+    device = unit.shard.device
+    if single:
+        number = same_everywhere(found.owner, torch.as_tensor(value, dtype=torch.float64, device=device))
+        rule.set_number(unit, found.group, optim_state_key, number.item())
+        return
+    own = cut_out(found.owner, same_everywhere(found.owner, value.to(torch.float32)))
+    if own.numel():
+        rule.write(unit, found.group, optim_state_key, piece(found.owner), own)
+
+
+@torch.no_grad()
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The gradient as the next step would take it, fp32, before clipping: averaged over ranks and micro-batches.
+
+    It may be read from the first `backward()` of a step to `step()`; None outside of that. Before the accumulation
+    boundary it is the sum of what there is, divided as at the boundary. A loss scale is taken out. Zeros where the
+    parameter got no gradient but others did.
+    """
+    found = managed(param)
+    if found is None:
+        return None
+    total = gradient(found.owner, "safe_get_full_grad")
+    return None if total is None else total.mul_(found.optimizer.gradient_factor).view(found.shape)
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient, in the units of `safe_get_full_grad`; later micro-batches add to it.
+
+    Raises RuntimeError where there is none to replace: before a backward, after the step.
+    """
+    what = "safe_set_full_grad"
+    found = wanted(param, what)
+    storage = reduced_piece(found.owner, what, misfit(what, value, found.shape, found.owner.name))
+    whole = same_everywhere(found.owner, value.to(torch.float32))
+    storage.copy_(cut_out(found.owner, whole) / found.optimizer.gradient_factor)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.nn.Parameter], update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each parameter's gradient by `update_func(gradient, parameter)`; those without one are passed over.
+
+    The function gets what `safe_get_full_grad` returns, one parameter at a time, so one whole gradient is in memory.
+    """
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))

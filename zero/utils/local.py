@@ -1,0 +1,140 @@
+"""This rank's piece of one parameter, without the others: flat fp32 [n], n may be 0.
+
+The pieces of all ranks of one shard axis, in order of ranks, are the whole parameter; at stage 0 each rank's piece
+is all of it. Getters talk to nobody and return copies; None for a frozen parameter or one of no engine. Setters
+raise ValueError there, and for a value of another size. Where every rank has the whole (stage 0), all must set the
+same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero.core import comm
+from zero.core.unit import Owner
+from zero.core.values import agree, check_idle, exact_piece, piece, write_exact
+from zero.utils.managed import Managed, is_number, managed, misfit, unfit_number, unknown_key, wanted
+
+
+@torch.no_grad()
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of the exact value."""
+    found = managed(param)
+    if found is None:
+        return None
+    _must_be_idle(found.owner, "safe_get_local_fp32_param")
+    return exact_piece(found.owner)
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's piece of the exact value by `value`; the 16-bit parameter follows at once.
+
+    A collective, unlike the other local ones: the other ranks may hold the parameter whole, and must not see the
+    old values. A rank whose piece is empty gives an empty tensor.
+    """
+    what = "safe_set_local_fp32_param"
+    found = wanted(param, what)
+    owner = found.owner
+    problem = misfit(what, value, (piece(owner).numel,), owner.name)
+    agree(owner, what, problem or check_idle(owner, what))
+    own = value.to(device=owner.unit.shard.device, dtype=torch.float32, copy=True)
+    if own.numel():
+        comm.broadcast(own, 0, owner.unit.mesh.replica)
+    write_exact(owner, own)
+
+
+@torch.no_grad()
+def safe_get_local_optimizer_state(
+    param: torch.nn.Parameter, optim_state_key: str
+) -> torch.Tensor | int | float | None:
+    """This rank's piece of a state; keys and numbers as in `safe_get_full_optimizer_state`."""
+    found = managed(param)
+    if found is None:
+        return None
+    what = "safe_get_local_optimizer_state"
+    _must_be_idle(found.owner, what)
+    _raise(unknown_key(what, found, optim_state_key))
+    if is_number(found, optim_state_key):
+        return found.optimizer.rule.number(found.owner.unit, found.group, optim_state_key)
+    part = piece(found.owner)
+    if not part.numel:
+        return _nothing(found)
+    return found.optimizer.rule.read(found.owner.unit, found.group, optim_state_key, part)
+
+
+@torch.no_grad()
+def safe_set_local_optimizer_state(
+    param: torch.nn.Parameter, value: torch.Tensor | float, optim_state_key: str
+) -> None:
+    """Replace this rank's piece of a state. A number ("step") must be set to the same on all ranks."""
+    what = "safe_set_local_optimizer_state"
+    found = wanted(param, what)
+    unit, rule, part = found.owner.unit, found.optimizer.rule, piece(found.owner)
+    _must_be_idle(found.owner, what)
+    _raise(unknown_key(what, found, optim_state_key))
+    if is_number(found, optim_state_key):
+        _raise(unfit_number(what, optim_state_key, value))
+        rule.set_number(unit, found.group, optim_state_key, float(value))
+        return
+    _raise(misfit(what, value, (part.numel,), found.owner.name))
+    if part.numel:
+        rule.write(unit, found.group, optim_state_key, part, value.to(unit.shard.device, torch.float32))
+
+
+@torch.no_grad()
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of the averaged gradient, as in `safe_get_full_grad`; None before a backward.
+
+    Raises RuntimeError while gradients are still those of this rank alone: stages 0 and 1 before the boundary.
+    """
+    found = managed(param)
+    if found is None:
+        return None
+    reduced = _reduced(found.owner, "safe_get_local_grad")
+    return None if reduced is None else reduced * found.optimizer.gradient_factor
+
+
+@torch.no_grad()
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's piece of the averaged gradient.
+
+    Raises RuntimeError where there is none, or none that is reduced yet.
+    """
+    what = "safe_set_local_grad"
+    found = wanted(param, what)
+    _raise(misfit(what, value, (piece(found.owner).numel,), found.owner.name))
+    reduced = _reduced(found.owner, what)
+    if reduced is None:
+        raise RuntimeError(
+            f"{what}: parameter '{found.owner.name}' has no gradient; set it between backward() and step()"
+        )
+    reduced.copy_(value.to(reduced.device, torch.float32) / found.optimizer.gradient_factor)
+
+
+def _must_be_idle(owner: Owner, what: str) -> None:
+    _raise(check_idle(owner, what))
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def _nothing(found: Managed) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device=found.owner.unit.shard.device)
+
+
+def _reduced(owner: Owner, what: str) -> torch.Tensor | None:
+    """This rank's piece of the sum, the storage itself."""
+    _must_be_idle(owner, what)
+    grads = owner.unit.gradients
+    if grads.flat is not None:
+        raise RuntimeError(
+            f"{what}: the gradient of parameter '{owner.name}' is not reduced before the accumulation boundary "
+            "on this stage; use safe_get_full_grad or safe_set_full_grad, which are collectives"
+        )
+    if grads.shard is None:
+        return None
+    part = piece(owner)
+    return grads.shard.narrow(0, part.at, part.numel)
