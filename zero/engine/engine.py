@@ -46,19 +46,26 @@ class Engine(Queries, nn.Module):
         self._config = config
         self._sharded = sharded
         self._boundary: bool | None = None  # set by the user; None: count
+        self._window = 0  # micro_steps at the last boundary
+        self._torn: str | None = None  # why the weights are not those of any step
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model. An exception leaves the engine usable; gradients of this step are dropped."""
+        """Run the wrapped model.
+
+        An exception, Ctrl-C among them, leaves the engine usable: the gradients of this step are dropped, and its
+        micro-batches are counted from the first again. So it is in `backward`.
+        """
         self._alive()
-        self._sharded.recover()
+        if self._sharded.recover():
+            self._begin_window()
         try:
             with self._progress.phase("forward"):
                 return self.module(*inputs, **kwargs)
-        except Exception:
-            self._sharded.abandon()
+        except BaseException:
+            self._abandon()
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -86,21 +93,29 @@ class Engine(Queries, nn.Module):
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
                     reducer.flush()
-        except Exception:
-            self._sharded.abandon()
+        except BaseException:
+            self._abandon()
             raise
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the accumulation boundary, update the model and step the scheduler."""
+        """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
+
+        After an exception that came before the first weight was changed the engine is as after one in `backward`.
+        After a later one the weights are half updated, and all that the engine still does is `destroy()`.
+        """
         self._alive()
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
-            with self._progress.phase("step"):
-                self.optimizer.step()
+            try:
+                with self._progress.phase("step"):
+                    self.optimizer.step()
+            except BaseException as error:
+                self._step_failed(error)
+                raise
             self._applied = not self.optimizer.overflow
             self.skipped_steps += self.optimizer.overflow
             self.global_steps += 1
@@ -108,6 +123,7 @@ class Engine(Queries, nn.Module):
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
+            self._window = self.micro_steps + 1
         self.micro_steps += 1
         self._mark_boundary()
 
@@ -161,10 +177,15 @@ class Engine(Queries, nn.Module):
         return held._replace(optimizer=held.optimizer + (self.optimizer.nbytes() if self.optimizer else 0))
 
     def destroy(self) -> None:
-        """Take every hook off and give the module whole parameters of its own again; collective."""
+        """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.
+
+        The module is a plain one afterwards, also after an exception. A second call does nothing.
+        """
         if self._sharded is not None:
             self._sharded.dissolve()
             self._sharded = None
+            if self.optimizer is not None:
+                self.optimizer.unbind()  # whoever still holds it must not keep the state alive
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""
@@ -179,6 +200,27 @@ class Engine(Queries, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+        if self._torn is not None:
+            raise RuntimeError(self._torn)
+
+    def _abandon(self) -> None:
+        """Drop the gradients of this step after an exception."""
+        self._sharded.abandon()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        """Count micro-batches from the first again: the gradients of those before are gone, and a mean needs all."""
+        self.micro_steps = self._window
+        self._mark_boundary()
+
+    def _step_failed(self, error: BaseException) -> None:
+        if not self.optimizer.updating:
+            self._abandon()
+            return
+        self._torn = (
+            f"the weights are half updated: step {self.global_steps + 1} ended on rank {self.global_rank} with "
+            f"{type(error).__name__}: {error}. Call destroy(), and go on from a checkpoint with a new engine"
+        )
 
     def _mark_boundary(self) -> None:
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()

@@ -25,6 +25,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], rule: Rule, clipping: float, check_overflow: bool) -> None:
         self.rule = rule
         self.overflow = False
+        self.updating = False  # still true after a step that raised: some weights are new, others old
         self.loss_scale = 1.0
         self.grad_norm: float | None = None
         self._clipping = clipping
@@ -37,6 +38,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
         self._sharded = sharded
         self._mean = mean
+
+    def unbind(self) -> None:
+        """Let go of the units and of all state; `step()` raises from now on."""
+        self._sharded = None
+        self.rule.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -68,11 +74,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank, masters not counted."""
+        if self._sharded is None:
+            return 0
         return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in self._sharded.trained)
 
     def _update(self, sharded: Sharded, factor: float) -> None:
         for group in self.param_groups:
             self.rule.check(group)  # a wrong hyperparameter must not leave half of the units updated
+        self.updating = True
         for unit in sharded.trained:
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self.rule.update(unit, self.param_groups[unit.plan.group], factor)
@@ -81,3 +90,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in sharded.trained:
             if not unit.cut:
                 unit.wait()
+        self.updating = False

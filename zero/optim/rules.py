@@ -45,6 +45,9 @@ class Rule(Protocol):
     def nbytes(self, unit: Unit, group: Group) -> int:
         """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
 
+    def forget(self) -> None:
+        """Give all state back."""
+
 
 def _adam(group: Group, decoupled: bool) -> Adam:
     beta1, beta2 = map(float, group["betas"])
@@ -149,6 +152,10 @@ class FusedRule:
         """See `Rule.nbytes`."""
         return self.states(unit, group).nbytes
 
+    def forget(self) -> None:
+        """See `Rule.forget`."""
+        self._states.clear()
+
 
 class TorchRule:
     """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
@@ -184,6 +191,10 @@ class TorchRule:
         return sum(
             value.nbytes for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)
         )
+
+    def forget(self) -> None:
+        """See `Rule.forget`."""
+        self._inner.clear()
 
 
 def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> Rule:
