@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from zero.engine.progress import Progress
 from zero.engine.queries import Queries
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
+
+if TYPE_CHECKING:
+    from zero.engine.check.compare import Report
 
 
 class Engine(Queries, nn.Module):
@@ -47,6 +50,7 @@ class Engine(Queries, nn.Module):
         self._sharded = sharded
         self._boundary: bool | None = None  # set by the user; None: count
         self._window = 0  # micro_steps at the last boundary
+        self._initialize: Any = None  # what made this engine; check() makes others with it
         self._torn: str | None = None  # why the weights are not those of any step
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
@@ -170,6 +174,34 @@ class Engine(Queries, nn.Module):
             num_workers=num_local_io_workers,
             pin_memory=self.device.type == "cuda",
         )
+
+    def check(
+        self,
+        batch: Any,
+        steps: int = 3,
+        stages: Sequence[int] = (0, 1, 2, 3),
+        accumulations: Sequence[int] = (1, 2),
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> Report:
+        """Train copies of the model under each stage and in plain torch, and compare; rank 0 prints the table.
+
+        Collective. The copies start from the weights and random numbers of now with a new optimizer state, and train
+        for `steps` steps with each of `accumulations` micro-batches on `batch`, this rank's: a tuple
+        (`engine(*batch)`), a dict (`engine(**batch)`), one argument, or a list of such, taken in turn. The engine
+        itself stays as it is. There must be room for the whole model and its optimizer on each rank. The learning
+        rate stays that of now.
+
+        loss_fn: from (engine, one batch) to the loss, where what the model returns is not it and does not hold it as
+        `.loss`, `["loss"]` or `[0]`. Returns a `Report`, which is true where all is well. Raises ValueError for what
+        cannot be run.
+        """
+        self._alive()
+        from zero.engine.check import here
+
+        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn)
+        if self.global_rank == 0:
+            print(report, flush=True)
+        return report
 
     def state_nbytes(self) -> StateBytes:
         """Bytes of model state alive on this rank now: parameters, gradients, optimizer (masters included)."""
