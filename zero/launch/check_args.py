@@ -8,11 +8,11 @@ from zero.launch.args import LaunchError
 
 _ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
 
-The script runs once for each line of the table, and once or twice more for the plain runs it is compared with: as it is,
-with stage and accumulation of its config replaced, until it has taken the steps; then it is ended. Its output is shown
-only when it fails. It must seed its random numbers and must not depend on the time or on earlier runs. The micro-batch
-stays what the config says, and the global batch follows the accumulation. The exit status is 0 when all is well, 1 when
-a run differs or fails."""
+The script runs once for each line of the table, and once or twice more for the plain runs that it is compared with.
+It runs as it is, with stage and accumulation of its config replaced, until it has taken the steps; then it is ended.
+Its output is shown only when it fails. It must seed its random numbers, and must not depend on the time or on earlier
+runs. The micro-batch stays what the config says, and the global batch follows the accumulation. The exit status is 0
+when all is well, and 1 when a run differs or fails."""
 
 
 @dataclass(frozen=True)

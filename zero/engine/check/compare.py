@@ -82,10 +82,13 @@ class Yardstick(NamedTuple):
 
 
 def yardstick(plain: Outcome, exact: Outcome | None, nudged: Outcome | None) -> Yardstick | None:
-    """The better of the two that is there: fp64, unless it ran something else, such as other random numbers."""
+    """The better of the two that is there: fp64, unless it ran something else, such as other random numbers.
+
+    None when no other plain run begins as the first one did: then nothing can be said about anything.
+    """
     if exact is not None and follows(plain, exact):
         return Yardstick(exact, plain)
-    return None if nudged is None else Yardstick(plain, nudged)
+    return Yardstick(plain, nudged) if nudged is not None and follows(plain, nudged) else None
 
 
 def follows(plain: Outcome, exact: Outcome) -> bool:
@@ -100,7 +103,7 @@ def failed(run: Run, why: str) -> Row:
     return Row(run, None, None, None, f"FAILED: {why}", False)
 
 
-def judge(run: Run, found: Outcome, plain: Outcome, measure: Yardstick) -> Row:
+def judge(run: Run, found: Outcome, plain: Outcome, measure: Yardstick | None) -> Row:
     """The row of one run of the engine.
 
     "within rounding" means: at most twice as far from the yardstick's centre as the yardstick's other run is, or, where
@@ -110,6 +113,8 @@ def judge(run: Run, found: Outcome, plain: Outcome, measure: Yardstick) -> Row:
     loss, norm = _difference(ours, theirs), _difference(found.norms, plain.norms)
     params = _largest(found, plain)
     wrong = _shape(found, plain)
+    if measure is None:
+        wrong = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
     if wrong is None and found.stray is not None:
         wrong = f"parameter {found.stray} is not what it is on rank 0"
     if wrong is None:

@@ -222,7 +222,7 @@ def groups_of(model: nn.Module, given: Iterable[Any] | None) -> Groups:
 def plain_optimizer(
     model: nn.Module, client: Any, given: Iterable[Any] | None, settings: Config
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of the config, or the client's, over the model's parameters. Raises ValueError for what torch has not."""
+    """The client's optimizer, or the config's over the model's parameters; ValueError where torch has no such."""
     if client is not None:
         params = [param for group in groups_of(model, given) for param in group["params"]]
         return client if isinstance(client, torch.optim.Optimizer) else client(params)

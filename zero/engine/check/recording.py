@@ -20,7 +20,10 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run: losses[rank][micro-step], norms[step], weights by name, the first that ranks do not agree on, dtype."""
+    """Of one run: losses[rank][micro-step], norms[step], and the exact weights by name.
+
+    stray: the first weight that is not the same on all ranks; dtype: what forward and backward computed in.
+    """
 
     losses: list[list[float]]
     norms: list[float]
