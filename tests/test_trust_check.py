@@ -70,7 +70,21 @@ def all_forms(stage: int) -> dict[str, Any]:
     torch.manual_seed(3)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     found["awkward"] = checked(Dropping(), {"x": x}, stage, {})
+    found["client's optimizer"] = clients(stage, data, few)
     return found
+
+
+def clients(stage: int, data: Any, few: dict[str, Any]) -> tuple[bool, list[str], str]:
+    """Groups with their own lr, one of them frozen in part, under an optimizer that the script made."""
+    net = make_net()
+    net.norm.bias.requires_grad_(False)
+    groups = [{"params": list(net.blocks.parameters()), "lr": 1e-3}, {"params": list(net.norm.parameters())}]
+    client = torch.optim.RMSprop(groups, lr=1e-2)
+    settings = {key: value for key, value in config(stage, 2).items() if key != "optimizer"}
+    engine, *_ = zero.initialize(model=net, optimizer=client, config=settings)
+    report = engine.check(data, **few)
+    engine.destroy()
+    return report.ok, [row.verdict for row in report.rows], str(report)
 
 
 def test_a_right_model_is_well(pool):

@@ -59,10 +59,11 @@ class PlainEngine(Queries, nn.Module):
             return
         masters = {param: self.masters[name] for name, param in self.module.named_parameters()}
         for group in optimizer.param_groups:
-            for param in group["params"]:
+            trained = [param for param in group["params"] if param.requires_grad]
+            for param in trained:
                 param.register_post_accumulate_grad_hook(self._take)
-            self._sums |= dict.fromkeys(group["params"])
-            group["params"] = [masters[param] for param in group["params"]]
+            self._sums |= dict.fromkeys(trained)
+            group["params"] = [masters[param] for param in trained]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, in fp64 where that was asked for."""
