@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zero.launch import args as run_args
+from zero.launch import check_args
 
 _CLOSED_PIPE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
@@ -35,6 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     run_args.add_arguments(
         commands.add_parser("run", help="start a script with one process per rank", allow_abbrev=False)
     )
+    about = "compare a script's first steps under each stage with plain torch"
+    check_args.add_arguments(commands.add_parser("check", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
     _add_report(commands)
@@ -67,7 +70,23 @@ def _command(given: argparse.Namespace) -> int:
         return _schema()
     if given.command == "report":
         return _report(given)
+    if given.command == "check":
+        return _check(given)
     return _run(given)
+
+
+def _check(given: argparse.Namespace) -> int:
+    try:
+        request = check_args.request(given)
+        request.check()
+        from zero.engine.check import script
+
+        return script.run(request)
+    except ValueError as error:
+        print(f"zero check: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _schema() -> int:

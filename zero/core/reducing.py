@@ -47,8 +47,8 @@ class Reducer:
         self._scaled: float | None = None  # what the loss of the running backward was multiplied by, if it told
         self._warned = False
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._hook(unit, index))
-            for unit in self._order
+            param.register_post_accumulate_grad_hook(self._hook(position, index))
+            for position, unit in enumerate(self._order)
             for index, param in enumerate(unit.params)
         ]
 
@@ -138,14 +138,15 @@ class Reducer:
     def _fires(self) -> bool:
         return self._every_micro_batch or self.boundary
 
-    def _hook(self, unit: Unit, index: int) -> Callable[[nn.Parameter], None]:
-        # Weak, because the parameter outlives the engine when `destroy` was not called.
+    def _hook(self, position: int, index: int) -> Callable[[nn.Parameter], None]:
+        # Weak, because the parameter outlives the engine when `destroy` was not called. Nor may it hold the unit, which
+        # holds the parameter: the garbage collector does not see into these hooks, and would never collect the circle.
         this = weakref.ref(self)
 
         def arrived(param: nn.Parameter) -> None:
             reducer = this()
             if reducer is not None:
-                reducer._arrived(unit, index, param)
+                reducer._arrived(reducer._order[position], index, param)
 
         return arrived
 

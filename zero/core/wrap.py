@@ -89,11 +89,13 @@ class Sharded:
         self.reducer.abandon()
         self.gatherer.abandon()
 
-    def recover(self) -> None:
-        """Clean up behind a backward that raised outside the engine's sight."""
-        if self.reducer.open and not in_backward():
-            logger.warning("a backward pass ended with an exception; the gradients of this step are dropped")
-            self.abandon()
+    def recover(self) -> bool:
+        """Clean up behind a backward that raised outside the engine's sight; whether there was one."""
+        if not self.reducer.open or in_backward():
+            return False
+        logger.warning("a backward pass ended with an exception; the gradients of this step are dropped")
+        self.abandon()
+        return True
 
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""

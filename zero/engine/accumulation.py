@@ -139,8 +139,7 @@ class Accumulation(Queries):
         if self.optimizer is not None:
             self.optimizer.bind(self._sharded, 1.0 / (self._sharded.mesh.world_size * steps))
         self._sharded.accumulate_over(steps)
-        self._window.start = self.micro_steps
-        self._mark_boundary()
+        self._begin_window()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward on one rank, and `train_batch_size`; loaders that exist keep theirs."""
@@ -172,6 +171,11 @@ class Accumulation(Queries):
             if window.place is Place.STEPPING:
                 window.place = Place.OPEN
             self._mark_boundary()
+
+    def _begin_window(self) -> None:
+        """Count micro-batches from the first again: the gradients of those before are gone, and a mean needs all."""
+        self._window.start = self.micro_steps
+        self._mark_boundary()
 
     def _mark_boundary(self) -> None:
         local = self._window.place in (Place.NO_SYNC, Place.COALESCING)

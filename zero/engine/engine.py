@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from zero.engine.replicas import Replicas
 from zero.engine.weights import Weights
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
+
+if TYPE_CHECKING:
+    from zero.engine.check.compare import Report
 
 
 class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
@@ -56,6 +59,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self._window = Window()
         self._resting: list[Rest] = []
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
+        self._initialize: Any = None  # what made this engine; check() makes others with it
+        self._torn: str | None = None  # why the weights are not those of any step
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._precision = Precision(config, device)
@@ -65,15 +70,20 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self._mark_boundary()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model. An exception leaves the engine usable; gradients of this step are dropped."""
+        """Run the wrapped model.
+
+        An exception, Ctrl-C among them, leaves the engine usable: the gradients of this step are dropped, and its
+        micro-batches are counted from the first again. So it is in `backward`.
+        """
         self._alive()
-        self._sharded.recover()
+        if self._sharded.recover():
+            self._begin_window()
         try:
             with self._progress.phase("forward"), self._precision.forward(), self._seeded():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return self.module(*inputs, **kwargs)
-        except Exception:
-            self._sharded.abandon()
+        except BaseException:
+            self._abandon()
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -95,8 +105,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
                     reducer.flush()
-        except Exception:
-            self._sharded.abandon()
+        except BaseException:
+            self._abandon()
             raise
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
@@ -110,7 +120,11 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         return scaled(loss, 1, self._sharded.reducer)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the accumulation boundary, update the model and step the scheduler."""
+        """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
+
+        After an exception that came before the first weight was changed the engine is as after one in `backward`.
+        After a later one the weights are half updated, and all that the engine still does is `destroy()`.
+        """
         self._alive()
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
@@ -157,18 +171,51 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
             together=None if self._randomness is None else self.world_size * self.gradient_accumulation_steps(),
         )
 
+    def check(
+        self,
+        batch: Any,
+        steps: int = 3,
+        stages: Sequence[int] = (0, 1, 2, 3),
+        accumulations: Sequence[int] = (1, 2),
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> Report:
+        """Train copies of the model under each stage and in plain torch, and compare; rank 0 prints the table.
+
+        Collective. The copies start from the weights and random numbers of now with a new optimizer state, and train
+        for `steps` steps with each of `accumulations` micro-batches on `batch`, this rank's: a tuple
+        (`engine(*batch)`), a dict (`engine(**batch)`), one argument, or a list of such, taken in turn. The engine
+        itself stays as it is. There must be room for the whole model and its optimizer on each rank. The learning
+        rate stays that of now.
+
+        loss_fn: from (engine, one batch) to the loss, where what the model returns is not it and does not hold it as
+        `.loss`, `["loss"]` or `[0]`. Returns a `Report`, which is true where all is well. Raises ValueError for what
+        cannot be run.
+        """
+        self._alive()
+        from zero.engine.check import here
+
+        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn)
+        if self.global_rank == 0:
+            print(report, flush=True)
+        return report
+
     def state_nbytes(self) -> StateBytes:
         """Bytes of model state alive on this rank now: parameters, gradients, optimizer (masters included)."""
         held = self._sharded.nbytes()
         return held._replace(optimizer=held.optimizer + (self.optimizer.nbytes() if self.optimizer else 0))
 
     def destroy(self) -> None:
-        """Take every hook off and give the module whole parameters of its own again; collective."""
+        """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.
+
+        The module is a plain one afterwards, also after an exception. A second call does nothing.
+        """
         if self._sharded is not None:
             self.reload_states()
             self._undo_compile()
             self._sharded.dissolve()
             self._sharded = None
+            if self.optimizer is not None:
+                self.optimizer.unbind()  # whoever still holds it must not keep the state alive
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""
@@ -183,8 +230,24 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+        if self._torn is not None:
+            raise RuntimeError(self._torn)
         if self.optimizer is not None and self.optimizer.away:
             raise RuntimeError("the engine's states are offloaded; call reload_states() first")
+
+    def _abandon(self) -> None:
+        """Drop the gradients of this step after an exception."""
+        self._sharded.abandon()
+        self._begin_window()
+
+    def _step_failed(self, error: BaseException) -> None:
+        if not self.optimizer.updating:
+            self._abandon()
+            return
+        self._torn = (
+            f"the weights are half updated: step {self.global_steps + 1} ended on rank {self.global_rank} with "
+            f"{type(error).__name__}: {error}. Call destroy(), and go on from a checkpoint with a new engine"
+        )
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
         if self._randomness is None or not self.module.training:
@@ -193,10 +256,14 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         self._sharded.recover()
-        with self._progress.phase("step"):
-            if self._replicas is not None:
-                self._replicas.before_step(self.global_steps + 1)
-            self.optimizer.step()
+        try:
+            with self._progress.phase("step"):
+                if self._replicas is not None:
+                    self._replicas.before_step(self.global_steps + 1)
+                self.optimizer.step()
+        except BaseException as error:
+            self._step_failed(error)
+            raise
         self._applied = not self.optimizer.overflow
         self.skipped_steps += self.optimizer.overflow
         self.global_steps += 1

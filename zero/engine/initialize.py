@@ -19,6 +19,7 @@ from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
 from zero.engine.arguments import resolve_config
+from zero.engine.check.order import Order, make_plain, order_of_environment
 from zero.engine.engine import Engine
 from zero.engine.precision import make_loss_scaler
 from zero.engine.progress import describe
@@ -67,8 +68,14 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(timeout=timedelta(minutes=10))
     settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+    order = order_of_environment()
+    if order is not None:
+        settings = load(order.config(settings), settings.world_size)
     if settings.log_level is not None:
         set_level(settings.log_level)
+    if order is not None and order.plain:
+        plain = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
+        return _finish(plain, training_data, collate_fn, lr_scheduler, settings, order)
     zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
@@ -85,10 +92,25 @@ def initialize(
     rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held, formats))
     if settings.dump_state:
         rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
-    engine.lr_scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
+    engine._initialize = initialize
+    return _finish(engine, training_data, collate_fn, lr_scheduler, settings, order)
+
+
+def _finish(
+    engine: Any,
+    training_data: Dataset | None,
+    collate_fn: Any,
+    lr_scheduler: Any,
+    settings: Config,
+    order: Order | None,
+) -> tuple[Any, Any, Loader | None, Any]:
+    """Scheduler and loader; under `zero check` the engine is recorded."""
+    engine.lr_scheduler = _make_scheduler(lr_scheduler, engine.optimizer, settings)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return engine, zero_optimizer, engine.training_dataloader, engine.lr_scheduler
+    if order is not None:
+        order.watch(engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _wrap(

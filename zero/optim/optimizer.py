@@ -36,6 +36,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rule = rule
         self.loss_scaler = loss_scaler or LossScaler()
         self.overflow = False
+        self.updating = False  # still true after a step that raised: some weights are new, others old
         self.grad_norm: float | None = None
         self._clipping = clipping
         self._check_overflow = check_overflow
@@ -124,6 +125,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
+    def unbind(self) -> None:
+        """Let go of the units and of all state; `step()` raises from now on."""
+        self._sharded = None
+        self.rule.forget()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
@@ -159,6 +165,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank, masters not counted."""
+        if self._sharded is None:
+            return 0
         return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in self._sharded.trained)
 
     def _skip(self, sharded: Sharded) -> None:
@@ -174,6 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _update(self, sharded: Sharded, factor: float) -> None:
         for group in self.param_groups:
             self.rule.check(group)  # a wrong hyperparameter must not leave half of the units updated
+        self.updating = True
         for unit in sharded.trained:
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self.rule.update(unit, self.param_groups[unit.plan.group], factor)
@@ -182,3 +191,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in sharded.trained:
             if not unit.cut:
                 unit.wait()
+        self.updating = False

@@ -64,6 +64,9 @@ class Rule(Protocol):
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
 
+    def forget(self) -> None:
+        """Give all state back."""
+
 
 def _adam(group: Group, decoupled: bool) -> Adam:
     beta1, beta2 = map(float, group["betas"])
@@ -213,6 +216,10 @@ class FusedRule:
                 return found, self._formula(group).signed[index]
         raise RuntimeError(f"unit '{unit.plan.name}' has no state for element {part.at} of its shard")
 
+    def forget(self) -> None:
+        """See `Rule.forget`."""
+        self._states.clear()
+
 
 class TorchRule:
     """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
@@ -286,6 +293,10 @@ class TorchRule:
         if state.get(key) is None:
             state[key] = torch.zeros_like(unit.master.tensor)
         state[key].narrow(0, part.at, part.numel).copy_(values)
+
+    def forget(self) -> None:
+        """See `Rule.forget`."""
+        self._inner.clear()
 
     def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         """The unit's optimizer and what it updates, with the hyperparameters of now."""

@@ -1,0 +1,235 @@
+"""The promise: `destroy()` gives back every byte and leaves a plain module, at any moment and on every stage.
+
+Counted by the garbage collector: after `destroy()` and `del` of what `initialize` returned, exactly the tensors are
+alive that were there before, which are the module's own whole parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from alive import alive, only_new
+from models import batch, config, make_net
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import zero
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def micro_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    tokens, targets = batch(number, 4)
+    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
+
+
+def one_micro_step(engine: Any, number: int) -> None:
+    engine.backward(engine(*micro_batch(number)))
+    engine.step()
+
+
+def at_once(engine: Any) -> None:
+    pass
+
+
+def between_steps(engine: Any) -> None:
+    for number in range(4):
+        one_micro_step(engine, number)
+
+
+def in_a_window(engine: Any) -> None:
+    for number in range(3):
+        one_micro_step(engine, number)
+
+
+def before_the_step(engine: Any) -> None:
+    engine.backward(engine(*micro_batch(0)))
+
+
+def after_a_forward(engine: Any) -> None:
+    between_steps(engine)
+    engine(*micro_batch(0))
+
+
+def after_an_exception(engine: Any) -> None:
+    between_steps(engine)
+    handle = engine.module.blocks[1].norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine(*micro_batch(0))
+    handle.remove()
+
+
+def after_a_plain_backward_raised(engine: Any) -> None:
+    """The engine has not seen it yet."""
+    between_steps(engine)
+    x = engine.module.embed(torch.tensor([[1, 2]]))
+    x.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.module.head(engine.module.blocks[1](x)).sum().backward()
+
+
+MOMENTS = [
+    *(at_once, between_steps, in_a_window, before_the_step),
+    *(after_a_forward, after_an_exception, after_a_plain_backward_raised),
+]
+
+
+def make(stage: int, net: nn.Module, **more: Any) -> tuple[Any, ...]:
+    data = TensorDataset(*batch(0, 8))
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    settings = config(stage, 2, accumulation=2, scheduler=schedule, **more)
+    return zero.initialize(model=net, config=settings, training_data=data)
+
+
+def hooks_of(net: nn.Module) -> int:
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    of_modules = sum(len(getattr(module, table)) for module in net.modules() for table in tables)
+    of_params = sum(
+        len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ()) for param in net.parameters()
+    )
+    return of_modules + of_params
+
+
+@only_new()
+def leftovers(stage: int, moment: Callable[[Any], None], more: dict[str, Any]) -> dict[str, Any]:
+    """What is still there after an engine that was destroyed at `moment`."""
+    net = make_net()
+    if more:
+        net.to(torch.bfloat16)  # as the engine leaves it
+    before = alive()
+    made = make(stage, net, **more)
+    moment(made[0])
+    engine = made[0]
+    engine.destroy()
+    engine.destroy()
+    dead = [weakref.ref(item) for item in made]
+    del made, engine
+    after = alive()
+    return {
+        "alive": [type(ref()).__name__ for ref in dead if ref() is not None],
+        "tensors": after.tensors - before.tensors,
+        "nbytes": after.nbytes - before.nbytes,
+        "ours": sorted(set(after.ours) - set(before.ours)),
+        "hooks": hooks_of(net),
+        "classes": {type(param) for param in net.parameters()} == {nn.Parameter},
+        "owners": any(hasattr(param, "_zero_owner") for param in net.parameters()),
+        "separate": len({param.untyped_storage().data_ptr() for param in net.parameters()}),
+        "params": len(list(net.parameters())),
+    }
+
+
+def all_moments(stage: int) -> list[tuple[str, dict[str, Any]]]:
+    leftovers(stage, in_a_window, BF16)  # imports, and what is cached once for the process
+    moments = MOMENTS if stage in (0, 3) else [in_a_window, after_a_plain_backward_raised]
+    found = [(moment.__name__, leftovers(stage, moment, {})) for moment in moments]
+    return [*found, ("bf16", leftovers(stage, in_a_window, BF16))]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_is_left(pool, stage):
+    for rank, cases in enumerate(pool.run(2, all_moments, stage)):
+        for name, found in cases:
+            wanted = {"alive": [], "tensors": 0, "nbytes": 0, "ours": [], "hooks": 0, "classes": True, "owners": False}
+            wanted |= {"separate": found["params"], "params": found["params"]}
+            assert found == wanted, f"rank {rank}, {name}"
+
+
+@only_new()
+def state_kept_by_the_optimizer(stage: int) -> tuple[int, int]:
+    """Tensors alive beyond those of the module while the user still holds all that `initialize` returned."""
+    net = make_net()
+    before = alive()
+    made = make(stage, net)
+    between_steps(made[0])
+    made[0].destroy()
+    after = alive()
+    return after.tensors - before.tensors, after.nbytes - before.nbytes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_destroyed_engine_that_is_still_held_keeps_no_state(pool, stage):
+    for tensors, nbytes in pool.run(2, state_kept_by_the_optimizer, stage):
+        assert tensors <= 8  # the loader's data, and generators
+        assert nbytes < 2000
+
+
+def again(stage: int, moment: Callable[[Any], None]) -> bool:
+    """Whether a second engine on the same module trains as one on a module that never had an engine."""
+    losses = []
+    for used in (True, False):
+        net = make_net()
+        if used:
+            start = {name: value.clone() for name, value in net.state_dict().items()}
+            made = make(stage, net)
+            moment(made[0])
+            made[0].destroy()
+            net.load_state_dict(start)
+        engine = make(stage, net)[0]
+        losses.append([])
+        for number in range(6):
+            loss = engine(*micro_batch(number))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.destroy()
+    return losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_second_engine_trains_the_same(pool, stage):
+    assert pool.run(2, again, stage, after_an_exception) == [True, True]
+
+
+@only_new()
+def dropped(stage: int) -> dict[str, Any]:
+    """Engine and module are let go without `destroy()`."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    before = alive()
+    net = make_net()
+    made = make(stage, net)
+    logging.getLogger("zero").addHandler(handler)
+    in_a_window(made[0])
+    dead = [weakref.ref(made[0]), weakref.ref(net), *(weakref.ref(unit) for unit in made[0]._sharded.units)]
+    del made, net
+    after = alive()
+    logging.getLogger("zero").removeHandler(handler)
+    return {
+        "alive": [type(ref()).__name__ for ref in dead if ref() is not None],
+        "tensors": after.tensors - before.tensors,
+        "said": said,
+        "garbage": len(gc.garbage),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_that_is_dropped_is_collected_too(pool, stage):
+    for found in pool.run(2, dropped, stage):
+        assert found == {"alive": [], "tensors": 0, "said": [], "garbage": 0}
+
+
+@only_new()
+def engine_only(stage: int) -> bool:
+    """The engine is let go, its module is kept: whether the engine, the optimizer and its moments are gone."""
+    net = make_net()
+    made = make(stage, net)
+    between_steps(made[0])
+    rule = made[1].rule
+    dead = [weakref.ref(made[0]), weakref.ref(made[1]), weakref.ref(rule)]
+    del made, rule
+    alive()
+    return all(ref() is None for ref in dead)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_does_not_keep_its_engine(pool, stage):
+    assert pool.run(2, engine_only, stage) == [True, True]

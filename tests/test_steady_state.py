@@ -1,0 +1,94 @@
+"""The promise: 1,000 steps allocate nothing new after the third.
+
+Counted after a collection of garbage: tensors that are alive, the bytes of their storages, objects of our classes by
+class. All three are the same after step 3 and after step 1,000, and the number of all objects that the garbage
+collector tracks is so but for a few, with accumulation, forwards without gradients, forwards whose backward never comes, and exceptions now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from alive import Alive, alive, only_new
+from models import config
+from torch import nn
+
+import zero
+
+WIDTH = 4
+
+
+class Tiny(nn.Module):
+    """A trained unit and a frozen one, of a few elements each, that a forward uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        for _ in range(2):
+            x = self.linear(x).tanh()
+        if fails:
+            raise ArithmeticError("spoilt")
+        return x.square().mean()
+
+
+def one_step(engine: Any, x: torch.Tensor, step: int) -> None:
+    if step % 10 == 0:
+        with torch.no_grad():
+            engine(x)
+        engine(x)  # a loss that nobody wants
+    if step % 10 == 2:
+        with contextlib.suppress(ArithmeticError):
+            engine(x, fails=True)
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(x))
+        engine.step()
+
+
+@only_new()
+def steady(stage: int, accumulation: int, steps: int) -> tuple[Alive, Alive]:
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(2, WIDTH)
+    engine, *_ = zero.initialize(model=Tiny(), config=config(stage, 2, accumulation=accumulation))
+    for step in range(3):
+        one_step(engine, x, step)
+    early = alive()
+    early = alive()  # again, so that an earlier count is there in this count as it is in the next
+    for step in range(3, steps):
+        one_step(engine, x, step)
+    late = alive()
+    engine.destroy()
+    return early, late
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 1), (3, 1)])
+def test_nothing_grows(pool, stage, accumulation):
+    for early, late in pool.run(2, steady, stage, accumulation, 1000):
+        assert early.tensors > 0
+        assert early.ours
+        assert late[:3] == early[:3]
+        assert late.objects < early.objects + 20  # dicts of a few numbers are tracked or not, as it happens
+
+
+def test_growth_is_seen(pool):
+    for early, late in pool.run(2, hoards, 10):
+        assert late.tensors == early.tensors + 7
+        assert late.nbytes == early.nbytes + 7 * 4 * WIDTH
+
+
+@only_new()
+def hoards(steps: int) -> tuple[Alive, Alive]:
+    """A loop that keeps a tensor of each step."""
+    kept = []
+    for step in range(steps):
+        kept.append(torch.zeros(WIDTH))
+        if step == 2:
+            early = alive()
+            early = alive()
+    return early, alive()

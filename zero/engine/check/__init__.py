@@ -1,0 +1,1 @@
+"""The trust check: a few steps under every stage against plain torch, and a table of the differences."""

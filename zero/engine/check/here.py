@@ -1,0 +1,186 @@
+"""The check in the running process: copies of an engine's model, trained on the batches given."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero.config import load
+from zero.engine.check.compare import Report, failed, follows, judge, same_bits, yardstick
+from zero.engine.check.order import make_plain
+from zero.engine.check.recording import Outcome, Recorder, Values, find_loss, hashes, stray, weights
+from zero.engine.check.runs import Kind, Run, check_counts, engine_runs, overridden
+from zero.log import logger
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Here:
+    """One check of one engine. `initialize` is the function that made it."""
+
+    def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
+        self._engine = engine
+        self._initialize = initialize
+        self._batches = batches
+        self._loss_fn = loss_fn
+        self._random = _random_states()
+        self._model = whole_copy(engine)
+
+    def report(self, steps: int, stages: Sequence[int], accumulations: Sequence[int]) -> Report:
+        """Run everything and judge it."""
+        rows, notes = [], []
+        for accumulation in accumulations:
+            plain = self.outcome(Run(Kind.PLAIN, accumulation, steps))
+            exact = nudged = None
+            try:
+                exact = self.outcome(Run(Kind.EXACT, accumulation, steps))
+            except Exception as error:
+                notes.append(f"There is no run in fp64 to measure rounding by ({type(error).__name__}: {error}).")
+            if exact is None or not follows(plain, exact):
+                nudged = self.outcome(Run(Kind.NUDGED, accumulation, steps))
+                notes.append("Rounding is measured by a plain run whose weights are off by one rounding.")
+            measure = yardstick(plain, exact, nudged)
+            outcomes = []
+            for run in engine_runs(stages, accumulation, steps):
+                try:
+                    outcomes.append(self.outcome(run))
+                except Exception as error:
+                    rows.append(failed(run, f"{type(error).__name__}: {error}"))
+                else:
+                    rows.append(judge(run, outcomes[-1], plain, measure))
+            if len(outcomes) > 1 and same_bits(outcomes):
+                notes.append(f"The stages that ran agree among themselves in every bit (accumulation {accumulation}).")
+        return Report(tuple(rows), tuple(dict.fromkeys(notes)))
+
+    def outcome(self, run: Run) -> Outcome:
+        """Train a copy as `run` says, from the weights and random numbers that the check began with."""
+        _restore(self._random)
+        model = copy.deepcopy(self._model)
+        engine = self._build(model, run)
+        recorder = Recorder(engine)
+        try:
+            for micro in range(run.steps * run.accumulation):
+                loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
+                engine.backward(loss)
+                engine.step()
+            values = weights(engine)
+        finally:
+            engine.destroy()
+        rows = _all_ranks((recorder.losses, hashes(values)))
+        losses, found = [losses for losses, _ in rows], [found for _, found in rows]
+        return Outcome(losses, recorder.norms, values, stray(found), recorder.dtype)
+
+    def _build(self, model: nn.Module, run: Run) -> Any:
+        origin = self._engine
+        raw = {key: value for key, value in overridden(origin._config, run).items() if key != "scheduler"}
+        by_name = dict(model.named_parameters())
+        names = {param: name for name, param in origin.module.named_parameters()}
+        groups = [
+            {**group, "params": [by_name[names[param]] for param in group["params"]]}
+            for group in origin.optimizer.param_groups
+        ]
+        client = None
+        if origin._config.optimizer is None:
+            rule = origin.optimizer.rule
+            client = rule._kind(groups, **rule._params)
+        if run.kind is not Kind.ENGINE:
+            settings = load(raw, origin.world_size)
+            return make_plain(model, client, groups, settings, run.kind)
+        given = {"optimizer": client} if client is not None else {"model_parameters": groups}
+        return self._initialize(model=model, config=raw, dist_init_required=False, **given)[0]
+
+
+def check(
+    engine: Any,
+    initialize: Callable[..., Any],
+    batch: Any,
+    steps: int,
+    stages: Sequence[int],
+    accumulations: Sequence[int],
+    loss_fn: Loss | None,
+) -> Report:
+    """See `Engine.check`."""
+    check_counts(steps, stages, accumulations)
+    if engine.optimizer is None:
+        raise ValueError("check() needs an engine with an optimizer; give `optimizer` in the JSON or to initialize()")
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("check(batch=...): got an empty list, wanted one batch or more")
+    with _apart():
+        return Here(engine, initialize, batches, loss_fn or loss_of).report(steps, stages, accumulations)
+
+
+def loss_of(engine: Any, batch: Any) -> torch.Tensor:
+    """The loss of one micro-batch where the model computes it; raises ValueError where it does not."""
+    if isinstance(batch, dict):
+        output = engine(**batch)
+    else:
+        output = engine(*batch) if isinstance(batch, tuple) else engine(batch)
+    loss = find_loss(output)
+    if loss is None:
+        raise ValueError(
+            f"check(): the model returned {type(output).__name__}, in which no loss was found (a scalar tensor, .loss, "
+            "['loss'] or [0]); pass loss_fn=<function of (engine, batch) that returns it>"
+        )
+    return loss
+
+
+def whole_copy(engine: Any) -> nn.Module:
+    """A copy of the engine's module with whole parameters of its own and none of its hooks; collective."""
+    values = weights(engine)
+    memo: dict[int, Any] = {}
+    for name, param in engine.module.named_parameters():
+        memo[id(param)] = nn.Parameter(values[name].to(engine.device), requires_grad=param.requires_grad)
+    try:
+        made = copy.deepcopy(engine.module, memo)
+    except Exception as error:
+        raise ValueError(f"check(): the model cannot be copied ({type(error).__name__}: {error})") from error
+    ours = {handle.id for handle in engine._sharded._handles}
+    for module in made.modules():
+        for table, entries in vars(module).items():
+            if table.startswith(("_forward_hooks", "_forward_pre_hooks")):
+                for key in ours & entries.keys():
+                    del entries[key]
+    return made
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Random numbers go on behind the block as if it had not been; inside, no engine says that it starts."""
+    states, level = _random_states(), logger.level
+    logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        _restore(states)
+
+
+def _random_states() -> Values | dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _restore(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _all_ranks(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

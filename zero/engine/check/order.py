@@ -1,0 +1,92 @@
+"""In the script that `zero check` runs: builds the engine that this run asks for, and ends it after its steps."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zero.config import Config
+from zero.core.mesh import local_device
+from zero.engine.check.plain import PlainEngine, plain_optimizer
+from zero.engine.check.recording import Recorder, save
+from zero.engine.check.runs import Kind, Run, overridden
+from zero.log import rank_zero
+
+VARIABLE = "ZERO_CHECK"
+"""Set by `zero check` for the script: the run and the folder for what comes of it, as JSON."""
+
+
+class Order:
+    """What `zero check` wants of this process: one run, and its outcome in a folder."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run = run
+        self.folder = folder
+        self._recorders: list[Recorder] = []
+        atexit.register(self._came_short)
+
+    @property
+    def plain(self) -> bool:
+        """Whether this run is one in plain torch."""
+        return self.run.kind is not Kind.ENGINE
+
+    def config(self, settings: Config) -> dict[str, Any]:
+        """The configuration that replaces the script's."""
+        return overridden(settings, self.run)
+
+    def watch(self, engine: Any) -> None:
+        """Record this engine; the script ends when all that train have taken their steps."""
+        recorder = Recorder(engine)
+        recorder.after_step = self._stepped
+        self._recorders.append(recorder)
+
+    def _stepped(self) -> None:
+        training = [recorder for recorder in self._recorders if recorder.engine.optimizer is not None]
+        if any(recorder.engine.global_steps < self.run.steps for recorder in training):
+            return
+        save(self.folder, training[0].engine.global_rank, training)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that ends early may take what others still need with it
+        rank_zero(logging.INFO, "zero check: %d steps are done, which is all; the script ends here", self.run.steps)
+        raise SystemExit(0)
+
+    def _came_short(self) -> None:
+        """Leave word of how far the script came."""
+        steps = [recorder.engine.global_steps for recorder in self._recorders]
+        if self.folder.is_dir():
+            (self.folder / "steps.txt").write_text(str(min(steps, default=0)))
+
+
+@functools.cache
+def order_of_environment() -> Order | None:
+    """The order that this process was started with; None outside of `zero check`. Read once."""
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return None
+    given = json.loads(text)
+    run = Run(Kind(given["kind"]), given["accumulation"], given["steps"], given["stage"])
+    return Order(run, Path(given["folder"]))
+
+
+def environment(run: Run, folder: Path) -> dict[str, str]:
+    """What the script's processes need to find their order."""
+    given = {"kind": run.kind.value, "accumulation": run.accumulation, "steps": run.steps, "stage": run.stage}
+    return {VARIABLE: json.dumps({**given, "folder": str(folder)})}
+
+
+def make_plain(model: Any, client: Any, model_parameters: Any, settings: Config, kind: Kind) -> PlainEngine:
+    """An unsharded engine of `model`; `settings` are those of the run."""
+    if model_parameters is not None:
+        model_parameters = list(model_parameters)
+    optimizer_first = client is not None  # a client's optimizer is bound to the parameters as they are
+    optimizer = plain_optimizer(model, client, model_parameters, settings) if optimizer_first else None
+    engine = PlainEngine(model, settings, kind, local_device())
+    engine.bind(optimizer or plain_optimizer(model, None, model_parameters, settings))
+    return engine

@@ -1,0 +1,284 @@
+"""The other side of a check: the same training in plain torch, with no code of the core.
+
+Nothing is cut. Gradients are summed in the order of ranks, averaged once, clipped by torch, and a class of
+`torch.optim` takes the step. Under 16-bit parameters it updates fp32 copies of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero.config import Config
+from zero.core.tensors import tensors_in
+from zero.data import Loader, build_loader
+from zero.engine.check.runs import Kind
+from zero.engine.queries import Queries
+
+Groups = list[dict[str, Any]]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PlainEngine(Queries, nn.Module):
+    """What a training loop sees of the engine, over an unsharded module.
+
+    masters: the exact weights by parameter name: what the optimizer updates where it does, else the parameter.
+    """
+
+    def __init__(self, module: nn.Module, settings: Config, kind: Kind, device: torch.device) -> None:
+        super().__init__()
+        self.module = module.to(device)
+        self.device = device
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Loader | None = None
+        self.config = settings.raw
+        there = dist.is_initialized()
+        self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self._config = settings
+        self._exact = kind is Kind.EXACT
+        self._boundary: bool | None = None
+        self._norm: float | None = None
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._broadcast()
+        if kind is Kind.NUDGED:
+            self._nudge(_DTYPES[settings.compute_dtype])
+        self.masters = self._make_masters(_DTYPES[settings.compute_dtype])
+
+    def bind(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take the optimizer of the module's parameters; it gets the masters in their place."""
+        self.optimizer = optimizer
+        if optimizer is None:
+            return
+        masters = {param: self.masters[name] for name, param in self.module.named_parameters()}
+        for group in optimizer.param_groups:
+            trained = [param for param in group["params"] if param.requires_grad]
+            for param in trained:
+                param.register_post_accumulate_grad_hook(self._take)
+            self._sums |= dict.fromkeys(trained)
+            group["params"] = [masters[param] for param in trained]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, in fp64 where that was asked for."""
+        if self._exact:
+            inputs, kwargs = _as_fp64(inputs), _as_fp64(kwargs)
+        given = self._config.torch_autocast
+        if self._exact or not given.enabled:
+            return self.module(*inputs, **kwargs)
+        dtype = {"fp16": torch.float16, "float16": torch.float16}.get(str(given.dtype), torch.bfloat16)
+        with torch.autocast(self.device.type, dtype=dtype):
+            return self.module(*inputs, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """See `Engine.backward`."""
+        steps = self.gradient_accumulation_steps()
+        (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
+        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is: its scale is 1."""
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """See `Engine.step`."""
+        if self.is_gradient_accumulation_boundary():
+            self._reduce()
+            trained = [param for group in self.optimizer.param_groups for param in group["params"]]
+            limit = self.gradient_clipping() or math.inf
+            self._norm = float(nn.utils.clip_grad_norm_(trained, limit))
+            applied = math.isfinite(self._norm)
+            if applied:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            for name, param in self.module.named_parameters():
+                if self.masters[name] is not param:
+                    param.data.copy_(self.masters[name].data)
+            self.global_steps += 1
+            self.skipped_steps += not applied
+            self.global_samples += self.train_batch_size()
+            if applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """See `Engine.is_gradient_accumulation_boundary`."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """See `Engine.set_gradient_accumulation_boundary`."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing to do: gradients are summed over the ranks at the boundary only."""
+        yield
+
+    def was_step_applied(self) -> bool:
+        """See `Engine.was_step_applied`."""
+        return self._norm is not None and math.isfinite(self._norm)
+
+    def get_global_grad_norm(self) -> float | None:
+        """See `Engine.get_global_grad_norm`."""
+        return self._norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `Engine.zero_grad`."""
+        self._sums = dict.fromkeys(self._sums)
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Loader:
+        """See `Engine.deepspeed_io`."""
+        return build_loader(
+            dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self._config.dataloader_drop_last,
+        )
+
+    def destroy(self) -> None:
+        """Nothing to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what is missing in the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_modules"]["module"], name)
+
+    def _broadcast(self) -> None:
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if self.world_size > 1 and tensor.numel():
+                dist.broadcast(tensor.data, 0)
+
+    @torch.no_grad()
+    def _nudge(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for param in self.module.parameters():
+            if param.is_floating_point():
+                signs = torch.randint(0, 2, param.shape, generator=generator).to(param) * 2 - 1
+                param.mul_(1 + torch.finfo(dtype).eps * signs)
+
+    @torch.no_grad()
+    def _make_masters(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        masters = {}
+        for name, param in self.module.named_parameters():
+            if self._exact and param.is_floating_point():
+                param.data = param.data.double()
+            elif dtype != torch.float32 and param.dtype in _DTYPES.values():
+                if param.requires_grad:
+                    masters[name] = nn.Parameter(param.data.float())
+                param.data = param.data.to(dtype)
+            masters.setdefault(name, param)
+        for module in self.module.modules() if self._exact else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.double()
+        return masters
+
+    def _take(self, param: nn.Parameter) -> None:
+        """Add a gradient up in the masters' precision, as it lands."""
+        grad = param.grad.to(torch.float64 if self._exact else torch.float32)
+        known = self._sums[param]
+        self._sums[param] = grad if known is None else known + grad
+        param.grad = None
+
+    def _reduce(self) -> None:
+        """Sum over the ranks in their order and take the mean; a parameter without a gradient has one of zeros."""
+        mean = 1.0 / (self.world_size * self.gradient_accumulation_steps())
+        names = {param: name for name, param in self.module.named_parameters()}
+        for param, grad in self._sums.items():
+            master = self.masters[names[param]]
+            grad = torch.zeros_like(master) if grad is None else grad
+            if self.world_size > 1:
+                rows = [torch.empty_like(grad) for _ in range(self.world_size)]
+                dist.all_gather(rows, grad.contiguous())
+                grad = sum(rows[1:], start=rows[0])
+            master.grad = (grad * mean).to(master.dtype)
+        self._sums = dict.fromkeys(self._sums)
+
+
+def groups_of(model: nn.Module, given: Iterable[Any] | None) -> Groups:
+    """Parameter groups for torch's optimizers, without parameters that need no gradient."""
+    items = list(model.parameters() if given is None else given)
+    if not all(isinstance(item, dict) for item in items):
+        items = [{"params": items}]
+    groups = []
+    for item in items:
+        params = [item["params"]] if isinstance(item["params"], torch.Tensor) else item["params"]
+        kept = [param for param in dict.fromkeys(params) if param.requires_grad]
+        groups += [{**item, "params": kept}] if kept else []
+    return groups
+
+
+def plain_optimizer(
+    model: nn.Module, client: Any, given: Iterable[Any] | None, settings: Config
+) -> torch.optim.Optimizer | None:
+    """The client's optimizer, or the config's over the model's parameters; ValueError where torch has no such."""
+    if client is not None:
+        params = [param for group in groups_of(model, given) for param in group["params"]]
+        return client if isinstance(client, torch.optim.Optimizer) else client(params)
+    if settings.optimizer is None:
+        return None
+    kind, params = settings.optimizer.type, dict(settings.optimizer.params or {})
+    return _maker(kind, params)(groups_of(model, given))
+
+
+def _maker(kind: str, params: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
+    for ours in ("zero", "torch_adam", "fp32_optimizer_states"):
+        params.pop(ours, None)
+    low = kind.lower()
+    if params.pop("bias_correction", True) is False:
+        raise ValueError(
+            "optimizer.params.bias_correction: torch has no Adam without it, so there is nothing to compare"
+        )
+    decoupled = params.pop("adam_w_mode", True) or low == "adamw"
+    if low == "lion":
+        return lambda groups: Lion(groups, **params)
+    name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}.get(
+        low, kind
+    )
+    if name == "AdamW":
+        params.setdefault("weight_decay", 0.0)  # torch's own default is not ours
+    found = getattr(torch.optim, name)
+    return lambda groups: found(groups, **{key: value for key, value in params.items() if value is not None})
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2."""
+
+    def __init__(self, groups: Groups, lr: float = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for param in group["params"]:
+                mean = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                direction = (mean * beta1 + param.grad * (1 - beta1)).sign()
+                param.mul_(1 - lr * group["weight_decay"]).sub_(lr * direction)
+                mean.mul_(beta2).add_(param.grad, alpha=1 - beta2)
+
+
+def _as_fp64(value: Any) -> Any:
+    """Floating tensors in nested tuples, lists and dicts as fp64; what else holds tensors must not."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _as_fp64(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_as_fp64(item) for item in value)
+    if any(tensor.is_floating_point() for tensor in tensors_in(value)):
+        raise ValueError(f"no fp64 copy can be made of a {type(value).__name__}")
+    return value

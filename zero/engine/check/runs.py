@@ -1,0 +1,80 @@
+"""What a check runs: every stage and accumulation count, beside plain torch in the same precision and in fp64."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero.config import Config
+from zero.config.batch import MICRO, STEPS, TRAIN
+
+
+class Kind(enum.Enum):
+    """Who trains.
+
+    ENGINE: the engine, under the stage of the run;
+    PLAIN:  plain torch, nothing cut, in the precision that the config says;
+    EXACT:  plain torch in fp64, from which the rounding of the plain run is measured;
+    NUDGED: plain torch from weights that are off by one rounding, for models that fp64 does not run.
+    """
+
+    ENGINE = "engine"
+    PLAIN = "plain"
+    EXACT = "exact"
+    NUDGED = "nudged"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of `steps` optimizer steps; `stage` is that of ENGINE, None elsewhere."""
+
+    kind: Kind
+    accumulation: int
+    steps: int
+    stage: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        what = {Kind.PLAIN: "plain torch", Kind.EXACT: "plain torch, fp64", Kind.NUDGED: "plain torch, nudged"}
+        return f"{what.get(self.kind, f'stage {self.stage}')}, accumulation {self.accumulation}"
+
+
+def engine_runs(stages: Sequence[int], accumulation: int, steps: int) -> Iterator[Run]:
+    """The runs that are judged, for one accumulation count."""
+    for stage in stages:
+        yield Run(Kind.ENGINE, accumulation, steps, stage)
+
+
+def check_counts(steps: int, stages: Sequence[int], accumulations: Sequence[int]) -> None:
+    """Raise ValueError, by argument, for what cannot be run."""
+    if steps < 1:
+        raise ValueError(f"steps: got {steps}, wanted at least 1")
+    if not stages or not set(stages) <= {0, 1, 2, 3}:
+        raise ValueError(f"stages: got {list(stages)}, wanted some of 0, 1, 2 and 3")
+    if not accumulations or min(accumulations) < 1:
+        raise ValueError(f"accumulations: got {list(accumulations)}, wanted counts of at least 1")
+
+
+def overridden(settings: Config, run: Run) -> dict[str, Any]:
+    """The user's config as `run` needs it; the micro-batch stays, the global batch follows the accumulation.
+
+    The loss scale of fp16 is 1 and moments are fp32 on both sides: a scale that moves, or moments in fewer bits,
+    would be a difference that is meant.
+    """
+    raw = copy.deepcopy(settings.raw)
+    micro = settings.train_micro_batch_size_per_gpu
+    raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
+    raw |= {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
+    if run.stage is not None:
+        section = raw.get("zero_optimization")
+        raw["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": run.stage}
+    if settings.fp16.enabled:
+        raw["fp16"] = {**raw["fp16"], "loss_scale": 1}
+    states = ((raw.get("optimizer") or {}).get("params") or {}).get("zero")
+    if isinstance(states, dict):
+        states["moments"] = "fp32"
+    return raw

@@ -1,0 +1,80 @@
+"""The command line of `zero check`."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero.launch.args import LaunchError
+
+_ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
+
+The script runs once for each line of the table, and once or twice more for the plain runs that it is compared with.
+It runs as it is, with stage and accumulation of its config replaced, until it has taken the steps; then it is ended.
+Its output is shown only when it fails. It must seed its random numbers, and must not depend on the time or on earlier
+runs. The micro-batch stays what the config says, and the global batch follows the accumulation. The exit status is 0
+when all is well, and 1 when a run differs or fails."""
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """What `zero check` was asked to do."""
+
+    script: str
+    script_args: tuple[str, ...]
+    steps: int
+    stages: tuple[int, ...]
+    accumulations: tuple[int, ...]
+    num_gpus: int | None
+    timeout: float
+
+    def check(self) -> None:
+        """Raise `LaunchError` for what can be known to be wrong before anything starts."""
+        if not Path(self.script).exists():
+            raise LaunchError(f"there is no script {self.script!r}")
+
+    def command(self) -> list[str]:
+        """The arguments of the launcher for one run."""
+        ranks = [] if self.num_gpus is None else ["--num_gpus", str(self.num_gpus)]
+        return ["run", *ranks, self.script, *self.script_args]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `zero check`."""
+    parser.usage = "zero check [options] script [arguments of the script]"
+    parser.description = _ABOUT
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="optimizer steps per run (default: %(default)s)"
+    )
+    parser.add_argument("--stages", type=_numbers, default=(0, 1, 2, 3), metavar="0,3", help="default: all four")
+    parser.add_argument(
+        "--accumulation", type=_numbers, default=(1, 2), metavar="1,2", help="micro-batches per step (default: 1,2)"
+    )
+    parser.add_argument(
+        "--num_gpus", "--nproc", type=int, metavar="N", help="processes, as in zero run (default: one per visible GPU)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds that one run may take (default: 600)"
+    )
+    parser.add_argument("script", help="the training script; the arguments after it are its own")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+
+
+def request(given: argparse.Namespace) -> CheckRequest:
+    """The request that the parsed arguments make."""
+    return CheckRequest(
+        given.script,
+        tuple(given.script_args),
+        given.steps,
+        tuple(given.stages),
+        tuple(given.accumulation),
+        given.num_gpus,
+        given.timeout,
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted numbers with commas between them, such as 0,3")
+    return tuple(dict.fromkeys(int(part) for part in parts))
