@@ -227,6 +227,11 @@ def test_the_loss_scale_as_the_optimizer_shows_it():
     optimizer.override_loss_scale(256)
     loss = engine(*batch(0, 2))
     assert engine.scale(loss).item() == 256 * loss.item()
+    for twice in (engine.scale, engine.backward):
+        with pytest.raises(
+            ValueError, match=r"got a loss that engine.scale\(\) has multiplied by the loss scale already"
+        ):
+            twice(engine.scale(loss))
     returned = engine.backward(loss)
     assert returned.item() == loss.item(), "what is returned is for logging: no scale in it"
     with pytest.raises(RuntimeError, match=r"override_loss_scale\(\): gradients are there"):
