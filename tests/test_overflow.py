@@ -249,6 +249,23 @@ def test_the_loss_scale_as_the_optimizer_shows_it():
         plain.scale(1.0)
 
 
+def differentiated_without_optimizer() -> list[bool]:
+    """A frozen model that is only differentiated through, cut between uses, more than once."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
+    settings = {key: value for key, value in config(3, 2).items() if key != "optimizer"}
+    engine = zero.initialize(model=net, config=settings)[0]
+    results = []
+    for _ in range(3):
+        x = torch.full((2, 4), float("inf")).requires_grad_()
+        engine(x).sum().backward()
+        results.append(x.grad is not None)
+    return results
+
+
+def test_a_model_without_optimizer_is_not_watched(pool):
+    assert pool.run(2, differentiated_without_optimizer) == [[True] * 3] * 2
+
+
 def test_an_exception_in_a_scaled_backward_is_forgotten():
     """The next backward, which nobody scaled, is not taken for a scaled one."""
     fp16 = {"enabled": True, "initial_scale_power": 10}
