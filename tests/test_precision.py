@@ -310,6 +310,32 @@ def test_gradients_add_up_in_the_dtype_that_was_asked_for(pool, dtype):
     assert pool.run(1, accumulated, dtype) == [[True] * 4]
 
 
+def accumulated_by_hand() -> list[bool]:
+    """The same with the boundary set by hand: buffers made for one backward widen when a second one adds to them."""
+    masters = make_net()
+    model = copy.deepcopy(masters).bfloat16()
+    sums = [torch.zeros_like(param) for param in masters.parameters()]
+    for step in range(3):
+        for total, grad in zip(sums, own_gradients(model, step), strict=True):
+            total.add_(grad)
+    wanted = [round_bf16(param.detach() - total) for param, total in zip(masters.parameters(), sums, strict=True)]
+    results = []
+    for stage in STAGES:
+        net = make_net()
+        engine = zero.initialize(model=net, config=config(stage, 1, optimizer=SGD, bf16={"enabled": True}))[0]
+        for step in range(3):
+            engine.set_gradient_accumulation_boundary(step == 2)
+            engine.backward(engine(*batch(step, 2)))
+            engine.step()
+        results.append(all(torch.equal(a, b) for a, b in zip(net.parameters(), wanted, strict=True)))
+        engine.destroy()
+    return results
+
+
+def test_gradients_add_up_in_fp32_under_a_boundary_set_by_hand(pool):
+    assert pool.run(1, accumulated_by_hand) == [[True] * 4]
+
+
 def accumulated_bytes(stage: int, dtype: str) -> tuple[int, int]:
     """Bytes of gradients after the first of two backwards: held, and as planned."""
     world, rank = dist.get_world_size(), dist.get_rank()
