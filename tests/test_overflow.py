@@ -227,6 +227,11 @@ def test_the_loss_scale_as_the_optimizer_shows_it():
     optimizer.override_loss_scale(256)
     loss = engine(*batch(0, 2))
     assert engine.scale(loss).item() == 256 * loss.item()
+    for twice in (engine.scale, engine.backward):
+        with pytest.raises(
+            ValueError, match=r"got a loss that engine.scale\(\) has multiplied by the loss scale already"
+        ):
+            twice(engine.scale(loss))
     returned = engine.backward(loss)
     assert returned.item() == loss.item(), "what is returned is for logging: no scale in it"
     with pytest.raises(RuntimeError, match=r"override_loss_scale\(\): gradients are there"):
@@ -242,6 +247,23 @@ def test_the_loss_scale_as_the_optimizer_shows_it():
     assert plain.scale(loss) is loss
     with pytest.raises(ValueError, match=r"scale\(\) wants the loss, a scalar tensor with a graph; got float"):
         plain.scale(1.0)
+
+
+def differentiated_without_optimizer() -> list[bool]:
+    """A frozen model that is only differentiated through, cut between uses, more than once."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
+    settings = {key: value for key, value in config(3, 2).items() if key != "optimizer"}
+    engine = zero.initialize(model=net, config=settings)[0]
+    results = []
+    for _ in range(3):
+        x = torch.full((2, 4), float("inf")).requires_grad_()
+        engine(x).sum().backward()
+        results.append(x.grad is not None)
+    return results
+
+
+def test_a_model_without_optimizer_is_not_watched(pool):
+    assert pool.run(2, differentiated_without_optimizer) == [[True] * 3] * 2
 
 
 def test_an_exception_in_a_scaled_backward_is_forgotten():

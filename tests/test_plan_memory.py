@@ -193,6 +193,9 @@ def test_the_size_of_a_gradient_element(stage: int, accumulation: int) -> None:
     assert gradient_itemsize("bf16", sharding, accumulation) == (4 if adds_up else 2)
     assert gradient_itemsize("fp16", sharding, accumulation) == (4 if adds_up else 2)
     assert gradient_itemsize("fp32", sharding, accumulation) == 4
+    for low in ("bf16", "fp16"):
+        assert gradient_itemsize("bf16", sharding, accumulation, low) == 2
+        assert gradient_itemsize("fp32", sharding, accumulation, low) == (2 if adds_up else 4)
 
 
 @pytest.mark.parametrize("world", WORLDS)

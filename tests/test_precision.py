@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from models import batch, config, make_net, reference, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from zero.kernels.remainder import round_bf16
 from zero.plan.memory import alive_nbytes
 
 STAGES = (0, 1, 2, 3)
-STEPS = 6
-SMALL_SCALE = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2}  # grows twice in a run
+STEPS = 4
+SMALL_SCALE = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 1}  # grows twice in a run
 MODES: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": SMALL_SCALE},
     "fp16 fixed": {"fp16": {"enabled": True, "loss_scale": 128}},
@@ -164,6 +165,68 @@ def test_an_unscaled_backward_warns_once(caplog):
     assert "loss scale 1024" in said[0]
 
 
+def two_engines(stage: int, together: bool) -> list[list[torch.Tensor]]:
+    """Two engines in fp16 with different loss scales, one graph or one each; the second's scale moves."""
+    nets = [make_net(7), make_net(8)]
+    rules = [{"enabled": True, "loss_scale": 64}, SMALL_SCALE]
+    engines = [
+        zero.initialize(model=net, config=config(stage, 2, fp16=rule))[0] for net, rule in zip(nets, rules, strict=True)
+    ]
+    rank = dist.get_rank()
+    for step in range(3):
+        tokens, targets = batch(step, 4)
+        part = slice(2 * rank, 2 * rank + 2)
+        losses = [engine.scale(engine(tokens[part], targets[part])) for engine in engines]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        engine.destroy()
+    return [[param.detach() for param in net.parameters()] for net in nets]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_of_two_engines_keeps_its_own_scale(pool, stage):
+    together, apart = (pool.run(2, two_engines, stage, how) for how in (True, False))
+    for mine, wanted in zip(together, apart, strict=True):
+        assert all(
+            torch.equal(a, b) for one, two in zip(mine, wanted, strict=True) for a, b in zip(one, two, strict=True)
+        )
+
+
+class Recomputed(nn.Module):
+    """A Net whose loss is the output of a reentrant checkpoint: its backward runs inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        inner = checkpoint(lambda gain: self.net(tokens, targets) * gain, self.gain * 1.0, use_reentrant=True)
+        return inner * self.gain
+
+
+def recomputed(stage: int, scale: float) -> list[float]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    fp16 = {"enabled": True, "loss_scale": scale}
+    engine = zero.initialize(model=Recomputed(), config=config(stage, world, fp16=fp16))[0]
+    norms = []
+    for step in range(2):
+        tokens, targets = batch(step, 2 * world)
+        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_inside_a_backward_has_the_scale_of_the_outer(pool, stage):
+    scaled, fixed = (pool.run(2, recomputed, stage, scale)[0] for scale in (512.0, 2.0))
+    assert scaled == pytest.approx(fixed, rel=2**-8)
+
+
 # --- dtypes of gradients --------------------------------------------------------------------------------------
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
@@ -245,6 +308,32 @@ def accumulated(dtype: str | None) -> list[bool]:
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 def test_gradients_add_up_in_the_dtype_that_was_asked_for(pool, dtype):
     assert pool.run(1, accumulated, dtype) == [[True] * 4]
+
+
+def accumulated_by_hand() -> list[bool]:
+    """The same with the boundary set by hand: buffers made for one backward widen when a second one adds to them."""
+    masters = make_net()
+    model = copy.deepcopy(masters).bfloat16()
+    sums = [torch.zeros_like(param) for param in masters.parameters()]
+    for step in range(3):
+        for total, grad in zip(sums, own_gradients(model, step), strict=True):
+            total.add_(grad)
+    wanted = [round_bf16(param.detach() - total) for param, total in zip(masters.parameters(), sums, strict=True)]
+    results = []
+    for stage in STAGES:
+        net = make_net()
+        engine = zero.initialize(model=net, config=config(stage, 1, optimizer=SGD, bf16={"enabled": True}))[0]
+        for step in range(3):
+            engine.set_gradient_accumulation_boundary(step == 2)
+            engine.backward(engine(*batch(step, 2)))
+            engine.step()
+        results.append(all(torch.equal(a, b) for a, b in zip(net.parameters(), wanted, strict=True)))
+        engine.destroy()
+    return results
+
+
+def test_gradients_add_up_in_fp32_under_a_boundary_set_by_hand(pool):
+    assert pool.run(1, accumulated_by_hand) == [[True] * 4]
 
 
 def accumulated_bytes(stage: int, dtype: str) -> tuple[int, int]:

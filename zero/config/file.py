@@ -73,7 +73,8 @@ class File(Section):
     """Insist on the library's CPU optimizer when the state is offloaded."""
 
     communication_data_type: Dtype | None = None
-    """Gradients are rounded to this dtype before they travel; the sum over ranks is taken in fp32 all the same."""
+    """Gradients are rounded to this dtype before they travel; over gloo they are summed in fp32 all the same, NCCL sums
+    in this dtype."""
     seq_parallel_communication_data_type: Dtype | None = None
     """The same over the ranks that share a sequence."""
     prescale_gradients: Bool = False

@@ -21,12 +21,12 @@ from zero.kernels.norm import sum_squares_into
 class FirstNotFinite:
     """Watches the trained units of one engine through an accumulation window.
 
-    enabled:   whether to look between backwards at all;
+    enabled:   whether to look between backwards at all: not without an optimizer, which asks for the result;
     backwards: how many have begun since the window did.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
-        self.enabled = True
+        self.enabled = False
         self.backwards = 0
         self._units = units
         self._axis = mesh.reduced_over

@@ -25,8 +25,8 @@ class GradientDtypes(NamedTuple):
 
     local:  of the full buffer as gradients land;
     kept:   of whatever adds up: the reduced shard, and the full buffer once a second gradient is added in it;
-    travel: what is sent is rounded to it; None: to `local`. Every rank's contribution is, its own too; the sum over
-            ranks is taken in fp32 in the order of ranks, and where gradients are not cut it travels as such.
+    travel: what is sent is rounded to it, on every rank its own contribution too; None: to `local`. Over gloo the sum
+            is taken in fp32 in the order of ranks, and where gradients are not cut it travels as such.
     """
 
     local: torch.dtype

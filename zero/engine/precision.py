@@ -107,8 +107,13 @@ def make_loss_scaler(config: Config) -> LossScaler:
 
 
 def check_loss(caller: str, loss: Any) -> None:
-    """Raise ValueError unless `loss` is a scalar tensor with a graph."""
+    """Raise ValueError unless `loss` is a scalar tensor with a graph, and not one that `scaled` has made."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        if getattr(loss, "_zero_scaled", False):
+            raise ValueError(
+                f"{caller} got a loss that engine.scale() has multiplied by the loss scale already; "
+                "call backward() of that tensor, or engine.backward() with the loss itself"
+            )
         return
     what = type(loss).__name__
     if isinstance(loss, torch.Tensor):
@@ -127,5 +132,6 @@ def scaled(loss: torch.Tensor, factor: int, reducer: Reducer) -> torch.Tensor:
         return loss if factor == 1 else loss * factor
     wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
     made = wide * (scale * factor)
+    made._zero_scaled = True
     made.register_hook(lambda grad: reducer.scaled(scale))
     return made
