@@ -15,8 +15,10 @@ from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
 from zero.engine.progress import Progress
 from zero.engine.queries import Queries
+from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
+from zero.plan.whereabouts import Place
 
 
 class Engine(Queries, nn.Module):
@@ -45,6 +47,7 @@ class Engine(Queries, nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._config = config
         self._sharded = sharded
+        self._watch = sharded.mesh.watch
         self._boundary: bool | None = None  # set by the user; None: count
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
@@ -55,10 +58,10 @@ class Engine(Queries, nn.Module):
         self._alive()
         self._sharded.recover()
         try:
-            with self._progress.phase("forward"):
+            with self._watch.call(Place.FORWARD), self._progress.phase("forward"):
                 return self.module(*inputs, **kwargs)
         except Exception:
-            self._sharded.abandon()
+            self._abandon()
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -81,13 +84,13 @@ class Engine(Queries, nn.Module):
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         try:
-            with self._progress.phase("backward"):
+            with self._watch.call(Place.BACKWARD), self._progress.phase("backward"):
                 (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
                     reducer.flush()
         except Exception:
-            self._sharded.abandon()
+            self._abandon()
             raise
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
@@ -99,7 +102,7 @@ class Engine(Queries, nn.Module):
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
-            with self._progress.phase("step"):
+            with self._watch.call(Place.STEP), self._progress.phase("step"):
                 self.optimizer.step()
             self._applied = not self.optimizer.overflow
             self.skipped_steps += self.optimizer.overflow
@@ -163,8 +166,11 @@ class Engine(Queries, nn.Module):
     def destroy(self) -> None:
         """Take every hook off and give the module whole parameters of its own again; collective."""
         if self._sharded is not None:
-            self._sharded.dissolve()
-            self._sharded = None
+            try:
+                self._sharded.dissolve()
+            finally:
+                self._watch.close()
+                self._sharded = None
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""
@@ -179,6 +185,13 @@ class Engine(Queries, nn.Module):
     def _alive(self) -> None:
         if self._sharded is None:
             raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+
+    def _abandon(self) -> None:
+        """Drop what the running window has left; an exception is on its way and must not be hidden by another."""
+        try:
+            self._sharded.abandon()
+        except RuntimeError as error:
+            logger.warning("after an exception in forward or backward the engine could not be made usable: %s", error)
 
     def _mark_boundary(self) -> None:
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()

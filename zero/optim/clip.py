@@ -53,5 +53,5 @@ def first_not_finite(units: Sequence[Unit], mesh: Mesh) -> str:
                 found = min(found, names.index(fragment.name))
                 break
     mine = torch.tensor([float(found)], dtype=torch.float64, device=units[0].shard.device)
-    first = int(comm.gather_scalars(mine, mesh.shard).min().item())
+    first = int(comm.gather_scalars(mine, mesh.shard, "search for what is not finite").min().item())
     return names[first] if first < len(names) else "none by itself: the squares overflow fp64"

@@ -51,6 +51,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if sharded is None:
             raise RuntimeError("this optimizer is not attached to an engine")
         sharded.reducer.before_step()
+        sharded.check_order()
         norm = global_norm(sharded.trained, sharded.mesh) * self._mean
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm
