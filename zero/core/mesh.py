@@ -22,7 +22,7 @@ from zero.plan.sharding import Sharding
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: the process group along it, its size, this process's place on it, and who minds its waits."""
+    """One axis of the mesh: the process group along it, its size, this process's place on it, who minds its waits."""
 
     group: dist.ProcessGroup | None
     size: int
