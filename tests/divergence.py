@@ -49,6 +49,7 @@ CASES = {
     "raise_stage_1": Case("raise", stage=1),
     "leave": Case("leave"),
     "alone": Case("alone"),
+    "slow": Case("slow"),
 }
 
 
@@ -62,6 +63,9 @@ class Trouble(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.what == "slow":
+            self.what = ""
+            time.sleep(5.5)
         if self.what in ("raise", "alone"):
             self.what = ""
             raise ValueError("bad sample 17")
@@ -90,7 +94,7 @@ def run(case: Case, rank: int) -> None:
     model = TroubledNet()
     engine, *_ = zero.initialize(model=model, config=settings)
     trouble = model.blocks[1].norm[0]
-    for step in range(100):
+    for step in range(6 if case.what == "slow" else 100):
         if rank == case.rank and step == 3:
             trouble.what = case.what
             if case.what == "leave":
@@ -104,6 +108,7 @@ def run(case: Case, rank: int) -> None:
                 raise
             continue
         engine.step()
+    engine.destroy()
 
 
 def fork(case: Case, rank: int, port: int, said: Path) -> int:
@@ -141,7 +146,9 @@ def main(folder: Path) -> None:
             running[fork(case, rank, port, folder / f"{name}-{rank}.txt")] = (name, rank)
     codes: dict[str, Any] = {}
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end and any(CASES[name].rank != rank for name, rank in running.values()):
+    while time.monotonic() < end and any(
+        CASES[name].rank != rank or CASES[name].what != "stop" for name, rank in running.values()
+    ):
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

@@ -93,15 +93,17 @@ class Watch:
     def call(self, place: Place) -> Iterator[None]:
         """Inside, this rank is in a call of the engine. An exception that leaves it is told to the other ranks."""
         standing = self.standing
-        before, standing.place, standing.failing = standing.place, place, False
+        before, standing.place = standing.place, place
+        if standing.failing and not standing.verdict:
+            standing.failing = False
+            self._tell()  # before others take us for lost
         try:
             yield
             if place is Place.STEP:
                 standing.steps += 1
         except BaseException as error:
             standing.fail(error)
-            if self._board is not None:
-                self._board.poke()
+            self._tell()
             raise
         finally:
             standing.place = before
@@ -123,6 +125,10 @@ class Watch:
             if standing.verdict:
                 return RuntimeError(standing.verdict)
         return RuntimeError(f"rank {standing.rank} could not end the {waiting.collective}: {line}")
+
+    def _tell(self) -> None:
+        if self._board is not None:
+            self._board.poke()
 
 
 def _end(pid: int, standing: Standing, board: Board, sentry: Sentry, place: Place) -> None:

@@ -191,7 +191,8 @@ class Engine(Queries, nn.Module):
         try:
             self._sharded.abandon()
         except RuntimeError as error:
-            logger.warning("after an exception in forward or backward the engine could not be made usable: %s", error)
+            if str(error) != self._watch.standing.verdict:  # else it is the exception on its way
+                logger.warning("after an exception the engine could not be made usable: %s", error)
 
     def _mark_boundary(self) -> None:
         self._sharded.reducer.boundary = self.is_gradient_accumulation_boundary()

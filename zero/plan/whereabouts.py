@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,13 +78,15 @@ class View(NamedTuple):
     others:  by rank; a rank that never wrote is missing;
     world:   number of ranks, ours included;
     silence: seconds without a beat from which on a rank counts as stopped or dead;
-    store:   seconds for which the store itself has not answered; inf when its connection is closed.
+    store:   seconds for which the store itself has not answered; inf when its connection is closed;
+    keeper:  the rank whose process keeps the store, or None when that is no rank.
     """
 
     others: Mapping[int, Seen]
     world: int
     silence: float
     store: float
+    keeper: int | None = None
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -147,14 +150,16 @@ def whereabouts(view: View, waits: str) -> str:
 
 def store_text(view: View) -> str:
     """What a store that does not answer means."""
-    since = "is gone" if view.store == float("inf") else f"has not answered for {view.store:.1f} s"
-    return f"the store {since}: the process that keeps it (rank 0, or the launcher) is stopped or dead"
+    since = "its connection is closed" if view.store == math.inf else f"it has not answered for {view.store:.1f} s"
+    if view.keeper is None:
+        return f"the store of the process group is out of reach ({since})"
+    return f"rank {view.keeper} is stopped or dead, and with it the store of the process group ({since})"
 
 
 def wanted(view: View, waits: str) -> tuple[int, ...]:
     """The ranks for want of which the collective does not end."""
     found = [rank for rank, seen in view.others.items() if _phrase(seen, waits, view.silence) != _SAME]
-    return tuple(sorted(found)) or ((0,) if view.store > view.silence else ())
+    return tuple(sorted(found)) or _keeper(view)
 
 
 def cause(view: View, number: int) -> str:
@@ -185,7 +190,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
     gave_up = [seen.record for seen in _faults(view) if seen.record.gave_up]
     if silent:
         return f"{ranks_text(silent)} gone: {_silence(view.others[silent[0]])}"
-    if view.store == float("inf"):
+    if view.store == math.inf:
         return store_text(view)
     if seconds < 1.25 * view.silence and not gave_up:
         return ""
@@ -218,6 +223,10 @@ def difference_text(there: Sequence[str], nothing: str) -> str:
 _SAME = "waiting for the same"
 
 
+def _keeper(view: View) -> tuple[int, ...]:
+    return (view.keeper,) if view.keeper is not None and view.store > view.silence else ()
+
+
 def _phrase(seen: Seen, waits: str, silence: float) -> str:
     record = seen.record
     if record.place not in (Place.ENDED, Place.DESTROYED) and seen.silent >= silence:
@@ -228,7 +237,7 @@ def _phrase(seen: Seen, waits: str, silence: float) -> str:
 
 
 def _silence(seen: Seen) -> str:
-    return f"not heard of for {seen.silent:.0f} s, stopped or dead; before that {where(seen.record)}"
+    return f"not heard of for {seen.silent:.0f} s, stopped or dead (when last heard: {where(seen.record)})"
 
 
 def _faults(view: View) -> list[Seen]:
