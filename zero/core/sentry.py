@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zero.core.board import Board
 from zero.core.standing import Loss, Standing, Waiting
 from zero.log import logger
-from zero.plan.whereabouts import cause, cause_of_loss, ranks_text, wanted, where, whereabouts
+from zero.plan.whereabouts import UNKNOWN, cause, cause_of_loss, clipped, ranks_text, wanted, where, whereabouts
 
 TICK = 0.4  # seconds between two looks
 SAYS = 3.5  # seconds of a wait before the first line, so that it stands there before 5 have passed
@@ -139,6 +139,9 @@ class Sentry(threading.Thread):
         text = f"{why}; rank {self._standing.rank} waited for the {collective} for {age:.1f} s"
         if age >= self._timeout - NEAR:
             text += f", the time-out (zero.timeout); {whereabouts(view, collective.text)}"
+        elif why == UNKNOWN:
+            # Such as the process group's own time-out, where it is shorter than ours.
+            text += f"; {whereabouts(view, collective.text)}; {clipped(loss.error)}"
         self._judge(text, wanted(view, collective.text))
 
     def _judge(self, text: str, blames: tuple[int, ...]) -> None:

@@ -36,6 +36,7 @@ class Loss(NamedTuple):
     """A wait that ended with an error of the transport, and when."""
 
     waiting: Waiting
+    error: str
     at: float
 
 

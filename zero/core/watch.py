@@ -118,7 +118,7 @@ class Watch:
         standing, sentry = self.standing, self._sentry
         line = str(error).strip().partition("\n")[0]
         if sentry is not None and sentry.is_alive():
-            standing.loss = Loss(waiting, time.monotonic())
+            standing.loss = Loss(waiting, line, time.monotonic())
             if not standing.verdict:
                 sentry.poke()
                 sentry.explained.wait(EXPLAINS)

@@ -181,8 +181,11 @@ def cause(view: View, number: int) -> str:
     return next((_gave_up(seen.record) for seen in _faults(view) if seen.record.gave_up), "")
 
 
+UNKNOWN = "a message failed though every other rank still speaks"
+
+
 def cause_of_loss(view: View, seconds: float) -> str:
-    """Why a connection was lost `seconds` ago; "" when it cannot be told yet, and never "" after 1.25 x silence."""
+    """Why a connection was lost `seconds` ago; "" when it cannot be told yet, UNKNOWN after 1.25 x silence."""
     own = [seen.record for seen in _faults(view) if not seen.record.gave_up]
     if own:
         return f"rank {own[0].rank} {where(own[0])}"
@@ -199,7 +202,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
         return f"{ranks_text(ended)} {where(view.others[ended[0]].record)}"
     if gave_up:
         return _gave_up(gave_up[0])
-    return store_text(view) if view.store > view.silence else "every other rank still speaks; a connection broke"
+    return store_text(view) if view.store > view.silence else UNKNOWN
 
 
 def first_difference(lists: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
