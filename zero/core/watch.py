@@ -108,6 +108,11 @@ class Watch:
         finally:
             standing.place = before
 
+    def tie(self, owner: object) -> None:
+        """End the threads when `owner` is garbage; parameters, which know their units, may keep us longer."""
+        if self._close is not None:
+            weakref.finalize(owner, self._close).atexit = False
+
     def close(self) -> None:
         """End the threads; this engine will not communicate any more."""
         if self._close is not None:

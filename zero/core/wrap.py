@@ -135,6 +135,7 @@ def wrap(
         units.append(unit)
     _adopt_buffers(module, device, mesh)
     sharded = Sharded(module, units, sharding, mesh)
+    mesh.watch.tie(sharded)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
