@@ -43,8 +43,13 @@ FLOORS = {
 }
 STEPS_OF_CORE = {
     "zero.core": 0,
+    "zero.core.standing": -3,
+    "zero.core.board": -2,
+    "zero.core.sentry": -1,
+    "zero.core.watch": 0,
     "zero.core.mesh": 1,
     "zero.core.comm": 2,
+    "zero.core.agree": 3,
     "zero.core.gradients": 3,
     "zero.core.released": 3,
     "zero.core.master": 3,

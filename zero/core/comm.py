@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from zero.core.mesh import Axis
+from zero.core.standing import Collective
 from zero.core.tree import sum_tree
+from zero.core.watch import Watch
 from zero.kernels.bucket import sum_rows
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
@@ -34,17 +36,29 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Pending(NamedTuple):
+    """A collective that this rank has begun, and who looks after its waits."""
+
+    collective: Collective
+    watch: Watch
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for some of its messages; RuntimeError that names the missing ranks when they do not come."""
+        self.watch.wait(works, self.collective)
+
+
 class Transfer(NamedTuple):
     """A gather on its way. Keeps the buffers of the messages alive, and the host copy where one is needed."""
 
     works: Sequence[dist.Work]
     full: torch.Tensor
     host: torch.Tensor | None = None
+    pending: Pending | None = None  # None: nothing was sent
 
     def wait(self) -> None:
         """Return when `full` is whole (on CUDA: when the current stream will see it whole)."""
-        for work in self.works:
-            work.wait()
+        if self.pending is not None:
+            self.pending.wait(self.works)
         if self.host is not None:
             self.full.copy_(self.host)
 
@@ -53,21 +67,23 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
     """Start to fill `full` [axis.size x n] from every rank's slice of it; the own slice must be in place already."""
     if axis.size == 1:
         return Transfer((), full)
+    pending = Pending(axis.watch.began(tag), axis.watch)
     if axis.native:
         own = _slice(full, axis, axis.rank)
-        return Transfer((_all_gather(full, own, group=axis.group, async_op=True),), full)
+        return Transfer((_all_gather(full, own, group=axis.group, async_op=True),), full, None, pending)
     tag += FIRST_TAG
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffer = full if host is None else host
     works = []
-    for step in range(1, axis.size):
-        peer = (axis.rank + step) % axis.size
-        works.append(dist.irecv(_slice(buffer, axis, peer), group=axis.group, group_src=peer, tag=tag))
-    own = _slice(buffer, axis, axis.rank)
-    for step in range(1, axis.size):
-        peer = (axis.rank - step) % axis.size
-        works.append(dist.isend(own, group=axis.group, group_dst=peer, tag=tag))
-    return Transfer(works, full, host)
+    with axis.watch.sending(pending.collective):
+        for step in range(1, axis.size):
+            peer = (axis.rank + step) % axis.size
+            works.append(dist.irecv(_slice(buffer, axis, peer), group=axis.group, group_src=peer, tag=tag))
+        own = _slice(buffer, axis, axis.rank)
+        for step in range(1, axis.size):
+            peer = (axis.rank - step) % axis.size
+            works.append(dist.isend(own, group=axis.group, group_dst=peer, tag=tag))
+    return Transfer(works, full, host, pending)
 
 
 class Inbox(NamedTuple):
@@ -82,6 +98,7 @@ class Inbox(NamedTuple):
     arrivals: Sequence[Sequence[dist.Work]]  # per piece of `piece` elements: what to wait for
     departures: Sequence[dist.Work]
     piece: int
+    pending: Pending | None = None  # None: nothing was sent
     pairwise: bool = False  # add the rows as a binary tree
 
     def sum(self, out: torch.Tensor, accumulate: bool) -> None:
@@ -92,14 +109,14 @@ class Inbox(NamedTuple):
         add = sum_tree if self.pairwise else sum_rows
         host = out.cpu() if out.device != self.rows[0].device else out
         for index, works in enumerate(self.arrivals):
-            for work in works:
-                work.wait()
+            if self.pending is not None:
+                self.pending.wait(works)
             part = slice(index * self.piece, (index + 1) * self.piece)
             add([row[part] for row in self.rows], host[part], accumulate)
         if host is not out:
             out.copy_(host)
-        for work in self.departures:
-            work.wait()
+        if self.departures and self.pending is not None:
+            self.pending.wait(self.departures)
 
 
 def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) -> Inbox:
@@ -109,15 +126,16 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     """
     numel = flat.numel() // axis.size
     if axis.size == 1:
-        return Inbox(flat, (flat,), ((),), (), max(1, numel), pairwise)
+        return Inbox(flat, (flat,), ((),), (), max(1, numel), None, pairwise)
+    pending = Pending(axis.watch.began(tag), axis.watch)
     if axis.native and pairwise:  # the backend's own reduction adds in an order of its own
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=axis.group, async_op=True)
-        return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pairwise)
+        return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pending, pairwise)
     if axis.native:
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         work = _reduce_scatter(own, flat, group=axis.group, async_op=True)
-        return Inbox(flat, (own,), ((work,),), (), max(1, numel))
+        return Inbox(flat, (own,), ((work,),), (), max(1, numel), pending)
     tag += FIRST_TAG
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
     peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
@@ -125,31 +143,40 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     rows = {peer: received[index] for index, peer in enumerate(peers)}
     rows[axis.rank] = _slice(flat, axis, axis.rank)
     starts = range(0, numel, PIECE)
-    # All receives first: a message that finds its buffer waiting is written straight into it.
-    arrivals = [
-        [dist.irecv(rows[peer][at : at + PIECE], group=axis.group, group_src=peer, tag=tag) for peer in peers]
-        for at in starts
-    ]
-    departures = [
-        dist.isend(_slice(flat, axis, peer)[at : at + PIECE], group=axis.group, group_dst=peer, tag=tag)
-        for at in starts
-        for peer in peers
-    ]
-    return Inbox(flat, [rows[rank] for rank in range(axis.size)], arrivals, departures, PIECE, pairwise)
+    with axis.watch.sending(pending.collective):
+        # All receives first: a message that finds its buffer waiting is written straight into it.
+        arrivals = [
+            [dist.irecv(rows[peer][at : at + PIECE], group=axis.group, group_src=peer, tag=tag) for peer in peers]
+            for at in starts
+        ]
+        departures = [
+            dist.isend(_slice(flat, axis, peer)[at : at + PIECE], group=axis.group, group_dst=peer, tag=tag)
+            for at in starts
+            for peer in peers
+        ]
+    return Inbox(flat, [rows[rank] for rank in range(axis.size)], arrivals, departures, PIECE, pending, pairwise)
 
 
-def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> None:
-    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking."""
+def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> None:
+    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking. `unit`: for messages."""
     if axis.size > 1:
-        dist.broadcast(tensor, group=axis.group, group_src=source)
+        collective = axis.watch.begin("broadcast", unit)
+        with axis.watch.sending(collective):
+            work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
+        axis.watch.wait((work,), collective)
 
 
-def gather_scalars(values: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Every rank's `values` [k] in order of ranks, as [size, k]; blocking."""
+def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm") -> torch.Tensor:
+    """Every rank's `values` [k] in order of ranks, as [size, k]; blocking. `what` they are, for messages."""
     if axis.size == 1:
         return values[None]
     out = torch.empty(axis.size * values.numel(), dtype=values.dtype, device=values.device)
-    _all_gather(out, values.contiguous(), group=axis.group)
+    collective = axis.watch.begin(what)
+    with axis.watch.sending(collective):
+        work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
+    # The caller reads the values at once. On NCCL that is where the host waits for the other ranks.
+    arrive = torch.cuda.current_stream(values.device).synchronize if axis.native else None
+    axis.watch.wait((work,), collective, arrive)
     return out.view(axis.size, -1)
 
 

@@ -52,7 +52,7 @@ class FirstNotFinite:
         key = math.inf if found is None else found[0] * count + found[1]
         device = self._units[0].shard.device
         mine = torch.tensor([key], dtype=torch.float64, device=device)
-        least = comm.gather_scalars(mine, self._axis).min().item()
+        least = comm.gather_scalars(mine, self._axis, "search for what is not finite").min().item()
         if math.isinf(least):
             return "the norm of the gradients is not finite, though each of them is"
         backward, index = divmod(int(least), count)

@@ -7,25 +7,28 @@ core asks for the stage.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from zero.core.watch import Watch
 from zero.log import rank_zero
 from zero.plan.sharding import Sharding
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: the process group along it, its size, and this process's place on it."""
+    """One axis of the mesh: the process group along it, its size, this process's place on it, who minds its waits."""
 
     group: dist.ProcessGroup | None
     size: int
     rank: int
     native: bool  # NCCL: take the backend's own reduce-scatter and all-gather
+    watch: Watch = field(default_factory=Watch)
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,26 @@ class Mesh:
         """The axis along which there is anybody to add gradients up with; today never both."""
         return self.shard if self.shard.size > 1 else self.replica
 
+    @property
+    def watch(self) -> Watch:
+        """Who minds the waits of both axes."""
+        return self.shard.watch
 
-def make_mesh(sharding: Sharding) -> Mesh:
-    """The mesh of the default process group (one process without one) under `sharding`."""
+
+def make_mesh(sharding: Sharding, timeout: float = math.inf, check_order: bool = False) -> Mesh:
+    """The mesh of the default process group (one process without one) under `sharding`.
+
+    `timeout`: seconds that a wait for other ranks may last; `check_order`: note the order of collectives.
+    """
     if not dist.is_initialized():
         alone = Axis(None, 1, 0, False)
         return Mesh(0, 1, alone, alone)
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    line = Axis(group, size, rank, dist.get_backend() == "nccl")
-    point = Axis(None, 1, 0, line.native)
+    watch, native = Watch(rank), dist.get_backend() == "nccl"
+    if size > 1:
+        watch.start(size, group, timeout, native)
+        watch.order = [] if check_order else None
+    line, point = Axis(group, size, rank, native, watch), Axis(None, 1, 0, native, watch)
     shard, replica = (line, point) if sharding.optim else (point, line)
     return Mesh(rank, size, shard, replica)
 

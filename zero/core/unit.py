@@ -124,7 +124,7 @@ class Unit:
         for param, span in zip(self.params, layout.spans.values(), strict=True):
             flat.narrow(0, *span).view(param.shape).copy_(param.detach())
         for axis in (self._mesh.shard, self._mesh.replica):
-            comm.broadcast(flat, 0, axis)
+            comm.broadcast(flat, 0, axis, self.plan.name)
         own = self.window
         self.full = flat if source == dtype else rounded(flat, dtype)
         self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
@@ -255,7 +255,7 @@ class Unit:
         """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master."""
         view = self._views[index]
         for axis in (self._mesh.shard, self._mesh.replica):
-            comm.broadcast(view, source, axis)
+            comm.broadcast(view, source, axis, self.plan.name)
         name = self.plan.params[index].name
         for fragment in self._fragments():
             if self.cut and fragment.name == name:

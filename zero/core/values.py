@@ -41,7 +41,7 @@ def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequ
     )
     mesh = owner.unit.mesh
     for axis in (mesh.shard, mesh.replica):
-        values = comm.gather_scalars(values, axis).amax(0)
+        values = comm.gather_scalars(values, axis, "arguments").amax(0)
     highest, lowest, bad, *found = values.tolist()
     if problem is not None:
         raise problem
@@ -129,7 +129,7 @@ def gradient(owner: Owner, what: str) -> torch.Tensor | None:
     if local:
         found = grads.local(owner.index)
         for axis in (unit.mesh.shard, unit.mesh.replica) if found.numel() else ():
-            rows = comm.gather_scalars(found, axis)
+            rows = comm.gather_scalars(found, axis, "gradient")
             found = rows[0].clone()
             for row in rows[1:]:
                 found += row

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.core import comm
+from zero.core.agree import agree
 from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
@@ -101,6 +102,18 @@ class Sharded:
         """Forget all gradients, local and reduced."""
         self.reducer.drop()
 
+    def check_order(self) -> None:
+        """Raise RuntimeError on all ranks when they communicated in different orders since the last call; collective.
+
+        Does nothing unless the mesh notes the order.
+        """
+        watch = self.mesh.watch
+        if watch.order is not None:
+            order, watch.order = watch.order, []
+            what = f"the ranks' orders of collectives differ in step {watch.standing.steps}, at position {{index}}"
+            agree(order, self.mesh.reduced_over, self.units[0].full.device, what, "none any more")
+            watch.order.clear()  # the comparison itself
+
     def nbytes(self) -> StateBytes:
         """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state."""
         parameters = gradients = masters = 0
@@ -141,6 +154,7 @@ def wrap(
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     specs = _specs(named, groups, numerics.compute_dtype)
     plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
+    mesh.watch.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
     units = []
     for index, plan in enumerate(plans):
@@ -150,6 +164,7 @@ def wrap(
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
     sharded = Sharded(module, units, sharding, mesh, numerics)
+    mesh.watch.tie(sharded)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
@@ -229,4 +244,4 @@ def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh, dtype: t
                 child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
                 for axis in (mesh.shard, mesh.replica):
                     if buffer.numel():
-                        comm.broadcast(buffer, 0, axis)
+                        comm.broadcast(buffer, 0, axis, "buffers")

@@ -23,8 +23,10 @@ from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.weights import Weights
+from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
+from zero.plan.whereabouts import Place
 
 if TYPE_CHECKING:
     from zero.engine.check.compare import Report
@@ -56,6 +58,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._config = config
         self._sharded = sharded
+        self._watch = sharded.mesh.watch
         self._window = Window()
         self._resting: list[Rest] = []
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
@@ -79,7 +82,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         if self._sharded.recover():
             self._begin_window()
         try:
-            with self._progress.phase("forward"), self._precision.forward(), self._seeded():
+            watched, timed = self._watch.call(Place.FORWARD), self._progress.phase("forward")
+            with watched, timed, self._precision.forward(), self._seeded():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return self.module(*inputs, **kwargs)
         except BaseException:
@@ -100,7 +104,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         try:
-            with self._progress.phase("backward"):
+            with self._watch.call(Place.BACKWARD), self._progress.phase("backward"):
                 scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
@@ -210,12 +214,15 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         The module is a plain one afterwards, also after an exception. A second call does nothing.
         """
         if self._sharded is not None:
-            self.reload_states()
-            self._undo_compile()
-            self._sharded.dissolve()
-            self._sharded = None
-            if self.optimizer is not None:
-                self.optimizer.unbind()  # whoever still holds it must not keep the state alive
+            try:
+                self.reload_states()
+                self._undo_compile()
+                self._sharded.dissolve()
+            finally:
+                self._watch.close()
+                self._sharded = None
+                if self.optimizer is not None:
+                    self.optimizer.unbind()  # whoever still holds it must not keep the state alive
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""
@@ -236,8 +243,12 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
             raise RuntimeError("the engine's states are offloaded; call reload_states() first")
 
     def _abandon(self) -> None:
-        """Drop the gradients of this step after an exception."""
-        self._sharded.abandon()
+        """Drop the gradients of this step after an exception, which must not be hidden by another."""
+        try:
+            self._sharded.abandon()
+        except RuntimeError as error:
+            if str(error) != self._watch.standing.verdict:  # else it is the exception on its way
+                logger.warning("after an exception the engine could not be made usable: %s", error)
         self._begin_window()
 
     def _step_failed(self, error: BaseException) -> None:
@@ -257,7 +268,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         self._sharded.recover()
         try:
-            with self._progress.phase("step"):
+            with self._watch.call(Place.STEP), self._progress.phase("step"):
                 if self._replicas is not None:
                     self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()

@@ -15,9 +15,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.config import Config, load
+from zero.config.read import read
+from zero.core.agree import agree
 from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
+from zero.engine.agreement import description
 from zero.engine.arguments import resolve_config
 from zero.engine.check.order import Order, make_plain, order_of_environment
 from zero.engine.engine import Engine
@@ -29,8 +32,12 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
 from zero.plan.formats import Formats
 from zero.plan.sharding import Sharding
+from zero.plan.whereabouts import Place
 
 Groups = list[dict[str, Any]]
+
+MARGIN = 60.0  # seconds that a process group waits longer than the watch
+MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
 
 
 def initialize(
@@ -66,7 +73,7 @@ def initialize(
             raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
     source = resolve_config(args, config, config_params)
     if dist_init_required is not False:
-        init_distributed(timeout=timedelta(minutes=10))
+        init_distributed(timeout=_group_timeout(source))
     settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
     order = order_of_environment()
     if order is not None:
@@ -126,7 +133,26 @@ def _wrap(
         tree=settings.zero.reduce == "tree",
     )
     params = [group["params"] for group in groups]
-    return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units)
+    mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order)
+    try:
+        with mesh.watch.call(Place.INITIALIZE):
+            what = "the ranks do not initialize the same engine"
+            agree(description(model, groups, settings), mesh.reduced_over, device, what)
+            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units)
+    except BaseException:
+        mesh.watch.close()
+        raise
+
+
+def _group_timeout(source: str | Path | Mapping[str, Any]) -> timedelta:
+    """What a process group of ours gets, so that the watch's own time-out, which has a report, comes first.
+
+    The group is made before the file can be checked, for which the world size must be known.
+    """
+    section = read(source).values.get("zero")
+    seconds = section.get("timeout") if isinstance(section, Mapping) else None
+    known = isinstance(seconds, int | float) and 0 < seconds < MAX_TIMEOUT
+    return timedelta(seconds=(seconds if known else 600.0) + MARGIN)
 
 
 def _make_optimizer(

@@ -90,7 +90,7 @@ class Replicas:
         counts = [len(sheet.labels) for sheet in sheets]
         device = sheets[0].hashes.device
         mine = torch.stack([*(hash_of(sheet.hashes) for sheet in sheets), *torch.tensor(counts, device=device)])
-        hashes, lengths = comm.gather_scalars(mine, self._axis).cpu().tensor_split(2, 1)
+        hashes, lengths = comm.gather_scalars(mine, self._axis, "comparison of replicas").cpu().tensor_split(2, 1)
         for index, sheet in enumerate(sheets):
             if (lengths[:, index] != lengths[0, index]).any():
                 self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist())
@@ -100,7 +100,7 @@ class Replicas:
 
     def _examine(self, number: int, sheet: Sheet) -> None:
         """Find what of a sheet differs."""
-        rows = comm.gather_scalars(sheet.hashes, self._axis).cpu()
+        rows = comm.gather_scalars(sheet.hashes, self._axis, "comparison of replicas").cpu()
         differing = (rows != rows[0]).any(0).nonzero().flatten().tolist()
         if sheet.place == "buffers" and self._own_buffers is None:
             self._own_buffers = {sheet.labels[column] for column in differing}

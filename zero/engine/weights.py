@@ -180,7 +180,7 @@ class Weights:
         mesh = self._sharded.mesh
         bad = torch.tensor([float(problem is not None)], dtype=torch.float64, device=self.device)
         for axis in (mesh.shard, mesh.replica):
-            bad = comm.gather_scalars(bad, axis).amax(0)
+            bad = comm.gather_scalars(bad, axis, "outcome of writing").amax(0)
         if problem is not None:
             raise kind(problem)
         if bad.item():

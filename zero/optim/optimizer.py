@@ -145,6 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.away:
             raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
+        sharded.check_order()
         factor = self.gradient_factor
         norm_of = exact_norm if sharded.numerics.tree else global_norm
         norm = norm_of(sharded.trained, sharded.mesh) * factor

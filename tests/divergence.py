@@ -1,0 +1,165 @@
+"""Ranks that part company: a program of test_divergence.py, with real processes that can be killed and stopped.
+
+Every case runs three ranks of a small Net; at step 3 rank TROUBLE does what the case says. All processes are
+forked from this one, which has imported torch for them. Each writes what it says to FOLDER/case-rank.txt, and
+this process the exit codes to FOLDER/codes.json.
+
+    python tests/divergence.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from models import Net, batch, config
+from torch import nn
+
+import zero
+
+WORLD = 3
+TIMEOUT = 8.0  # of the waits, in the JSON
+SECONDS = 75  # after which everything is killed
+
+
+class Case(NamedTuple):
+    """What happens, at which stage, on which rank."""
+
+    what: str
+    stage: int = 3
+    rank: int = 2
+
+
+CASES = {
+    "kill": Case("kill"),
+    "kill_stage_1": Case("kill", stage=1),
+    "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
+    "stop": Case("stop"),
+    "stop_keeper": Case("stop", rank=0),
+    "skip": Case("skip"),
+    "raise": Case("raise"),
+    "raise_stage_1": Case("raise", stage=1),
+    "leave": Case("leave"),
+    "alone": Case("alone"),
+    "slow": Case("slow"),
+}
+
+
+class Trouble(nn.Module):
+    """A module without parameters that does what it is told."""
+
+    what = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.what == "slow":
+            self.what = ""
+            time.sleep(5.5)
+        if self.what in ("raise", "alone"):
+            self.what = ""
+            raise ValueError("bad sample 17")
+        return x
+
+
+class TroubledNet(Net):
+    """A Net with trouble in its middle block, or without that block."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        super().__init__()
+        self.blocks[1].norm = nn.Sequential(Trouble(), self.blocks[1].norm)
+        self.skip = False
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if self.skip and index == 1 else block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def run(case: Case, rank: int) -> None:
+    """One rank."""
+    settings = config(case.stage, WORLD, zero={"timeout": TIMEOUT})
+    model = TroubledNet()
+    engine, *_ = zero.initialize(model=model, config=settings)
+    trouble = model.blocks[1].norm[0]
+    for step in range(6 if case.what == "slow" else 100):
+        if rank == case.rank and step == 3:
+            trouble.what = case.what
+            if case.what == "leave":
+                raise KeyError("the data set has no such sample")
+        model.skip = rank == case.rank and case.what == "skip"
+        tokens, targets = batch(step, 2 * WORLD)
+        try:
+            engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        except ValueError:
+            if case.what != "alone":
+                raise
+            continue
+        engine.step()
+    engine.destroy()
+
+
+def fork(case: Case, rank: int, port: int, said: Path) -> int:
+    """Start a rank; returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(LOCAL_RANK=str(rank))
+    try:
+        run(case, rank)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)  # imports what every rank would import for itself
+    running: dict[int, tuple[str, int]] = {}
+    for name, case in CASES.items():
+        port = free_port()
+        for rank in range(WORLD):
+            running[fork(case, rank, port, folder / f"{name}-{rank}.txt")] = (name, rank)
+    codes: dict[str, Any] = {}
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end and any(
+        CASES[name].rank != rank or CASES[name].what != "stop" for name, rank in running.values()
+    ):
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                name, rank = running.pop(pid)
+                codes[f"{name}-{rank}"] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,32 @@
+"""Whether all ranks say the same: one small exchange, and a second one only where they do not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from zero.core import comm
+from zero.core.mesh import Axis
+from zero.plan.whereabouts import difference_text, first_difference
+
+
+def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, nothing: str = "nothing") -> None:
+    """Raise RuntimeError on all ranks, with the first line that differs and who says what, unless all say the same.
+
+    A collective over `axis`; its messages are on `device`. `what` stands in front of the error, with `{index}` for
+    the index of the line; `nothing` is said of a rank whose lines have ended there.
+    """
+    data = "\n".join(line.replace("\n", " ") for line in lines).encode()
+    digest = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")  # fits an int64
+    mine = torch.tensor([digest, len(data)], dtype=torch.int64, device=device)
+    told = comm.gather_scalars(mine, axis, "comparison").tolist()
+    if all(one == told[0] for one in told):
+        return
+    longest = max(length for _, length in told)
+    padded = torch.tensor(list(data.ljust(longest, b" ")), dtype=torch.uint8, device=device)
+    rows = comm.gather_scalars(padded, axis, "comparison").cpu()
+    lists = [bytes(row[:length].tolist()).decode().split("\n") for row, (_, length) in zip(rows, told, strict=True)]
+    index, there = first_difference(lists)
+    raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing)}")

@@ -1,0 +1,137 @@
+"""The side channel: each rank's record in the process group's store, written and read by a thread of its own.
+
+No collective is involved, and the thread that computes never waits for the store. A store whose process is
+stopped blocks whoever asks it, so only this thread does; everybody else looks at what it saw last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+
+import torch.distributed as dist
+
+from zero.core.standing import Standing
+from zero.log import logger
+from zero.plan.whereabouts import Seen, View, record_of
+
+PERIOD = 1.0  # seconds between two records of a rank in peace
+HURRY = 0.4  # while this rank reads or fails
+WRITES = 300  # per second that the store sees of all ranks together, at most
+
+
+class Board(threading.Thread):
+    """Writes this rank's record, and reads those of the others while `reading` is set.
+
+    asks: how often ranks have said that they wait; a change tells a rank that it may be waited for.
+    """
+
+    def __init__(self, standing: Standing, size: int, group: dist.ProcessGroup) -> None:
+        super().__init__(name="zero-board", daemon=True)
+        self.asks = 0
+        self.reading = False
+        self.read_at = -math.inf  # time.monotonic() of the last complete reading
+        self._standing = standing
+        self._size = size
+        self._group = group
+        self._period, self._hurry = max(PERIOD, size / WRITES), max(HURRY, size / WRITES / 2)
+        self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
+        self._beat = self._fault = 0
+        self._seen: dict[int, tuple[Seen, float]] = {}  # with the time at which the beat changed
+        self._answered = time.monotonic()
+        self._gone = False  # the connection to the store is closed
+        self._wake = threading.Event()
+        self._ended = False
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._keeper = _keeper(store, standing.rank)
+        # Engines are made in one order on all ranks, so the n-th of each rank belong together.
+        count = self._store.add(f"zero/engines/{standing.rank}", 1)
+        self._prefix = f"zero/engine/{count}/"
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a beat from which on a rank counts as stopped or dead."""
+        return 2.0 * self._period
+
+    def view(self) -> View:
+        """What was read last."""
+        now = time.monotonic()
+        others = {rank: seen for rank, (seen, _) in self._seen.copy().items()}
+        return View(others, self._size, self.silence, math.inf if self._gone else now - self._answered, self._keeper)
+
+    def ask(self) -> None:
+        """Tell the others that this rank waits."""
+        self._asked += 1
+        self._wake.set()
+
+    def poke(self) -> None:
+        """Write and read now, not at the next turn."""
+        self._wake.set()
+
+    def end(self) -> None:
+        """Write a last record and stop."""
+        self._ended = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Until the end, or until the store is gone."""
+        while True:
+            ended = self._ended
+            # A store whose group was destroyed may block for minutes.
+            if not dist.is_initialized() or dist.group.WORLD is not self._group:
+                return
+            try:
+                self._turn()
+            except Exception as error:  # of whatever kind the store raises
+                self._gone = True
+                logger.log(logging.DEBUG, "rank %d: the store is gone: %s", self._standing.rank, error)
+                return
+            if ended:
+                return
+            self._wake.wait(self._hurry if self.reading or self._standing.failing else self._period)
+            self._wake.clear()
+
+    def _turn(self) -> None:
+        standing = self._standing
+        if standing.failing and not self._fault:
+            self._fault = self._store.add(self._prefix + "faults", 1)
+        elif not standing.failing:
+            self._fault = 0
+        self._beat += 1
+        self._store.set(self._key(standing.rank), standing.record(self._beat, self._fault).to_json())
+        asked = self._asked
+        self.asks = self._store.add(self._prefix + "asks", asked - self._told)
+        self._told = asked
+        if self.reading:
+            self._read()
+        self._answered = time.monotonic()
+
+    def _read(self) -> None:
+        peers = [rank for rank in range(self._size) if rank != self._standing.rank]
+        if not self._store.check([self._key(rank) for rank in peers]):
+            peers = [rank for rank in peers if self._store.check([self._key(rank)])]
+        texts = self._store.multi_get([self._key(rank) for rank in peers]) if peers else []
+        now = time.monotonic()
+        for rank, text in zip(peers, texts, strict=True):
+            record = record_of(text)
+            before = self._seen.get(rank)
+            # A gap in our own readings says nothing about the others: count only from when we look again.
+            known = before is not None and before[0].record.beat == record.beat and now - self.read_at < self.silence
+            since = before[1] if known else now
+            self._seen[rank] = (Seen(record, now - since), since)
+        self.read_at = now
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}{rank}"
+
+
+def _keeper(store: dist.Store, rank: int) -> int | None:
+    """The rank whose process answers for the store: rank 0, as torch makes it, unless a launcher or a file does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not launched and rank != 0 else None

@@ -1,0 +1,188 @@
+"""Looks at this rank's waits from a thread of its own: says what is waited for, and ends what is in vain."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from zero.core.board import Board
+from zero.core.standing import Loss, Standing, Waiting
+from zero.log import logger
+from zero.plan.whereabouts import UNKNOWN, cause, cause_of_loss, clipped, ranks_text, wanted, where, whereabouts
+
+TICK = 0.4  # seconds between two looks
+SAYS = 3.5  # seconds of a wait before the first line, so that it stands there before 5 have passed
+AGAIN = 60.0  # seconds between two lines
+READS = 0.3  # seconds of a wait before the other ranks' records are read
+SURE = 1.0  # seconds of a wait before another rank's exception ends it
+LEAVES = 10.0  # seconds that a thread has to leave a wait that was ended
+EXPLAINS = 6.0  # seconds that a wait which failed stays to be explained, at most
+NEAR = 1.0  # a wait that was lost this close to its time-out ended because of it, on another rank perhaps
+TAG = (1 << 30) + 1  # of a message that nobody sends
+
+
+class Sentry(threading.Thread):
+    """One per engine. `timeout`: seconds that a wait may last; `native`: waits cannot be ended from here."""
+
+    def __init__(
+        self, standing: Standing, board: Board, group: dist.ProcessGroup, timeout: float, native: bool
+    ) -> None:
+        super().__init__(name="zero-sentry", daemon=True)
+        self.explained = threading.Event()  # a `standing.verdict` is there
+        self._standing = standing
+        self._board = board
+        self._group = group
+        self._timeout = timeout
+        self._native = native
+        self._said: Waiting | None = None  # the wait that the last line was about
+        self._next = 0.0  # time.monotonic() of the next line
+        self._asks = 0  # of the board, answered
+        self._wake = threading.Event()
+        self._ended = False
+
+    def poke(self) -> None:
+        """Look now."""
+        self._wake.set()
+
+    def end(self) -> None:
+        """Stop."""
+        self._ended = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Until the end, or until the process group is gone."""
+        while not self._ended and dist.is_initialized() and dist.group.WORLD is self._group:
+            try:
+                self._look(time.monotonic())
+            except Exception:
+                # Training goes on without us; that nobody watches must not stay a secret.
+                logger.exception("rank %d: the watch over waiting ranks has ended", self._standing.rank)
+                return
+            self._wake.wait(TICK if self._standing.loss is None else TICK / 4)
+            self._wake.clear()
+
+    def _look(self, now: float) -> None:
+        standing, loss, waiting = self._standing, self._standing.loss, self._standing.waiting
+        if standing.verdict:
+            # The connections are closed or worth nothing; whatever wait comes now is on the way out.
+            if waiting is not None and now - waiting.since > SURE:
+                self._end_wait(waiting)
+        elif loss is not None:
+            self._board.reading = True
+            self._board.poke()
+            self._explain(loss, now)
+        elif waiting is None:
+            self._answer(now)
+        else:
+            age = now - waiting.since
+            self._board.reading = age > READS
+            view = self._board.view()
+            why = cause(view, waiting.collective.number) if age > SURE else ""
+            if why:
+                self._give_up(waiting, f"{why}; {self._subject(waiting, age)}")
+            elif age >= self._timeout:
+                text = f"{self._subject(waiting, age)}, the time-out (zero.timeout)"
+                self._give_up(waiting, f"{text}; {whereabouts(view, waiting.collective.text)}")
+            elif age >= SAYS:
+                self._say(waiting, age, now)
+
+    def _subject(self, waiting: Waiting, age: float) -> str:
+        standing = self._standing
+        within = f" in {standing.place.value}" if standing.place.value != "outside" else ""
+        return f"rank {standing.rank} has waited for the {waiting.collective} for {age:.1f} s{within}"
+
+    def _say(self, waiting: Waiting, age: float, now: float) -> None:
+        """A line about a wait that lasts: at once, then every so often."""
+        if waiting is self._said and now < self._next:
+            return
+        self._said, self._next = waiting, now + AGAIN
+        self._board.ask()
+        there = whereabouts(self._board.view(), waiting.collective.text)
+        logger.log(logging.WARNING, "%s; %s", self._subject(waiting, age), there)
+
+    def _answer(self, now: float) -> None:
+        """This rank does not wait, but others may wait for it: then it says where it is."""
+        board, standing = self._board, self._standing
+        if board.asks == self._asks or now < self._next:
+            board.reading = False
+            return
+        board.reading = True
+        if now - board.read_at > board.silence:
+            return  # look again when there is something to see
+        self._asks, self._next = board.asks, now + AGAIN
+        waiting = [seen.record for seen in board.view().others.values() if seen.record.seconds >= SAYS - 1]
+        if waiting:
+            logger.log(
+                logging.WARNING,
+                "rank %d is waited for by %s (%s); rank %d: %s",
+                standing.rank,
+                ranks_text(record.rank for record in waiting),
+                f"{waiting[0].waits}, #{waiting[0].wait}",
+                standing.rank,
+                where(standing.record(0, int(standing.failing))),
+            )
+
+    def _explain(self, loss: Loss, now: float) -> None:
+        """Find out why a wait failed, and let the thread that is in it go."""
+        view, seconds = self._board.view(), now - loss.at
+        collective, age = loss.waiting.collective, loss.at - loss.waiting.since
+        why = cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
+        if not why:
+            return
+        text = f"{why}; rank {self._standing.rank} waited for the {collective} for {age:.1f} s"
+        if age >= self._timeout - NEAR:
+            text += f", the time-out (zero.timeout); {whereabouts(view, collective.text)}"
+        elif why == UNKNOWN:
+            # Such as the process group's own time-out, where it is shorter than ours.
+            text += f"; {whereabouts(view, collective.text)}; {clipped(loss.error)}"
+        self._judge(text, wanted(view, collective.text))
+
+    def _judge(self, text: str, blames: tuple[int, ...]) -> None:
+        standing = self._standing
+        standing.blames, standing.verdict = blames, text
+        self.explained.set()
+
+    def _give_up(self, waiting: Waiting, text: str) -> None:
+        standing = self._standing
+        standing.error, standing.failing = text, True
+        self._judge(text, wanted(self._board.view(), waiting.collective.text))
+        self._board.poke()
+        time.sleep(0.2)  # others read the reason before they see the connection close
+        if standing.waiting is not waiting and standing.loss is None:
+            # It has ended well in the last moment.
+            standing.error, standing.failing, standing.verdict, standing.blames = "", False, "", ()
+            self.explained.clear()
+        else:
+            self._end_wait(waiting)
+
+    def _end_wait(self, waiting: Waiting) -> None:
+        """Make the thread that is in this wait leave it, or the process end."""
+        end = time.monotonic() + LEAVES
+        while self._standing.waiting is waiting:
+            if time.monotonic() > end:
+                logger.error("%s; the process ends, for the wait cannot be ended", self._standing.verdict)
+                sys.stderr.flush()
+                os._exit(1)
+            if not self._native:
+                self._interrupt()
+            time.sleep(0.1)
+
+    def _interrupt(self) -> None:
+        """Close the connections of this process, which ends whatever wait another thread is in.
+
+        gloo does so when the wait for any message runs out of time, so we wait for one that nobody sends.
+        """
+        for peer in range(dist.get_world_size(self._group)):
+            if peer != self._standing.rank:
+                try:
+                    work = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=TAG)
+                    work.wait(datetime.timedelta(milliseconds=1))
+                except RuntimeError:
+                    pass  # this is what we are here for, or the connection to this peer is closed already

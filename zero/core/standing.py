@@ -1,0 +1,87 @@
+"""What this rank is doing, written by the thread that computes and read by those that watch."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from zero.plan.whereabouts import Place, Record, clipped
+
+
+class Collective(NamedTuple):
+    """One that this rank has begun; `number` counts them."""
+
+    direction: str
+    unit: str
+    number: int
+
+    def __str__(self) -> str:
+        """As it stands in messages."""
+        return f"{self.text} (#{self.number})"
+
+    @property
+    def text(self) -> str:
+        """Without the number, which may differ between ranks that wait for the same."""
+        return f"{self.direction} of unit '{self.unit}'" if self.unit else self.direction
+
+
+class Waiting(NamedTuple):
+    """The wait that a thread is in, and the time.monotonic() at which it began."""
+
+    collective: Collective
+    since: float
+
+
+class Loss(NamedTuple):
+    """A wait that ended with an error of the transport, and when."""
+
+    waiting: Waiting
+    error: str
+    at: float
+
+
+class Standing:
+    """What one engine does on this rank. Attributes are plain values, each written by one thread; no lock is needed.
+
+    waiting: the wait that blocks now, or None; last: the collective begun last;
+    error:   the last exception that left the engine; failing: and no call has begun since;
+    verdict: why this rank gave up waiting, "" while it has not; blames: for want of whom;
+    loss:    a wait that failed and is not explained yet.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.place = Place.OUTSIDE
+        self.steps = 0
+        self.number = 0
+        self.last: Collective | None = None
+        self.waiting: Waiting | None = None
+        self.error = ""
+        self.failing = False
+        self.verdict = ""
+        self.blames: tuple[int, ...] = ()
+        self.loss: Loss | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """An exception leaves the engine."""
+        self.error = self.verdict or f"{type(error).__name__}: {clipped(str(error))} in {self.place.value}"
+        self.failing = True
+
+    def record(self, beat: int, fault: int) -> Record:
+        """What other ranks may know."""
+        waiting, last = self.waiting, self.last
+        return Record(
+            rank=self.rank,
+            beat=beat,
+            place=self.place,
+            steps=self.steps,
+            number=self.number,
+            last=str(last) if last is not None else "",
+            waits=waiting.collective.text if waiting is not None else "",
+            wait=waiting.collective.number if waiting is not None else 0,
+            seconds=round(time.monotonic() - waiting.since, 1) if waiting is not None else 0.0,
+            error=clipped(self.error),
+            fault=fault,
+            blames=self.blames,
+            gave_up=bool(self.verdict),
+        )

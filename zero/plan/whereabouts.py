@@ -1,0 +1,264 @@
+"""Where ranks are: what each says of itself, and what a rank that waits can tell from that. Plain values only."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MOST_GROUPS = 6  # a report stays readable at any world size
+MOST_RANGES = 8
+MOST_LETTERS = 300  # of another rank's message
+
+
+class Place(enum.Enum):
+    """Which call of the engine a rank is in."""
+
+    INITIALIZE = "initialize()"
+    OUTSIDE = "outside"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    DESTROYED = "destroyed"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank says of itself.
+
+    beat:    how often it has spoken; a rank whose beat stands still is stopped or dead;
+    steps:   optimizer steps it has done;
+    number:  collectives it has begun, and `last` the text of the last one;
+    waits:   text of the collective that it waits for, "" when it does not wait; `wait` its number, `seconds` how long;
+    error:   the last exception that left the engine, as text; kept when the rank goes on;
+    fault:   0, or the place of that exception among those of all ranks, as long as the rank has not gone on;
+    blames:  the ranks for want of which it gave up; empty when the exception is its own.
+    """
+
+    rank: int
+    beat: int = 0
+    place: Place = Place.OUTSIDE
+    steps: int = 0
+    number: int = 0
+    last: str = ""
+    waits: str = ""
+    wait: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    fault: int = 0
+    blames: tuple[int, ...] = ()
+    gave_up: bool = False
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self) | {"place": self.place.value}, separators=(",", ":"))
+
+
+def record_of(text: str | bytes) -> Record:
+    """The record that `to_json` wrote."""
+    values = json.loads(text)
+    return Record(**values | {"place": Place(values["place"]), "blames": tuple(values["blames"])})
+
+
+class Seen(NamedTuple):
+    """Another rank's record, and for how many seconds its beat has stood still."""
+
+    record: Record
+    silent: float
+
+
+class View(NamedTuple):
+    """What a rank knows of the others.
+
+    others:  by rank; a rank that never wrote is missing;
+    world:   number of ranks, ours included;
+    silence: seconds without a beat from which on a rank counts as stopped or dead;
+    store:   seconds for which the store itself has not answered; inf when its connection is closed;
+    keeper:  the rank whose process keeps the store, or None when that is no rank.
+    """
+
+    others: Mapping[int, Seen]
+    world: int
+    silence: float
+    store: float
+    keeper: int | None = None
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0-2, 5`."""
+    ordered = sorted(set(ranks))
+    ranges: list[list[int]] = []
+    for rank in ordered:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    parts = []
+    for first, last in ranges[:MOST_RANGES]:
+        parts += [str(first)] if first == last else [f"{first}, {last}"] if last == first + 1 else [f"{first}-{last}"]
+    if len(ranges) > MOST_RANGES:
+        parts.append("...")
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(parts)}"
+
+
+def clipped(text: str) -> str:
+    """The first line of a message, and not too much of it."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= MOST_LETTERS else line[: MOST_LETTERS - 3] + "..."
+
+
+def where(record: Record) -> str:
+    """Where a rank that speaks is, as a phrase after its name and a colon."""
+    last = f", last the {record.last}" if record.last else ""
+    if record.gave_up and record.fault:
+        return f"gave up: {record.error}"
+    if record.fault:
+        return f"raised {record.error}{last}"
+    if record.place is Place.ENDED:
+        return f"has ended its program after {_steps(record)}{last}"
+    if record.place is Place.DESTROYED:
+        return f"has destroyed its engine after {_steps(record)}{last}"
+    went_on = f"; earlier it raised {record.error} and went on" if record.error and not record.fault else ""
+    if record.waits:
+        return f"waiting for the {record.waits}, {_within(record.place)}after {_steps(record)}{went_on}"
+    if record.place is Place.OUTSIDE:
+        return f"outside the engine since its {_ordinal(record)}{last}{went_on}"
+    return f"computing {_within(record.place)}after {_steps(record)}{last}{went_on}"
+
+
+def whereabouts(view: View, waits: str) -> str:
+    """Where every other rank is, in groups; `waits` is the text of what this rank waits for."""
+    groups: dict[str, list[int]] = {}
+    for rank, seen in sorted(view.others.items()):
+        groups.setdefault(_phrase(seen, waits, view.silence), []).append(rank)
+    # The same first; among the others the smallest groups, which are the ones to look at.
+    ordered = sorted(groups.items(), key=lambda item: (item[0] != _SAME, len(item[1]), item[1]))
+    parts = [f"{ranks_text(ranks)}: {phrase}" for phrase, ranks in ordered[:MOST_GROUPS]]
+    if len(ordered) > MOST_GROUPS:
+        parts.append(f"{ranks_text(rank for _, ranks in ordered[MOST_GROUPS:] for rank in ranks)}: elsewhere")
+    if view.store > view.silence:
+        parts.append(store_text(view))
+    elif missing := view.world - 1 - len(view.others):
+        parts.append(f"{missing} rank(s): never heard of")
+    return "; ".join(parts)
+
+
+def store_text(view: View) -> str:
+    """What a store that does not answer means."""
+    since = "its connection is closed" if view.store == math.inf else f"it has not answered for {view.store:.1f} s"
+    if view.keeper is None:
+        return f"the store of the process group is out of reach ({since})"
+    return f"rank {view.keeper} is stopped or dead, and with it the store of the process group ({since})"
+
+
+def wanted(view: View, waits: str) -> tuple[int, ...]:
+    """The ranks for want of which the collective does not end."""
+    found = [rank for rank, seen in view.others.items() if _phrase(seen, waits, view.silence) != _SAME]
+    return tuple(sorted(found)) or _keeper(view)
+
+
+def cause(view: View, number: int) -> str:
+    """Why waiting for collective `number` is in vain, or "" when it may still end.
+
+    A rank that has failed or ended matters only when it has not begun that collective; else its part is sent.
+    """
+    for seen in _faults(view):
+        if not seen.record.gave_up and seen.record.number < number:
+            return f"rank {seen.record.rank} {where(seen.record)}"
+    gone = [
+        rank
+        for rank, (record, _) in view.others.items()
+        if record.place in (Place.ENDED, Place.DESTROYED) and record.number < number
+    ]
+    if gone:
+        return f"{ranks_text(gone)} {where(view.others[gone[0]].record)}"
+    # Who gave up has closed its connections, or is about to.
+    return next((_gave_up(seen.record) for seen in _faults(view) if seen.record.gave_up), "")
+
+
+UNKNOWN = "a message failed though every other rank still speaks"
+
+
+def cause_of_loss(view: View, seconds: float) -> str:
+    """Why a connection was lost `seconds` ago; "" when it cannot be told yet, UNKNOWN after 1.25 x silence."""
+    own = [seen.record for seen in _faults(view) if not seen.record.gave_up]
+    if own:
+        return f"rank {own[0].rank} {where(own[0])}"
+    silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence)
+    gave_up = [seen.record for seen in _faults(view) if seen.record.gave_up]
+    if silent:
+        return f"{ranks_text(silent)} gone: {_silence(view.others[silent[0]])}"
+    if view.store == math.inf:
+        return store_text(view)
+    if seconds < 1.25 * view.silence and not gave_up:
+        return ""
+    ended = sorted(rank for rank, seen in view.others.items() if seen.record.place in (Place.ENDED, Place.DESTROYED))
+    if ended:
+        return f"{ranks_text(ended)} {where(view.others[ended[0]].record)}"
+    if gave_up:
+        return _gave_up(gave_up[0])
+    return store_text(view) if view.store > view.silence else UNKNOWN
+
+
+def first_difference(lists: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
+    """The first index at which lists of different ranks differ, and what stands there; "" where a list has ended."""
+    for index in range(max(map(len, lists))):
+        there = [texts[index] if index < len(texts) else "" for texts in lists]
+        if len(set(there)) > 1:
+            return index, there
+    return -1, []
+
+
+def difference_text(there: Sequence[str], nothing: str) -> str:
+    """What each rank has at the place where they differ, ranks with the same together."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(there):
+        groups.setdefault(clipped(text) or nothing, []).append(rank)
+    parts = [f"{ranks_text(ranks)}: {text}" for text, ranks in list(groups.items())[:MOST_GROUPS]]
+    return "; ".join(parts) + ("; and others" if len(groups) > MOST_GROUPS else "")
+
+
+_SAME = "waiting for the same"
+
+
+def _keeper(view: View) -> tuple[int, ...]:
+    return (view.keeper,) if view.keeper is not None and view.store > view.silence else ()
+
+
+def _phrase(seen: Seen, waits: str, silence: float) -> str:
+    record = seen.record
+    if record.place not in (Place.ENDED, Place.DESTROYED) and seen.silent >= silence:
+        return _silence(seen)
+    if waits and record.waits == waits and not record.fault:
+        return _SAME
+    return where(record)
+
+
+def _silence(seen: Seen) -> str:
+    return f"not heard of for {seen.silent:.0f} s, stopped or dead (when last heard: {where(seen.record)})"
+
+
+def _faults(view: View) -> list[Seen]:
+    return sorted((seen for seen in view.others.values() if seen.record.fault), key=lambda seen: seen.record.fault)
+
+
+def _gave_up(record: Record) -> str:
+    blamed = f" for want of {ranks_text(record.blames)}" if record.blames else ""
+    return f"rank {record.rank} gave up{blamed}: {record.error}"
+
+
+def _steps(record: Record) -> str:
+    return f"{record.steps} step{'' if record.steps == 1 else 's'}"
+
+
+def _ordinal(record: Record) -> str:
+    return f"step {record.steps}" if record.steps else "start"
+
+
+def _within(place: Place) -> str:
+    return "" if place is Place.OUTSIDE else f"in {place.value} "
