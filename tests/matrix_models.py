@@ -127,7 +127,7 @@ class Mixture(nn.Module):
 
 
 class RankExperts(Base):
-    """Experts that would be blocks of their own; `UNITS` says that they travel with the mixture, which all ranks run."""
+    """Experts that would be blocks of their own; `UNITS` has them travel with the mixture, which all ranks run."""
 
     def __init__(self) -> None:
         super().__init__()

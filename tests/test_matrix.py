@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from matrix_models import CASES, UNITS, build, inputs, loss_of
 from models import config
-from torch import nn
 
 import zero
 
