@@ -52,6 +52,7 @@ STEPS_OF_CORE = {
     "zero.core.gathering": 5,
     "zero.core.reducing": 5,
     "zero.core.frozen": 6,
+    "zero.core.own_hooks": 1,
     "zero.core.hooks": 7,
     "zero.core.wrap": 8,
     "zero.core.access": 9,

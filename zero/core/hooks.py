@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.frozen import FrozenCall, FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
+from zero.core.own_hooks import OwnHook
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
 
@@ -33,10 +34,10 @@ def attach(
     """
     handles = []
     for module, read in reads.items():
-        # Closures, not partials or methods: copying a module must not copy the engine along.
+        # A copy of the module must neither take the engine along nor ask it for parameters.
         before, after = _forward_hooks(read, gatherer, begin_backward)
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, always_call=True))
+        handles.append(module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(OwnHook(after), always_call=True))
     return handles
 
 

@@ -66,6 +66,11 @@ class Sharded:
             logger.warning("a backward pass ended with an exception; the gradients of this step are dropped")
             self.abandon()
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError where somebody moved or converted parameters: an update would not reach them."""
+        for unit in self.units:
+            unit.check_parameters()
+
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""
         for unit in self.trained:

@@ -99,6 +99,7 @@ class Engine(Queries, nn.Module):
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
+            self._sharded.check_parameters()
             with self._progress.phase("step"):
                 self.optimizer.step()
             self._applied = not self.optimizer.overflow
@@ -165,6 +166,18 @@ class Engine(Queries, nn.Module):
         if self._sharded is not None:
             self._sharded.dissolve()
             self._sharded = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""
+        for param in self.module.parameters():
+            before = torch.empty((2, 2, 2, 2), dtype=param.dtype, device=param.device)
+            after = fn(before)
+            if (after.dtype, after.device, after.stride()) != (before.dtype, before.device, before.stride()):
+                raise RuntimeError(
+                    f"the engine keeps parameters as {before.dtype} on {before.device}; asked for {after.dtype} on "
+                    f"{after.device}. bf16 and fp16 are sections of the JSON; convert the model before initialize()"
+                )
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""
