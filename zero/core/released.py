@@ -68,10 +68,6 @@ class Released:
         name = wanted[0]._zero_owner.name if wanted else "?"
         raise RuntimeError(f"parameter '{name}' is released; read it inside zero.GatheredParameters(...)")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """The metadata: debuggers and log lines print parameters where nobody can bring their values."""
-        return f"<released parameter '{self._zero_owner.name}', shape {tuple(self.shape)}, {self.dtype}>"
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied: the values are elsewhere."""
         return self.__torch_function__(Tensor.__reduce_ex__, (type(self),), (self, protocol))
