@@ -62,8 +62,8 @@ class Owner(NamedTuple):
         """The parameter itself."""
         return self.unit.params[self.index]
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """None in copies and pickles of a parameter: they belong to nobody, and must not take the engine along."""
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A pickled parameter leaves us behind: on the other side None stands here, and no engine manages it."""
         return type(None), ()
 
 
@@ -189,6 +189,18 @@ class Unit:
         """Start to turn the full gradient into its reduced shard."""
         self.gradients.reduce()
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
+        if self.cut:
+            return  # released ones refuse every change themselves
+        for spec, param, view in zip(self.plan.params, self.params, self._views, strict=True):
+            if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
+                raise RuntimeError(
+                    f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was {view.dtype} "
+                    f"{tuple(view.shape)} on {view.device} and is now {param.dtype} {tuple(param.shape)} on "
+                    f"{param.device}; move and convert a model before initialize(), which then decides"
+                )
+
     def take_edits(self) -> None:
         """Where parameters were written in place since we looked last, take what stands there as their exact values.
 
@@ -221,18 +233,6 @@ class Unit:
                 values = view.reshape(-1).narrow(0, fragment.start, fragment.numel)
                 self.shard.narrow(0, fragment.at, fragment.numel).copy_(values)
         self._follow({name})
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
-        if self.cut:
-            return  # released ones refuse every change themselves
-        for spec, param, view in zip(self.plan.params, self.params, self._views, strict=True):
-            if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
-                raise RuntimeError(
-                    f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was {view.dtype} "
-                    f"{tuple(view.shape)} on {view.device} and is now {param.dtype} {tuple(param.shape)} on "
-                    f"{param.device}; move and convert a model before initialize(), which then decides"
-                )
 
     def dissolve(self) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers."""

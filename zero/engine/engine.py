@@ -94,12 +94,12 @@ class Engine(Queries, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler."""
         self._alive()
+        self._sharded.check_parameters()
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._sharded.recover()
-            self._sharded.check_parameters()
             with self._progress.phase("step"):
                 self.optimizer.step()
             self._applied = not self.optimizer.overflow
