@@ -61,6 +61,7 @@ STEPS_OF_CORE = {
     "zero.core.finite": 5,
     "zero.core.reducing": 6,
     "zero.core.frozen": 6,
+    "zero.core.own_hooks": 1,
     "zero.core.hooks": 7,
     "zero.core.wrap": 8,
     "zero.core.access": 9,

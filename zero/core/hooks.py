@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.frozen import FrozenCall, FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
+from zero.core.own_hooks import OwnHook
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
 
@@ -33,10 +34,10 @@ def attach(
     """
     handles = []
     for module, read in reads.items():
-        # Closures, not partials or methods: copying a module must not copy the engine along.
+        # A copy of the module must neither take the engine along nor ask it for parameters.
         before, after = _forward_hooks(read, gatherer, begin_backward)
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, always_call=True))
+        handles.append(module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(OwnHook(after), always_call=True))
     return handles
 
 
@@ -57,7 +58,7 @@ def _forward_hooks(
             for tensor in tensors_in(output):
                 # A leaf would keep the hook for ever; it has no backward of ours behind it either.
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda grad: reached(call))
+                    _hook_first(tensor, lambda grad: reached(call))
 
     def reached(call: FrozenCall | None) -> None:
         # The first gradient to come into the module: its backward is about to read the parameters.
@@ -67,3 +68,18 @@ def _forward_hooks(
             call.reached()
 
     return before, after
+
+
+def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Have `hook` run before the hooks that the tensor has.
+
+    A module may hand on a tensor as it came, on some ranks only. Backward reaches the module that ran last first;
+    in the order of registration such a rank would gather in an order of its own, and ranks would wait for each other.
+    """
+    earlier = list((tensor._backward_hooks or {}).items())
+    tensor.register_hook(hook)
+    if earlier:
+        hooks = tensor._backward_hooks
+        last = hooks.popitem()
+        hooks.clear()  # moving the entry would not do: autograd reads the order of insertion
+        hooks.update([last, *earlier])

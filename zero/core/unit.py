@@ -232,6 +232,18 @@ class Unit:
         """Start to turn the full gradient into its reduced shard."""
         self.gradients.reduce()
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
+        if self.cut:
+            return  # released ones refuse every change themselves
+        for spec, param, view in zip(self.plan.params, self.params, self._views, strict=True):
+            if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
+                raise RuntimeError(
+                    f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was {view.dtype} "
+                    f"{tuple(view.shape)} on {view.device} and is now {param.dtype} {tuple(param.shape)} on "
+                    f"{param.device}; move and convert a model before initialize(), which then decides"
+                )
+
     def take_edits(self) -> None:
         """Where parameters were written in place since we looked last, take what stands there as their exact values.
 
@@ -243,7 +255,8 @@ class Unit:
             return
         versions = [param._version for param in self.params]
         both = zip(self.plan.params, versions, self._versions, strict=True)
-        self._follow({spec.name for spec, now, before in both if now != before})
+        written = {spec.name for spec, now, before in both if now != before}
+        self._follow(written.union(spec.name for index, spec in enumerate(self.plan.params) if self._take_back(index)))
         self._versions = versions
 
     def exact(self) -> torch.Tensor:
@@ -253,6 +266,7 @@ class Unit:
 
     def overwrite(self, index: int, source: int) -> None:
         """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master."""
+        self._take_back(index)
         view = self._views[index]
         for axis in (self._mesh.shard, self._mesh.replica):
             comm.broadcast(view, source, axis, self.plan.name)
@@ -287,6 +301,20 @@ class Unit:
             del param._zero_owner
         if self.gradients is not None:
             self.gradients.drop()
+
+    def _take_back(self, index: int) -> bool:
+        """Where `param.data = values` has put a tensor in the place of our view: take its values, and show the view."""
+        param, view = self.params[index], self._views[index]
+        if not view.numel() or param.data_ptr() == view.data_ptr():
+            return False
+        if param.shape != view.shape:
+            raise RuntimeError(
+                f"parameter '{self.plan.params[index].name}' of unit '{self.plan.name}' (rank {self._axis.rank}) is "
+                f"now of shape {tuple(param.shape)}; wanted {tuple(view.shape)}"
+            )
+        view.copy_(param.data)
+        param.data = view
+        return True
 
     def _fragments(self) -> tuple[Fragment, ...]:
         return self.plan.layout.fragments(self.window)

@@ -98,6 +98,11 @@ class Sharded:
         self.abandon()
         return True
 
+    def check_parameters(self) -> None:
+        """Raise RuntimeError where somebody moved or converted parameters: an update would not reach them."""
+        for unit in self.units:
+            unit.check_parameters()
+
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""
         self.reducer.drop()

@@ -130,6 +130,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         After a later one the weights are half updated, and all that the engine still does is `destroy()`.
         """
         self._alive()
+        self._sharded.check_parameters()
         if self.optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
         if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in (lr_kwargs or {}):
@@ -223,6 +224,18 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
                 self._sharded = None
                 if self.optimizer is not None:
                     self.optimizer.unbind()  # whoever still holds it must not keep the state alive
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""
+        for param in self.module.parameters():
+            before = torch.empty((2, 2, 2, 2), dtype=param.dtype, device=param.device)
+            after = fn(before)
+            if (after.dtype, after.device, after.stride()) != (before.dtype, before.device, before.stride()):
+                raise RuntimeError(
+                    f"the engine keeps parameters as {before.dtype} on {before.device}; asked for {after.dtype} on "
+                    f"{after.device}. bf16 and fp16 are sections of the JSON; convert the model before initialize()"
+                )
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""

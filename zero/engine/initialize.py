@@ -68,6 +68,10 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(
+            f"initialize() got a {type(model).__name__}, which moves data or gradients itself; pass model=model.module"
+        )
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")

@@ -1,0 +1,159 @@
+"""The promise: models of Hugging Face's `transformers` train as they are, with equal losses on every stage.
+
+They are built from a configuration, so nothing is downloaded. They are called with keywords, the loss is read off the
+object that they return, and they generate text between steps while their parameters are cut.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import config
+
+import zero
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
+)
+
+STEPS = 20
+VOCABULARY = 64
+KINDS = ("gpt2", "llama", "mixtral")
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def build(kind: str) -> Any:
+    """Two layers of width 32, seeded: tied embeddings, grouped queries, or four experts of which two run."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+    import transformers as hf
+
+    torch.manual_seed(5)
+    if kind == "gpt2":
+        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **TOKENS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "vocab_size": VOCABULARY,
+    }
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **TOKENS))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, **TOKENS))
+
+
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Tokens [2, 8] in runs that count up, another run on every rank."""
+    generator = torch.Generator().manual_seed(step % 5)
+    start = torch.randint(3, VOCABULARY - 8, (2, 2), generator=generator)[rank % 2]
+    return start[:, None] + torch.arange(8)
+
+
+def train(kind: str, stage: int, checkpointing: bool) -> dict[str, Any]:
+    model, rank, world = build(kind), dist.get_rank(), dist.get_world_size()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    engine, *_ = zero.initialize(model=model, config=config(stage, world, optimizer=OPTIMIZER, gradient_clipping=1.0))
+    losses = []
+    for step in range(STEPS):
+        tokens = batch(step, rank)
+        output = engine(input_ids=tokens, labels=tokens)
+        engine.backward(output.loss)
+        engine.step()
+        losses.append(output.loss.item())
+    found = {"losses": losses, "tied": model.get_input_embeddings().weight is model.get_output_embeddings().weight}
+    engine.destroy()
+    return {**found, "params": {name: param.detach() for name, param in model.named_parameters()}}
+
+
+def train_all(kind: str, checkpointing: bool, stages: list[int]) -> list[dict[str, Any]]:
+    return [train(kind, stage, checkpointing) for stage in stages]
+
+
+def plain(kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The same training in plain torch on both ranks' data."""
+    model = build(kind).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER["params"])
+    losses: list[list[float]] = [[], []]
+    for step in range(STEPS):
+        for rank in range(2):
+            tokens = batch(step, rank)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / 2).backward()
+            losses[rank].append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "params": {name: param.detach() for name, param in model.named_parameters()}}
+
+
+def assert_equal(found: dict[str, Any], first: dict[str, Any], what: str) -> None:
+    assert found["losses"] == first["losses"], f"{what}: other losses than stage 0"
+    for name, value in first["params"].items():
+        assert torch.equal(found["params"][name], value), f"{what}: '{name}' differs from stage 0"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_stages_have_equal_losses(pool, kind):
+    ranks = pool.run(2, train_all, kind, False, [0, 1, 2, 3])
+    for stages in ranks:
+        for stage, found in enumerate(stages):
+            assert_equal(found, stages[0], f"stage {stage}")
+        assert stages[0]["losses"][-1] < stages[0]["losses"][0], "nothing was learnt"
+        assert stages[3]["tied"] is (kind == "gpt2")
+    assert ranks[0][0]["losses"] != ranks[1][0]["losses"], "ranks saw the same data"
+
+
+def test_a_model_agrees_with_plain_torch(pool):
+    exact, rounded = plain("gpt2", torch.float64), plain("gpt2", torch.float32)
+    ours = pool.run(2, train_all, "gpt2", False, [3])
+    truth = torch.tensor(exact["losses"], dtype=torch.float64)
+    allowed = (torch.tensor(rounded["losses"], dtype=torch.float64) - truth).abs().max()
+    found = torch.tensor([rank[0]["losses"] for rank in ours], dtype=torch.float64)
+    assert (found - truth).abs().max() <= 2 * allowed
+
+
+def test_gradient_checkpointing_changes_no_bit(pool):
+    for stages in pool.run(2, train_all, "llama", True, [0, 3]):
+        assert_equal(stages[1], stages[0], "stage 3 with checkpointing")
+
+
+def generate(stage: int) -> list[Any]:
+    model, rank, world = build("llama"), dist.get_rank(), dist.get_world_size()
+    engine, *_ = zero.initialize(model=model, config=config(stage, world, optimizer=OPTIMIZER))
+    found: list[Any] = []
+    for step in range(4):
+        tokens = batch(step, rank)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            # Every rank makes the same number of forwards: a rank that stops earlier would leave the others waiting.
+            made = engine.generate(tokens[:, :3], max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        engine.train()
+        found += [loss.item(), made.tolist()]
+    engine.destroy()
+    return found
+
+
+def generate_all() -> list[list[Any]]:
+    return [generate(stage) for stage in (0, 3)]
+
+
+def test_generation_between_steps_sees_the_current_weights(pool):
+    for whole, cut in pool.run(2, generate_all):
+        assert cut == whole
+        assert len(cut[1][0]) == 8

@@ -1,0 +1,292 @@
+"""The promise: what users do by habit to a model is right, or an error that says what to do; never silently wrong.
+
+Models here go through torch's own machinery: parametrizations, recurrent layers, fused attention, functional calls.
+Each gives on stage 3, bitwise, what it gives on stage 0, evaluation between steps included.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, config
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import zero
+
+
+class Layers(nn.Module):
+    """Three layers of one kind; where a layer returns a tuple, its first part goes on."""
+
+    def __init__(self, make: Callable[[], nn.Module], dims: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(3))
+        self._dims = dims
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self._dims == 2 else x[:, None].expand(-1, 3, -1)
+        for layer in self.layers:
+            x = layer(x)
+            x = torch.tanh(x[0] if isinstance(x, tuple) else x)
+        return x.square().mean()
+
+
+class Symmetric(nn.Module):
+    def forward(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.triu() + raw.triu(1).T
+
+
+class Cached(Layers):
+    """Runs every layer twice on one parametrized weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            for layer in [*self.layers, *self.layers]:
+                x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Functional(Layers):
+    """Calls its layers with parameters by name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(torch.func.functional_call(layer, dict(layer.named_parameters()), (x,)))
+        return x.square().mean()
+
+
+class Containers(nn.Module):
+    """Parameters in a list and a dict, one without dimensions and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(2))
+        self.dict = nn.ParameterDict({"scale": torch.tensor(0.5), "empty": torch.empty(0, 3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in self.list:
+            x = torch.tanh(x @ matrix * self.dict["scale"])
+        return x + self.dict["empty"].sum()
+
+
+class Flattening(nn.LSTM):
+    """Flattens its weights in forward, as old code does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.flatten_parameters()
+        return super().forward(x)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def symmetric() -> nn.Module:
+    return parametrize.register_parametrization(linear(), "weight", Symmetric())
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: Layers(lambda: parametrizations.weight_norm(linear())),
+    "spectral norm": lambda: Layers(lambda: parametrizations.spectral_norm(linear())),
+    "parametrization": lambda: Layers(symmetric),
+    "cached parametrization": lambda: Cached(symmetric),
+    "functional call": lambda: Functional(linear),
+    "containers": lambda: Layers(Containers),
+    "lstm": lambda: Layers(lambda: Flattening(WIDTH, WIDTH, 2, batch_first=True), 3),
+    "gru": lambda: Layers(lambda: nn.GRU(WIDTH, WIDTH, batch_first=True), 3),
+    "encoder, fused in eval": lambda: Layers(encoder, 3),
+    "batch norm": lambda: Layers(lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))),
+}
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def start(stage: int, make: Callable[[], nn.Module] | None = None, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = make() if make else Layers(linear)
+    return zero.initialize(model=model, config=config(stage, dist.get_world_size(), **more))[0]
+
+
+def step(engine: Any, number: int) -> float:
+    loss = engine(inputs(number))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def whole(engine: Any) -> Any:
+    return zero.GatheredParameters(list(engine.module.parameters()))
+
+
+def refusal(act: Callable[[], Any]) -> str:
+    """What `act` raises, or nothing."""
+    try:
+        act()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def train(name: str, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine, losses = start(stage, MODELS[name]), []
+    for number in range(3):
+        engine.eval()
+        with torch.inference_mode(number == 1), torch.no_grad():
+            losses.append(engine(inputs(number)).item())
+        engine.train()
+        losses.append(step(engine, number))
+    engine.destroy()
+    return losses, {key: value.clone() for key, value in engine.module.state_dict().items()}
+
+
+def train_models() -> dict[str, list[Any]]:
+    return {name: [train(name, 0), train(name, 3)] for name in MODELS}
+
+
+def test_models_made_of_torch_machinery_give_the_same_bits_on_every_stage(pool):
+    for found in pool.run(2, train_models):
+        for name, (plain, cut) in found.items():
+            assert plain[0] == cut[0], name
+            assert plain[0][-1] != plain[0][1], name
+            assert all(torch.equal(cut[1][key], value) for key, value in plain[1].items()), name
+
+
+def habits_of_the_loop(stage: int) -> list[float]:
+    """Things that change nothing."""
+    engine, losses = start(stage), []
+    for number in range(3):
+        engine.to(engine.device).float()
+        engine.module.zero_grad()
+        engine.optimizer.zero_grad()
+        loss = engine(inputs(number))
+        engine.backward(loss)
+        assert all(param.grad is None for param in engine.parameters())
+        nn.utils.clip_grad_norm_(engine.parameters(), 1e-3)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_loop(stage: int) -> list[float]:
+    engine = start(stage)
+    return [step(engine, number) for number in range(3)]
+
+
+def run_loops() -> list[list[float]]:
+    return [loop(stage) for stage in (0, 2, 3) for loop in (plain_loop, habits_of_the_loop)]
+
+
+def test_habits_of_a_training_loop_change_nothing(pool):
+    for found in pool.run(2, run_loops):
+        assert all(losses == found[0] for losses in found)
+
+
+def copies(stage: int) -> list[float]:
+    """An averaged copy, made and updated while parameters are whole, and evaluated by one rank alone."""
+    engine = start(stage)
+    losses = [step(engine, 0)]
+    with whole(engine):
+        average = copy.deepcopy(engine.module)
+        saved = io.BytesIO()
+        torch.save(engine.module, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    losses.append(step(engine, 1))
+    with whole(engine), torch.no_grad():
+        for mine, theirs in zip(average.parameters(), engine.module.parameters(), strict=True):
+            mine.lerp_(theirs, 0.5)
+    if dist.get_rank() == 0:
+        for model in (average, loaded):
+            loss = model(inputs(2))
+            loss.backward()
+            losses.append(loss.item())
+            assert all(param.grad is not None for param in model.parameters())
+    return [*losses, step(engine, 2)]
+
+
+def run_copies() -> list[list[float]]:
+    return [copies(stage) for stage in (0, 1, 3)]
+
+
+def test_a_copy_lives_on_its_own(pool):
+    for found in pool.run(2, run_copies):
+        assert found[0] == found[1] == found[2]
+        assert len(set(found[0])) == len(found[0])
+
+
+def swap(stage: int, by_data: bool) -> list[float]:
+    engine = start(stage)
+    losses = [step(engine, 0)]
+    param = engine.module.layers[1].weight
+    with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+        if by_data:
+            param.data = param.data * 2
+        else:
+            param.mul_(2)
+    if stage < 3:  # parameters are whole: no context needed
+        param.data = param.data * 1
+    return [*losses, *(step(engine, number) for number in (1, 2))]
+
+
+def run_swaps() -> list[list[float]]:
+    return [swap(stage, by_data) for stage in (0, 1, 3) for by_data in (False, True)]
+
+
+def test_a_tensor_put_into_param_data_counts_as_an_edit(pool):
+    for found in pool.run(2, run_swaps):
+        assert all(losses == found[0] for losses in found)
+
+
+def conversions(stage: int) -> dict[str, str]:
+    said = {}
+    engine = start(stage)
+    for verb in ("half", "bfloat16", "double"):
+        said[f"engine.{verb}"] = refusal(getattr(engine, verb))
+    said["channels_last"] = refusal(lambda: engine.to(memory_format=torch.channels_last))
+    step(engine, 0)  # nothing happened to it
+    said["model.bfloat16"] = refusal(lambda: (engine.module.bfloat16(), engine.step()))
+    for wrapper in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+        said[wrapper.__name__] = refusal(lambda wrapper=wrapper: start(stage, lambda: wrapper(linear())))
+    said["complex"] = refusal(lambda: start(stage, lambda: nn.Linear(2, 2, dtype=torch.complex64)))
+    said["sparse"] = refusal(lambda: sparse(stage))
+    return said
+
+
+def sparse(stage: int) -> None:
+    engine = start(stage, lambda: nn.Embedding(5, WIDTH, sparse=True))
+    engine.backward(engine((inputs(0) > 0).long()[:, 0]).sum())
+
+
+def run_conversions() -> list[dict[str, str]]:
+    return [conversions(stage) for stage in (1, 3)]
+
+
+def test_what_cannot_be_right_is_refused_by_name(pool):
+    wanted = {
+        "engine.half": r"keeps parameters as torch.float32 .* asked for torch.float16",
+        "engine.bfloat16": r"sections of the JSON",
+        "engine.double": r"before initialize\(\)",
+        "channels_last": r"keeps parameters",
+        "model.bfloat16": r"parameter 'layers.0.weight' .*(is now torch.bfloat16|is released)",
+        "DataParallel": r"pass model=model.module",
+        "DistributedDataParallel": r"pass model=model.module",
+        "complex": r"parameter 'weight' is torch.complex64",
+        "sparse": r"parameter 'weight' has a torch.sparse_coo gradient",
+    }
+    for stages in pool.run(2, run_conversions):
+        for said in stages:
+            for what, pattern in wanted.items():
+                with pytest.raises(RuntimeError, match=pattern):
+                    raise RuntimeError(said[what])
