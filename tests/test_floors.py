@@ -49,6 +49,8 @@ STEPS_OF_CORE = {
     "zero.core.master": 3,
     "zero.core.tensors": 1,
     "zero.core.unit": 4,
+    "zero.core.piece": 5,
+    "zero.core.building": 6,
     "zero.core.gathering": 5,
     "zero.core.reducing": 5,
     "zero.core.frozen": 6,

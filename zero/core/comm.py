@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.core.mesh import Axis
+from zero.core.mesh import Axis, local_device
 from zero.kernels.bucket import sum_rows
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
@@ -52,8 +52,11 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
     if axis.size == 1:
         return Transfer((), full)
     if axis.native:
-        own = _slice(full, axis, axis.rank)
-        return Transfer((_all_gather(full, own, group=axis.group, async_op=True),), full)
+        # NCCL sends from GPU memory only; a model that is being built may lie elsewhere.
+        there = full if full.is_cuda else full.to(local_device())
+        own = _slice(there, axis, axis.rank)
+        work = _all_gather(there, own, group=axis.group, async_op=True)
+        return Transfer((work,), full, None if there is full else there)
     tag += FIRST_TAG
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffer = full if host is None else host
@@ -128,6 +131,28 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> None:
     """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking."""
     if axis.size > 1:
         dist.broadcast(tensor, group=axis.group, group_src=source)
+
+
+def deal(values: torch.Tensor, numel: int, source: int, axis: Axis) -> torch.Tensor:
+    """This rank's `numel` elements of rank `source`'s `values` [at most axis.size x numel]; blocking.
+
+    Beyond the values come zeros. On the other ranks only the dtype of `values` matters. The result lies where the
+    backend works: NCCL on the GPU, gloo in main memory.
+    """
+    device = local_device() if axis.native else torch.device("cpu")
+    own = torch.empty(numel, dtype=values.dtype, device=device)
+    rows = None
+    if axis.rank == source:
+        flat = values.reshape(-1)
+        rows = []
+        for rank in range(axis.size):
+            start = min(rank * numel, flat.numel())
+            row = flat.narrow(0, start, min(numel, flat.numel() - start)).to(device)
+            rows.append(row if row.numel() == numel else torch.cat([row, row.new_zeros(numel - row.numel())]))
+    # As bytes: not every backend knows every dtype.
+    parts = None if rows is None else [row.contiguous().view(torch.uint8) for row in rows]
+    dist.scatter(own.view(torch.uint8), parts, group=axis.group, group_src=source)
+    return own
 
 
 def gather_scalars(values: torch.Tensor, axis: Axis) -> torch.Tensor:
