@@ -1,10 +1,10 @@
 """While a model is built: every parameter is cut once its module is complete, and comes back when code asks for it.
 
 Torch tells of every parameter and every module that is registered. A parameter is open, which means plain, from
-its registration; all that is open outside of one module is closed when that module registers something, for its
-own code is running then. Whoever reads or writes a closed parameter inside the block has it opened again, and what
-was open elsewhere closed. So at most one module's own parameters are whole at a time, as long as nobody keeps
-views of more.
+its registration. It is closed when its module is registered in a parent, for it is complete then, and at the
+latest when another module registers a parameter. Whoever reads or writes a closed parameter inside the block has
+it opened again, and what was open in other modules closed. So about one module's own parameters are whole at a
+time, as long as nobody keeps views of more.
 
 Closing takes rank 0's values, since nobody can tell cheaply what was written. It needs all ranks, so which
 parameters are closed must not depend on the rank: rank 0 says which of its own are still referred to by
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -83,14 +83,14 @@ class Builder:
         """Cut every parameter of a finished module; a collective."""
         for name, param in module.named_parameters():
             self._take(param, name, self._home(module))
-            self._close(None)
+            self._close(lambda home: True)
         if running() is not self:
             self._settle()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if running() is self and param is not None and owner_of(param) is None:
             home = self._home(module)
-            self._close(home)
+            self._close(lambda other: other != home)
             self._take(param, f"{type(module).__name__}.{name}", home)
 
     def _completed(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -101,7 +101,9 @@ class Builder:
             for key, param in below._parameters.items():  # copies of modules register nothing themselves
                 if param is not None:
                     self._take(param, f"{type(below).__name__}.{key}", self._home(below))
-        self._close(self._home(module))
+        self._home(module)  # a root is known by what is registered in it
+        complete = {self._home(below) for below in child.modules()}
+        self._close(lambda home: home in complete)
 
     def _take(self, param: nn.Parameter, name: str, home: int) -> None:
         """Follow this parameter from now on, unless somebody does already or nobody can."""
@@ -116,15 +118,15 @@ class Builder:
         """Open a piece because somebody reads it; False when the block has ended."""
         if running() is not self:
             return False
-        self._close(piece.home)
+        self._close(lambda other: other != piece.home)
         piece.open()
         self._open.append(piece)
         return True
 
-    def _close(self, home: int | None) -> None:
-        """Close what is open, but for pieces of module `home`, pieces somebody holds, and those rank 0 refers to."""
+    def _close(self, of: Callable[[int], bool]) -> None:
+        """Close the open pieces of these modules, but for those that somebody holds or that rank 0 refers to."""
         self._open = [piece for piece in self._open if piece.params]  # an engine may have taken some over
-        ready = [piece for piece in self._open if piece.home != home and not piece.holds]
+        ready = [piece for piece in self._open if of(piece.home) and not piece.holds]
         if not ready or self._mesh.world_size == 1:
             return
         busy = torch.tensor([piece.aliased for piece in ready], dtype=torch.uint8)

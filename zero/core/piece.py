@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import sys
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.core import comm
 from zero.core.mesh import Mesh
+from zero.core.released import Released
 from zero.core.unit import Owner, State, Unit, absent
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan
@@ -30,6 +33,26 @@ class Rest(NamedTuple):
         return shard.pin_memory() if self.pinned and not shard.is_cuda and torch.cuda.is_available() else shard
 
 
+class Built(Released):
+    """Mixed into the class of a closed parameter of a model under construction."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As every released parameter's; `nn.Parameter(other)` gives a parameter of `other`'s own class."""
+        found = super().__torch_function__(func, types, args, kwargs)
+        # It makes one of anything but a plain parameter, which `other` was not until now, by detach(), and wants the
+        # same class back. Whoever else detaches wants a tensor.
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            return torch.Tensor._make_subclass(type(args[0]), found, False)
+        return found
+
+
+@functools.cache
+def built_class(kind: type) -> type:
+    """The class that a parameter of class `kind` has while it is closed."""
+    return type(f"Released{kind.__name__}", (Built, kind), {"__module__": __name__, "__doc__": Built.__doc__})
+
+
 class Piece(Unit):
     """A unit of one parameter, without gradient, optimizer state or a buffer that outlives its release.
 
@@ -43,6 +66,8 @@ class Piece(Unit):
 
     home: the module that registered the parameter first, by number.
     """
+
+    _away = staticmethod(built_class)
 
     def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, home: int) -> None:
         super().__init__(_plan(param, name, mesh), [param], index, mesh, cut=True)

@@ -74,6 +74,8 @@ class Unit:
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False.
     """
 
+    _away = staticmethod(released_class)
+
     def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
         self.plan = plan
         self.index = index
@@ -316,7 +318,7 @@ class Unit:
         torch.autograd.graph.increment_version(self.params)
         for param, absent, kind in zip(self.params, self._absent, self._kinds, strict=True):
             param.data = absent
-            param.__class__ = released_class(kind)
+            param.__class__ = self._away(kind)
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:
