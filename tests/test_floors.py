@@ -57,6 +57,8 @@ STEPS_OF_CORE = {
     "zero.core.tree": 1,
     "zero.core.hashing": 1,
     "zero.core.unit": 4,
+    "zero.core.piece": 5,
+    "zero.core.building": 6,
     "zero.core.gathering": 5,
     "zero.core.finite": 5,
     "zero.core.reducing": 6,

@@ -16,6 +16,7 @@ _HOMES = {
     "add_config_arguments": "zero.engine",
     "Engine": "zero.engine",
     "GatheredParameters": "zero.core.access",
+    "Init": "zero.engine.init",
     "init_distributed": "zero.core.mesh",
     "RepeatingLoader": "zero.data",
     "ConfigError": "zero.config",

@@ -6,22 +6,37 @@ from collections.abc import Iterable
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from zero.core.unit import State, owner_of
+from zero.core import comm
+from zero.core.mesh import local_device
+from zero.core.unit import Owner, State, owner_of
+
+# What the modifier's rank tells the others of each parameter.
+_SAME, _WRITTEN, _UNFIT = 0, 1, 2
 
 
 class GatheredParameters:
     """Inside the block, the given parameters may be read whole; with `modifier_rank`, that rank may change them.
 
-    `params` is one parameter or any iterable of them; what no engine manages is passed over. A collective:
-    every rank must enter and leave with the same parameters. On leaving with `modifier_rank` the values of that rank
-    replace everyone's, masters included. Without it, a parameter that was changed raises RuntimeError,
-    because the change would be lost or would differ between ranks.
+    `params` is one parameter or any iterable of them; what no engine and no `zero.Init` manages is passed over. A
+    collective: every rank must enter and leave with the same parameters; with an exception, too, which goes on to
+    the caller after that. On leaving with `modifier_rank` the values of that rank replace everyone's. What it wrote
+    is exact from then on; elements that it did not change keep their exact masters. Without `modifier_rank`, a
+    parameter that was changed raises RuntimeError, because the change would be lost or would differ between ranks.
+    `param.data` may be replaced by a tensor of the same shape and dtype; by another, every rank raises RuntimeError,
+    and the parameter keeps its values.
+
+    Blocks may be nested, also with the same parameters: one that writes inside one that reads is seen by the outer,
+    and changes inside one that reads belong to the one around it that writes.
 
     Where parameters are not cut (stages 0 to 2), a write in place outside of such a block is taken as well, if all
     ranks make it: `param.copy_`, `nn.init`, `load_state_dict`. What goes through `param.data` there is not seen,
     and fp32 masters overwrite it at the next step.
+
+    fwd_module: a module that reads the parameters in its forward although they are not its own.
+    Raises ValueError for a `modifier_rank` that is no rank, and for what are no parameters.
     """
 
     def __init__(
@@ -31,7 +46,8 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given = _tensors(params)
+        _check_rank(modifier_rank)
         found = [owner for owner in map(owner_of, given) if owner is not None] if enabled else []
         # By identity: two engines may hold parameters of the same name and index.
         owners = {(id(owner.unit), owner.index): owner for owner in found}
@@ -39,8 +55,10 @@ class GatheredParameters:
         self._owners = sorted(owners.values(), key=lambda owner: (owner.unit.index, owner.index))
         self._units = list({id(owner.unit): owner.unit for owner in self._owners}.values())
         self._modifier_rank = modifier_rank
+        self._fwd_module = fwd_module
         self._were_full: list[bool] = []
         self._versions: list[int] = []
+        self._known: list[list[torch.Tensor]] = []
 
     def __enter__(self) -> None:
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
@@ -49,21 +67,87 @@ class GatheredParameters:
             unit.gather()
         for unit in self._units:
             unit.wait()
+            unit.take_edits()  # whoever wrote before the block did so by other rules
         self._versions = [owner.param._version for owner in self._owners]
+        if self._modifier_rank is not None:
+            self._known = [owner.unit.known(owner.index) for owner in self._owners]
+            for owner in self._owners:
+                owner.unit.edited.append(owner.index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        before = zip(self._owners, self._versions, strict=True)
-        changed = [owner.name for owner, version in before if owner.param._version != version]
-        for owner in self._owners if self._modifier_rank is not None else ():
-            owner.unit.overwrite(owner.index, self._modifier_rank)
+        wrong = [owner.unit.reattach(owner.index) for owner in self._owners]
+        pairs = zip(self._owners, self._versions, strict=True)
+        states = [
+            _UNFIT if text else _WRITTEN if _changed(owner, version) else _SAME
+            for text, (owner, version) in zip(wrong, pairs, strict=True)
+        ]
+        if self._modifier_rank is not None:
+            states = self._write_back(states)
         for unit, was_full in zip(self._units, self._were_full, strict=True):
             unit.holds -= 1
             if not was_full:
                 unit.release()
-        if kind is None and changed and self._modifier_rank is None:
+        if kind is None:
+            self._complain(states, wrong)
+
+    def _write_back(self, states: list[int]) -> list[int]:
+        """Have the modifier's values on all ranks; returns what it says of each parameter."""
+        if not self._owners:
+            return states
+        mesh = self._units[0].mesh
+        axes, device = (mesh.shard, mesh.replica), local_device() if mesh.shard.native else torch.device("cpu")
+        said = torch.tensor(states, dtype=torch.uint8, device=device)
+        for axis in axes:
+            comm.broadcast(said, self._modifier_rank, axis)
+        states = said.tolist()
+        for owner, state, known in zip(self._owners, states, self._known, strict=True):
+            owner.unit.edited.remove(owner.index)
+            # Values travel in any case: what is written through `param.data` leaves no trace in the version.
+            owner.unit.overwrite(owner.index, self._modifier_rank, None if state == _WRITTEN else known)
+        return states
+
+    def _complain(self, states: list[int], wrong: list[str | None]) -> None:
+        pairs = list(zip(self._owners, states, strict=True))
+        if unfit := [owner.name for owner, state in pairs if state == _UNFIT]:
+            how = "; ".join(text for text in wrong if text)
+            raise RuntimeError(
+                f"{unfit}: the data of these parameters was replaced inside GatheredParameters by tensors of another "
+                f"shape or dtype{f' ({how})' if how else ''}; the replacement is undone"
+            )
+        changed = [owner.name for owner, state in pairs if state == _WRITTEN and owner.index not in owner.unit.edited]
+        if changed and self._modifier_rank is None:
             raise RuntimeError(
                 f"{changed} changed inside GatheredParameters without modifier_rank, so the change would be lost; "
                 "pass modifier_rank=0 to keep rank 0's values"
             )
+
+
+def _changed(owner: Owner, version: int) -> bool:
+    """Whether the parameter was written since it had this version, and since a block inside wrote it back."""
+    return owner.param._version not in (version, owner.unit.written_back(owner.index))
+
+
+def _tensors(params: nn.Parameter | Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise ValueError(
+            f"GatheredParameters(params=...): got {type(params).__name__}; wanted parameters, like module.parameters()"
+        )
+    given = list(params)
+    for item in given:
+        if not isinstance(item, torch.Tensor):
+            raise ValueError(
+                f"GatheredParameters(params=...): got a {type(item).__name__} among them; wanted parameters"
+            )
+    return given
+
+
+def _check_rank(rank: int | None) -> None:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
+        raise ValueError(
+            f"GatheredParameters(modifier_rank=...): got {rank!r}; wanted a rank from 0 to {world_size - 1}, or None"
+        )

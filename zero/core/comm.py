@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.core.mesh import Axis
+from zero.core.mesh import Axis, local_device
 from zero.core.standing import Collective
 from zero.core.tree import sum_tree
 from zero.core.watch import Watch
@@ -69,8 +69,11 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
         return Transfer((), full)
     pending = Pending(axis.watch.began(tag), axis.watch)
     if axis.native:
-        own = _slice(full, axis, axis.rank)
-        return Transfer((_all_gather(full, own, group=axis.group, async_op=True),), full, None, pending)
+        # NCCL sends from GPU memory only; a model that is being built may lie elsewhere.
+        there = full if full.is_cuda else full.to(local_device())
+        own = _slice(there, axis, axis.rank)
+        work = _all_gather(there, own, group=axis.group, async_op=True)
+        return Transfer((work,), full, None if there is full else there, pending)
     tag += FIRST_TAG
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffer = full if host is None else host
@@ -164,6 +167,31 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
         with axis.watch.sending(collective):
             work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
         axis.watch.wait((work,), collective)
+
+
+def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = "") -> torch.Tensor:
+    """This rank's `numel` elements of rank `source`'s `values` [at most axis.size x numel]; blocking.
+
+    Beyond the values come zeros. On the other ranks only the dtype of `values` matters. The result lies where the
+    backend works: NCCL on the GPU, gloo in main memory. `unit`: for messages.
+    """
+    device = local_device() if axis.native else torch.device("cpu")
+    own = torch.empty(numel, dtype=values.dtype, device=device)
+    rows = None
+    if axis.rank == source:
+        flat = values.reshape(-1)
+        rows = []
+        for rank in range(axis.size):
+            start = min(rank * numel, flat.numel())
+            row = flat.narrow(0, start, min(numel, flat.numel() - start)).to(device)
+            rows.append(row if row.numel() == numel else torch.cat([row, row.new_zeros(numel - row.numel())]))
+    # As bytes: not every backend knows every dtype.
+    parts = None if rows is None else [row.contiguous().view(torch.uint8) for row in rows]
+    collective = axis.watch.begin("scatter", unit)
+    with axis.watch.sending(collective):
+        work = dist.scatter(own.view(torch.uint8), parts, group=axis.group, group_src=source, async_op=True)
+    axis.watch.wait((work,), collective)
+    return own
 
 
 def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm") -> torch.Tensor:

@@ -64,13 +64,16 @@ class Master:
         if self.tensor is not self.shard:
             self.shard[part].copy_(rounded(values, self.shard.dtype))
 
-    def follow(self, start: int, numel: int) -> None:
-        """Take the parameters as exact from element `start` on: somebody else has written them."""
+    def follow(self, start: int, numel: int, where: torch.Tensor | None = None) -> None:
+        """Take the parameters as exact from element `start` on: somebody else has written them.
+
+        `where`: only those elements, bool [numel].
+        """
+        if self.tensor is self.shard:
+            return
         part = self.tensor.narrow(0, start, numel)
-        if self.remainder:
-            part.zero_()
-        elif self.tensor is not self.shard:
-            part.copy_(self.shard.narrow(0, start, numel))
+        now = torch.zeros_like(part) if self.remainder else self.shard.narrow(0, start, numel).to(part.dtype)
+        part.copy_(now if where is None else torch.where(where, now, part))
 
     def publish(self) -> None:
         """Round an fp32 `tensor` that was written into the shard."""

@@ -9,6 +9,7 @@ instead of crashing.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -63,7 +64,7 @@ class Released:
                 return func(*args, **(kwargs or {}))
         # Somebody may know how to bring them, at this moment of the step: each summons leaves a plain parameter.
         wanted = _released_in((args, kwargs))
-        if wanted and all(param._zero_owner.unit.summon() for param in wanted):
+        if wanted and wanted[0]._zero_owner.unit.summon_all(wanted):
             return func(*args, **(kwargs or {}))
         name = wanted[0]._zero_owner.name if wanted else "?"
         away = wanted[0]._zero_owner.unit.absence() if wanted else None
@@ -77,7 +78,7 @@ class Released:
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse to be copied: the values are elsewhere."""
-        return self.__torch_function__(Tensor.__deepcopy__, (type(self),), (self, memo))
+        return self.__torch_function__(copy.deepcopy, (type(self),), (self, memo))
 
 
 @functools.cache

@@ -80,9 +80,12 @@ class Unit:
     shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
     master: the exact values of that slice, for the optimizer; None when frozen;
     holds:  how many readers (`GatheredParameters`) keep it full for now;
+    edited: indices of the parameters that such readers will write back, one entry for each reader;
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
     optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
     """
+
+    _away = staticmethod(released_class)
 
     def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
         self.plan = plan
@@ -92,6 +95,7 @@ class Unit:
         self.state = State.FULL
         self.gradients: Gradients | None = None
         self.holds = 0
+        self.edited: list[int] = []
         self.bring: Callable[[Unit], bool] | None = None
         self.optimizer: Callable[[], Any] = no_optimizer
         self._mesh = mesh
@@ -116,15 +120,18 @@ class Unit:
         """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
 
         The masters are cut from the values before they are rounded to a 16-bit `dtype`; with `remainder`, which
-        needs bf16, what is kept of them is what the rounding took away.
+        needs bf16, what is kept of them is what the rounding took away. A parameter built under `zero.Init` is fetched
+        from its ranks, one at a time, and is not sent again.
         """
         layout, trained = self.plan.layout, self.plan.requires_grad
         source = torch.float32 if trained and dtype.itemsize < 4 else dtype
         flat = torch.zeros(layout.numel, dtype=source, device=device)
-        for param, span in zip(self.params, layout.spans.values(), strict=True):
-            flat.narrow(0, *span).view(param.shape).copy_(param.detach())
-        for axis in (self._mesh.shard, self._mesh.replica):
-            comm.broadcast(flat, 0, axis, self.plan.name)
+        places = [flat.narrow(0, *span) for span in layout.spans.values()]
+        unequal = [place for param, place in zip(self.params, places, strict=True) if not _copy(param, place)]
+        for place in [flat] if len(unequal) == len(places) else unequal:
+            for axis in (self._mesh.shard, self._mesh.replica):
+                comm.broadcast(place, 0, axis, self.plan.name)
+        self._kinds = [type(param) for param in self.params]  # of released ones, only now
         own = self.window
         self.full = flat if source == dtype else rounded(flat, dtype)
         self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
@@ -133,8 +140,7 @@ class Unit:
             self.full.narrow(0, *span).view(param.shape)
             for param, span in zip(self.params, layout.spans.values(), strict=True)
         ]
-        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        self._absent = [nothing.expand(param.shape) for param in self.params]
+        self._absent = [absent(param.shape, dtype, device) for param in self.params]
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             param.data = view
             param.grad = None
@@ -151,7 +157,7 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         if self.cut:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            self._allocate()
             self.full.narrow(0, *self.window).copy_(self.shard)
         self._transfer = comm.gather(self.full, self._axis, 3 * self.index)
         self._move("gather")
@@ -173,7 +179,7 @@ class Unit:
             return
         self.wait()  # messages on their way still write into the buffer
         self._hide()
-        self.full.untyped_storage().resize_(0)
+        self._free()
         self._move("release")
 
     def invalidate(self) -> None:
@@ -228,6 +234,18 @@ class Unit:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
         return self.state is State.FULL or (self.bring is not None and self.bring(self))
 
+    @staticmethod
+    def summon_all(params: Sequence[nn.Parameter]) -> bool:
+        """Summon the units of all these parameters so that bringing one does not send another away again."""
+        units = list({id(owner.unit): owner.unit for owner in map(owner_of, params)}.values())
+        for unit in units:
+            unit.holds += 1
+        try:
+            return all(unit.summon() for unit in units)
+        finally:
+            for unit in units:
+                unit.holds -= 1
+
     def reduce(self) -> None:
         """Start to turn the full gradient into its reduced shard."""
         self.gradients.reduce()
@@ -253,10 +271,15 @@ class Unit:
         """
         if self.cut or self.master is None:
             return
+        for index, spec in enumerate(self.plan.params):
+            if wrong := self.reattach(index):
+                raise RuntimeError(
+                    f"the data of parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was "
+                    f"replaced by a tensor of another shape or dtype ({wrong}); the replacement is undone"
+                )
         versions = [param._version for param in self.params]
         both = zip(self.plan.params, versions, self._versions, strict=True)
-        written = {spec.name for spec, now, before in both if now != before}
-        self._follow(written.union(spec.name for index, spec in enumerate(self.plan.params) if self._take_back(index)))
+        self._follow({spec.name for spec, now, before in both if now != before})
         self._versions = versions
 
     def exact(self) -> torch.Tensor:
@@ -264,18 +287,52 @@ class Unit:
         self.take_edits()
         return self.master.values()
 
-    def overwrite(self, index: int, source: int) -> None:
-        """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master."""
-        self._take_back(index)
+    def known(self, index: int) -> list[torch.Tensor]:
+        """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
+        pieces = (piece for piece in self._fragments() if piece.name == self.plan.params[index].name)
+        found = [self.shard.narrow(0, piece.at, piece.numel) for piece in pieces]
+        # Where parameters are not cut, they are the shard: a write reaches it at once.
+        return found if self.cut else [part.clone() for part in found]
+
+    def overwrite(self, index: int, source: int, known: Sequence[torch.Tensor] | None = None) -> None:
+        """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master.
+
+        With `known`, elements that still have those values keep their exact masters.
+        """
         view = self._views[index]
         for axis in (self._mesh.shard, self._mesh.replica):
             comm.broadcast(view, source, axis, self.plan.name)
         name = self.plan.params[index].name
-        for fragment in self._fragments():
-            if self.cut and fragment.name == name:
-                values = view.reshape(-1).narrow(0, fragment.start, fragment.numel)
-                self.shard.narrow(0, fragment.at, fragment.numel).copy_(values)
-        self._follow({name})
+        pieces = [piece for piece in self._fragments() if piece.name == name]
+        for position, piece in enumerate(pieces):
+            values = view.reshape(-1).narrow(0, piece.start, piece.numel)
+            changed = None if known is None else different(values, known[position])
+            if self.cut:
+                self.shard.narrow(0, piece.at, piece.numel).copy_(values)
+            if self.master is not None:
+                self.master.follow(piece.at, piece.numel, changed)
+        self._versions[index] = self.params[index]._version
+
+    def written_back(self, index: int) -> int:
+        """The version of parameter `index` when what stood in it was last taken as its exact value."""
+        return self._versions[index]
+
+    def reattach(self, index: int) -> str | None:
+        """After a write from outside: have parameter `index` be our view again if `param.data` was replaced.
+
+        Its values are taken. Returns what is wrong instead if it has another shape or dtype, which is undone.
+        """
+        param, view = self.params[index], self._views[index]
+        same = param.shape == view.shape and param.dtype == view.dtype and param.device == view.device
+        if same and param.data_ptr() == view.data_ptr() and param.stride() == view.stride():
+            return None
+        values, fits = param.detach(), param.shape == view.shape and param.dtype == view.dtype
+        param.data = view
+        if fits:
+            view.copy_(values)
+            torch.autograd.graph.increment_version(param)
+            return None
+        return f"{values.dtype} {tuple(values.shape)} where {view.dtype} {tuple(view.shape)} was"
 
     def renew(self, index: int, values: torch.Tensor) -> None:
         """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
@@ -302,19 +359,11 @@ class Unit:
         if self.gradients is not None:
             self.gradients.drop()
 
-    def _take_back(self, index: int) -> bool:
-        """Where `param.data = values` has put a tensor in the place of our view: take its values, and show the view."""
-        param, view = self.params[index], self._views[index]
-        if not view.numel() or param.data_ptr() == view.data_ptr():
-            return False
-        if param.shape != view.shape:
-            raise RuntimeError(
-                f"parameter '{self.plan.params[index].name}' of unit '{self.plan.name}' (rank {self._axis.rank}) is "
-                f"now of shape {tuple(param.shape)}; wanted {tuple(view.shape)}"
-            )
-        view.copy_(param.data)
-        param.data = view
-        return True
+    def _allocate(self) -> None:
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+
+    def _free(self) -> None:
+        self.full.untyped_storage().resize_(0)
 
     def _fragments(self) -> tuple[Fragment, ...]:
         return self.plan.layout.fragments(self.window)
@@ -344,7 +393,7 @@ class Unit:
         torch.autograd.graph.increment_version(self.params)
         for param, absent, kind in zip(self.params, self._absent, self._kinds, strict=True):
             param.data = absent
-            param.__class__ = released_class(kind)
+            param.__class__ = self._away(kind)
 
 
 def no_optimizer() -> None:
@@ -359,3 +408,24 @@ def owner_of(param: torch.Tensor) -> Owner | None:
 def is_released(param: torch.Tensor) -> bool:
     """Whether the parameter's values are away."""
     return isinstance(param, Released)
+
+
+def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a parameter shows while its values are away: its true shape, and one element of memory."""
+    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return nothing.expand(shape)
+
+
+def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return one.contiguous().view(bits) != other.contiguous().view(bits)
+
+
+def _copy(param: nn.Parameter, place: torch.Tensor) -> bool:
+    """Copy a parameter's values to its place [numel] in a flat buffer; True if all ranks have the same ones."""
+    target, owner = place.view(param.shape), owner_of(param)
+    if owner is not None:  # of a model under construction
+        return owner.unit.hand_over(target)
+    target.copy_(param.detach())
+    return False

@@ -16,8 +16,9 @@ from zero.core.gathering import Gatherer, in_backward
 from zero.core.gradients import GradientDtypes
 from zero.core.hooks import Reads, attach
 from zero.core.mesh import Mesh
+from zero.core.piece import Piece
 from zero.core.reducing import Reducer
-from zero.core.unit import Unit
+from zero.core.unit import Unit, owner_of
 from zero.log import logger
 from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, gradient_dtype
@@ -150,12 +151,13 @@ def wrap(
 ) -> Sharded:
     """Put the parameters of `module` into units on `device` and hook them up.
 
-    `groups` are the optimizer's parameter groups. Every rank takes rank 0's parameters and buffers. Raises
-    ValueError for a parameter that cannot be managed.
+    `groups` are the optimizer's parameter groups. Every rank takes rank 0's parameters and buffers; what was built
+    under `zero.Init` is taken over from its shards. Raises ValueError for a parameter that cannot be managed.
     """
     named = {param: name for name, param in module.named_parameters()}
     for param, name in named.items():
-        if getattr(param, "_zero_owner", None) is not None:
+        owner = owner_of(param)
+        if owner is not None and not isinstance(owner.unit, Piece):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     specs = _specs(named, groups, numerics.compute_dtype)
     plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
@@ -166,11 +168,11 @@ def wrap(
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
         dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
         unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
+        unit.release()  # what a model holds whole at any moment is one unit
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
     sharded = Sharded(module, units, sharding, mesh, numerics)
     mesh.watch.tie(sharded)
-    sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded

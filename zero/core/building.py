@@ -1,0 +1,179 @@
+"""While a model is built: every parameter is cut once its module is complete, and comes back when code asks for it.
+
+Torch tells of every parameter and every module that is registered. A parameter is open, which means plain, from
+its registration. It is closed when its module is registered in a parent, for it is complete then, and at the
+latest when another module registers a parameter. Whoever reads or writes a closed parameter inside the block has
+it opened again, and what was open in other modules closed. So about one module's own parameters are whole at a
+time, as long as nobody keeps views of more.
+
+Closing takes rank 0's values, since nobody can tell cheaply what was written. It needs all ranks, so which
+parameters are closed must not depend on the rank: rank 0 says which of its own are still referred to by
+somebody, as in `one.weight.data.copy_(other.weight.data)`, and those stay open everywhere.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from zero.core import comm
+from zero.core.mesh import Mesh, local_device
+from zero.core.piece import Piece, Rest, manageable
+from zero.core.unit import owner_of
+
+# What is open where: threads that build models of their own are left alone.
+_running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_builder", default=None)
+
+
+def running() -> Builder | None:
+    """The builder whose block is open on this thread."""
+    return _running.get()
+
+
+class Builder:
+    """Cuts what is built between `start` and `finish`; with a world of one rank it only rounds at the end.
+
+    rest:  where shards lie until an engine takes them;
+    dtype: what floating-point parameters are rounded to at the end; None: they stay as they were built.
+    """
+
+    def __init__(self, mesh: Mesh, rest: Rest, dtype: torch.dtype | None) -> None:
+        self._mesh = mesh
+        self._rest = rest
+        self._dtype = dtype
+        self._open: list[Piece] = []
+        self._numbers = itertools.count()
+        self._pieces: weakref.WeakSet[Piece] = weakref.WeakSet()
+        # By number and not by id: an id is used again, at another time on every rank.
+        self._homes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._children: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+        self._token: contextvars.Token | None = None
+
+    def start(self) -> None:
+        """Begin to follow what is registered on this thread."""
+        self._token = _running.set(self)
+        self._handles = [
+            register_module_parameter_registration_hook(self._registered),
+            register_module_module_registration_hook(self._completed),
+        ]
+
+    def finish(self, failed: bool) -> None:
+        """Stop following, and cut what is open; a collective unless the block `failed`, when nothing is sent."""
+        for handle in self._handles:
+            handle.remove()
+        _running.reset(self._token)
+        if failed:
+            self._let_go()
+            return
+        self._name_all()
+        self._settle()
+
+    def convert(self, module: nn.Module) -> None:
+        """Cut every parameter of a finished module; a collective."""
+        for name, param in module.named_parameters():
+            self._take(param, name, self._home(module))
+            self._close(lambda home: True)
+        if running() is not self:
+            self._settle()
+
+    def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if running() is self and param is not None and owner_of(param) is None:
+            home = self._home(module)
+            self._close(lambda other: other != home)
+            self._take(param, f"{type(module).__name__}.{name}", home)
+
+    def _completed(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if running() is not self or child is None:
+            return
+        self._children.add(child)
+        for below in child.modules():
+            for key, param in below._parameters.items():  # copies of modules register nothing themselves
+                if param is not None:
+                    self._take(param, f"{type(below).__name__}.{key}", self._home(below))
+        self._home(module)  # a root is known by what is registered in it
+        complete = {self._home(below) for below in child.modules()}
+        self._close(lambda home: home in complete)
+
+    def _take(self, param: nn.Parameter, name: str, home: int) -> None:
+        """Follow this parameter from now on, unless somebody does already or nobody can."""
+        if owner_of(param) is not None or not manageable(param):
+            return
+        piece = Piece(param, name, next(self._numbers), self._mesh, home)
+        piece.bring = self._bring
+        self._pieces.add(piece)
+        self._open.append(piece)
+
+    def _bring(self, piece: Piece) -> bool:
+        """Open a piece because somebody reads it; False when the block has ended."""
+        if running() is not self:
+            return False
+        self._close(lambda other: other != piece.home)
+        piece.open()
+        self._open.append(piece)
+        return True
+
+    def _close(self, of: Callable[[int], bool]) -> None:
+        """Close the open pieces of these modules, but for those that somebody holds or that rank 0 refers to."""
+        self._open = [piece for piece in self._open if piece.params]  # an engine may have taken some over
+        ready = [piece for piece in self._open if of(piece.home) and not piece.holds]
+        if not ready or self._mesh.world_size == 1:
+            return
+        busy = torch.tensor([piece.aliased for piece in ready], dtype=torch.uint8)
+        if self._mesh.shard.native:
+            busy = busy.to(local_device())
+        comm.broadcast(busy, 0, self._mesh.shard)
+        self._cut(piece for piece, kept in zip(ready, busy.tolist(), strict=True) if not kept)
+
+    def _cut(self, pieces: Iterable[Piece]) -> None:
+        done = set()
+        for piece in pieces:
+            done.add(piece)
+            if manageable(piece.params[0]):
+                piece.close(self._rest)
+            else:
+                piece.let_go()  # its data was replaced by something else
+        self._open = [piece for piece in self._open if piece not in done]
+
+    def _settle(self) -> None:
+        """Close everything, round it, and forget it; what nobody else refers to any more included."""
+        if self._mesh.world_size > 1:
+            self._cut([piece for piece in self._open if piece.params])
+            for piece in self._pieces:
+                piece.settle(self._dtype, local_device(), self._rest)
+        else:
+            for piece in list(self._pieces):
+                for param in piece.params:
+                    if self._dtype is not None and param.is_floating_point():
+                        param.data = param.data.to(self._dtype)
+            self._let_go()
+        self._pieces.clear()
+
+    def _let_go(self) -> None:
+        """Make what is open plain again."""
+        for piece in self._open:
+            piece.let_go()
+        self._open = []
+
+    def _name_all(self) -> None:
+        """Give parameters the names that they have in the outermost modules that were built here."""
+        for root in [module for module in self._homes if module not in self._children]:
+            for name, param in root.named_parameters():
+                owner = owner_of(param)
+                if owner is not None and owner.unit in self._pieces:
+                    owner.unit.rename(name)
+
+    def _home(self, module: nn.Module) -> int:
+        if module not in self._homes:
+            self._homes[module] = next(self._numbers)
+        return self._homes[module]

@@ -1,0 +1,155 @@
+"""Building a model that does not fit whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero.config import load
+from zero.core.building import Builder, running
+from zero.core.mesh import init_distributed, local_device, make_mesh
+from zero.core.piece import Piece, Rest
+from zero.core.unit import owner_of
+from zero.plan.sharding import Sharding
+
+_DATA_PARALLEL = "only data parallelism over all ranks is built; leave it out"
+_QUANTIZED = "ZeRO++ is not available in this release; leave it out"
+
+
+class Init:
+    """Inside the block, each parameter is cut over the ranks as soon as the module that owns it is complete.
+
+        with zero.Init():
+            model = Model()
+        engine, *_ = zero.initialize(model=model, ...)
+
+    A rank holds its shard of what is built, and the parameters of about one module whole. All ranks must build the
+    same; rank 0's values count. The code of the model is as for plain torch: whatever reads or writes a parameter
+    that was cut gets it back (`nn.init`, `.data`, tying, `apply`), so weights are bitwise those of plain
+    construction with the same seed. Random numbers are drawn as without us, and on the device the code says.
+
+    More than one module is whole at a time where code keeps views of several parameters, and where it makes modules
+    without registering them in a parent at once: of plain layers in a list, two; of `copy.deepcopy(block)` in a
+    list, all until the list is registered. Buffers are left alone. After the block parameters are released: they
+    are read and written inside `zero.GatheredParameters`, and `copy.deepcopy`, pickling and `state_dict()` raise
+    RuntimeError with the name of one. With one rank nothing is cut.
+
+    `zero.initialize` takes such a model over on any stage, one unit at a time, also when parts of it are plain or
+    come from another block, and also inside the block. Modules that are attached to the model of an engine later
+    run in its forward; the engine neither trains nor cuts them, so build them without `Init`.
+
+    module:        a module that was built before: it is cut in place at once, and no block is needed;
+    config_dict_or_path, config: the JSON; with a stage below 3 in it there is nothing to do;
+    enabled:       False: do nothing;
+    dtype:         round floating-point parameters to this dtype when the block ends. Default: as built, so that the
+                   masters are exact whatever the JSON computes in; DeepSpeed takes the JSON's 16-bit dtype here;
+    remote_device: "cpu": shards lie in main memory until `initialize` takes them; default: on this rank's device;
+    pin_memory:    page-lock them there;
+    mem_efficient_linear: accepted, without effect.
+
+    A block inside of another has no effect of its own. If the block raises, what was not cut yet becomes plain
+    again. Raises ValueError for the other arguments, and ConfigError for the JSON.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | torch.device | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: str | Path | Mapping[str, Any] | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        _refuse(_DATA_PARALLEL, data_parallel_group=data_parallel_group, mpu=mpu)
+        _refuse(_DATA_PARALLEL, zero_param_parallel_group=zero_param_parallel_group)
+        _refuse(_DATA_PARALLEL, sequence_data_parallel_group=sequence_data_parallel_group)
+        _refuse(_QUANTIZED, zero_quantized_weights=zero_quantized_weights)
+        _refuse(_QUANTIZED, zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights)
+        _refuse("shards lie on the device or, with remote_device='cpu', in main memory", param_swapper=param_swapper)
+        _refuse("tensors are built as the code says; see dtype and remote_device", tensor_overrides=tensor_overrides)
+        if config is not None and config_dict_or_path is not None:
+            raise ValueError("Init: config and config_dict_or_path are two names of one argument; pass one of them")
+        if module is not None and not isinstance(module, nn.Module):
+            raise ValueError(f"Init(module=...): got {type(module).__name__}; wanted a torch.nn.Module")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"Init(dtype=...): got {dtype!r}; wanted a floating-point torch.dtype")
+        self._rest = _rest(remote_device, pin_memory)
+        self._dtype = dtype
+        self._builders: list[Builder | None] = []  # of the blocks that are open, None where there is nothing to do
+        self._enabled = bool(enabled)
+        if not enabled:
+            return
+        init_distributed()
+        source = config if config is not None else config_dict_or_path
+        if source is not None:
+            self._configure(source)
+        if module is not None and self._enabled:
+            self._convert(module)
+
+    def __enter__(self) -> None:
+        builder = self._builder() if self._enabled and running() is None else None
+        self._builders.append(builder)
+        if builder is not None:
+            builder.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        builder = self._builders.pop()
+        if builder is not None:
+            builder.finish(failed=kind is not None)
+
+    def _builder(self) -> Builder:
+        return Builder(make_mesh(Sharding(optim=True, grads=True, params=True)), self._rest, self._dtype)
+
+    def _configure(self, source: str | Path | Mapping[str, Any]) -> None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        section = load(source, world_size, need_batch=False).zero_optimization
+        self._enabled = Sharding.of_stage(section.stage).params
+        place = section.offload_param.device
+        if place not in (None, "none"):
+            self._rest = _rest(place, section.offload_param.pin_memory, "zero_optimization.offload_param.device")
+
+    def _convert(self, module: nn.Module) -> None:
+        for name, param in module.named_parameters():
+            owner = owner_of(param)
+            if owner is not None and not isinstance(owner.unit, Piece):
+                raise ValueError(f"Init(module=...): parameter '{name}' belongs to an engine; call its destroy() first")
+        (running() or self._builder()).convert(module)
+
+
+def _refuse(reason: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False and value != []:
+            raise ValueError(f"Init({name}=...): got {value!r}; {reason}")
+
+
+def _rest(given: str | torch.device | None, pinned: bool, name: str = "Init(remote_device=...)") -> Rest:
+    device = local_device()
+    if given in (None, "none"):
+        return Rest(device)
+    if given == "nvme":
+        raise ValueError(f"{name}: got 'nvme'; parameters cannot rest in files in this release; use 'cpu'")
+    try:
+        wanted = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name}: got {given!r}; wanted None, 'cpu' or '{device.type}'") from None
+    if wanted.type not in ("cpu", device.type):
+        raise ValueError(f"{name}: got {given!r}; this rank's device is '{device}'; wanted None or 'cpu'")
+    return Rest(device if wanted.type == device.type else wanted, bool(pinned))
