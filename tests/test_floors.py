@@ -53,6 +53,8 @@ STEPS_OF_CORE = {
     "zero.core.reducing": 5,
     "zero.core.frozen": 6,
     "zero.core.hooks": 7,
+    "zero.core.leaf": 1,
+    "zero.core.external": 5,
     "zero.core.wrap": 8,
     "zero.core.access": 9,
 }

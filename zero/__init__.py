@@ -16,6 +16,8 @@ _HOMES = {
     "add_config_arguments": "zero.engine",
     "Engine": "zero.engine",
     "GatheredParameters": "zero.core.access",
+    "register_external_parameter": "zero.core.external",
+    "unregister_external_parameter": "zero.core.external",
     "init_distributed": "zero.core.mesh",
     "RepeatingLoader": "zero.data",
     "ConfigError": "zero.config",

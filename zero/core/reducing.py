@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from zero.core import comm
+from zero.core.mesh import Mesh
 from zero.core.unit import Unit
 from zero.plan.sharding import Sharding
 
@@ -22,14 +25,20 @@ class Reducer:
     boundary: whether the backward that runs is the last of its accumulation window (set by the engine).
     """
 
-    def __init__(self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, on_complete: Callable[[Unit], None]
+    ) -> None:
         self.boundary = True
         self.open = False  # a backward has begun and was not flushed yet
         self.rounds = 0  # backward passes flushed so far
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
+        self._mesh = mesh
         self._every_micro_batch = sharding.grads
         self._on_complete = on_complete
         self._on_flush: list[Callable[[], None]] = []
+        self._on_inner_end: Callable[[int], Sequence[Unit]] = lambda task: ()
+        self._tasks: set[int] = set()  # backward passes, inner ones too, of which we shall hear the end
+        self._landed: dict[int, set[int]] = {}  # unit -> parameters whose gradients came since it was last complete
         self._next = 0  # first unit of the order that has not fired in this backward
         self._travelling: list[Unit] = []
         self._handles = [
@@ -42,11 +51,17 @@ class Reducer:
         """Have `call` run at the end of every backward, after the gradients."""
         self._on_flush.append(call)
 
+    def on_inner_end(self, call: Callable[[int], Sequence[Unit]]) -> None:
+        """Have `call` run with its number when a backward ends that ran inside another; it says what it released."""
+        self._on_inner_end = call
+
     def begin(self) -> None:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
-        if not self.open:
-            self.open = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        self.open = True
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))
 
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
@@ -57,30 +72,57 @@ class Reducer:
                 unit.gradients.finish()
         for unit in self._order:
             unit.gradients.begin_round()
-        self._travelling = []
-        self._next = 0
-        self.open = False
+        self._close()
         self.rounds += 1
         for call in self._on_flush:
             call()
 
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
-        if any(unit.gradients.flat is not None or unit.gradients.shard is None for unit in self._order):
+        late = any(unit.gradients.flat is not None or unit.gradients.shard is None for unit in self._order)
+        # A backward inside another may bring gradients of a unit that has fired, on those ranks alone that used it.
+        if self._order and self._mesh.world_size > 1:
+            mine = torch.tensor([float(late)], device=self._order[0].shard.device)
+            late = bool(comm.gather_scalars(mine, self._mesh.reduced_over).any())
+        if late:
             self.flush()
 
     def abandon(self) -> None:
         """After an exception: forget the gradients of this accumulation window."""
         for unit in self._order:
             unit.gradients.drop()
-        self._travelling = []
-        self._next = 0
-        self.open = False
+        self._close()
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+
+    def _close(self) -> None:
+        self._travelling = []
+        self._next = 0
+        self._tasks.clear()
+        self._landed.clear()
+        self.open = False
+
+    def _ended(self, task: int) -> None:
+        """A backward has ended; only the outermost one ends the round."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self.flush()
+            return
+        # It ran inside this node of another one, as checkpointing that is reentrant does. That one goes on with
+        # what follows the node, and nothing else of it may concern us.
+        for unit in self._on_inner_end(task):
+            self._landed.pop(unit.index, None)
+        handles: list[RemovableHandle] = []
+
+        def outer_goes_on(grads: tuple[torch.Tensor | None, ...]) -> None:
+            for handle in handles:
+                handle.remove()
+            self.begin()
+
+        handles += [after.register_prehook(outer_goes_on) for after, _ in node.next_functions if after is not None]
 
     @property
     def _fires(self) -> bool:
@@ -99,6 +141,8 @@ class Reducer:
 
     def _arrived(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         grad, param.grad = param.grad, None
+        if grad.requires_grad:
+            grad = grad.detach()  # of a backward that builds a graph of itself; what is reduced has none
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"parameter '{unit.plan.params[index].name}' has a {grad.layout} gradient; "
@@ -106,9 +150,11 @@ class Reducer:
             )
         self.begin()
         unit.gradients.take(index, grad)
-        if not unit.gradients.complete:
-            return
-        self._on_complete(unit)
+        landed = self._landed.setdefault(unit.index, set())
+        landed.add(index)
+        if len(landed) == len(unit.params):
+            landed.clear()
+            self._on_complete(unit)
         while self._fires and self._next < len(self._order) and self._order[self._next].gradients.complete:
             self._fire(self._order[self._next])
 

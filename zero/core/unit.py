@@ -70,7 +70,8 @@ class Unit:
     shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
     master: the exact values of that slice, for the optimizer; None when frozen;
     holds:  how many readers (`GatheredParameters`) keep it full for now;
-    bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False.
+    bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
+    whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away.
     """
 
     def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
@@ -82,6 +83,9 @@ class Unit:
         self.gradients: Gradients | None = None
         self.holds = 0
         self.bring: Callable[[Unit], bool] | None = None
+        self.whole = False
+        self._covered = False  # full, but the parameters look released
+        self._holders = 0  # of the full buffer's memory, before it was filled
         self._mesh = mesh
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
@@ -112,10 +116,8 @@ class Unit:
         self.full = flat if source == dtype else rounded(flat, dtype)
         self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
         self.master = Master(self.shard, flat.narrow(0, *own), remainder) if trained else None
-        self._views = [
-            self.full.narrow(0, *span).view(param.shape)
-            for param, span in zip(self.params, layout.spans.values(), strict=True)
-        ]
+        self._views = self._views_of(self.full)
+        self._holders = _holders(self.full)
         nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
         self._absent = [nothing.expand(param.shape) for param in self.params]
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
@@ -132,6 +134,7 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         if self.cut:
+            self._holders = _holders(self.full)
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
             self.full.narrow(0, *self.window).copy_(self.shard)
         self._transfer = comm.gather(self.full, self._axis, 3 * self.index)
@@ -140,6 +143,7 @@ class Unit:
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
         if self.state is State.FULL:
+            self._uncover()
             return
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -148,14 +152,22 @@ class Unit:
         if self.cut:
             self._show()
 
-    def release(self) -> None:
-        """Give the memory of the full parameters back, where parameters are cut; else they stay."""
-        if not self.cut or self.holds or self.state is State.SHARDED:
-            return
-        self.wait()  # messages on their way still write into the buffer
-        self._hide()
-        self.full.untyped_storage().resize_(0)
-        self._move("release")
+    def release(self, spare: bool = True) -> None:
+        """Give the memory of the full parameters back, where parameters are cut; else they stay.
+
+        With `spare`, memory that somebody has come to hold a view of since it was filled is left to him, and the
+        unit takes new memory next time. Only a graph that was built meanwhile must not count as somebody: its
+        views are to find the parameters again where they were, so whoever builds one says `spare=False`.
+        """
+        if not self.whole:
+            self._release(spare)
+
+    def cover(self) -> None:
+        """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
+        if self.cut and self.state is State.FULL and not (self.whole or self.holds or self._covered):
+            self._covered = True
+            for param, kind in zip(self.params, self._kinds, strict=True):
+                param.__class__ = released_class(kind)
 
     def invalidate(self) -> None:
         """The shard is about to change: whatever full copy there is must be gathered again.
@@ -168,7 +180,7 @@ class Unit:
                 raise RuntimeError(
                     f"unit '{self.plan.name}' is updated while GatheredParameters holds it open; step() outside of it"
                 )
-            self.release()
+            self._release(True)
             self._versions = [version + 1 for version in self._versions]
             return
         self.wait()
@@ -179,7 +191,13 @@ class Unit:
 
     def summon(self) -> bool:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
-        return self.state is State.FULL or (self.bring is not None and self.bring(self))
+        shown = self.state is State.FULL and not self._covered
+        return shown or (self.bring is not None and self.bring(self))
+
+    @property
+    def memory(self) -> int:
+        """What tells the memory of the full parameters from all other: equal for every view of it."""
+        return self.full.untyped_storage()._cdata
 
     def reduce(self) -> None:
         """Start to turn the full gradient into its reduced shard."""
@@ -243,6 +261,28 @@ class Unit:
             )
         self.state = after
 
+    def _release(self, spare: bool) -> None:
+        if not self.cut or self.holds or self.state is State.SHARDED:
+            return
+        self.wait()  # messages on their way still write into the buffer
+        self._hide()
+        if spare and _holders(self.full) > self._holders:
+            with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+                self.full = torch.empty_like(self.full)
+                self._views = self._views_of(self.full)
+        self.full.untyped_storage().resize_(0)
+        self._move("release")
+
+    def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        spans = self.plan.layout.spans.values()
+        return [full.narrow(0, *span).view(param.shape) for param, span in zip(self.params, spans, strict=True)]
+
+    def _uncover(self) -> None:
+        if self._covered:
+            self._covered = False
+            for param, kind in zip(self.params, self._kinds, strict=True):
+                param.__class__ = kind
+
     def _show(self) -> None:
         for param, view, kind in zip(self.params, self._views, self._kinds, strict=True):
             param.__class__ = kind
@@ -255,6 +295,11 @@ class Unit:
         for param, absent, kind in zip(self.params, self._absent, self._kinds, strict=True):
             param.data = absent
             param.__class__ = released_class(kind)
+
+
+def _holders(full: torch.Tensor) -> int:
+    """How many tensors share the memory of `full`, itself counted."""
+    return torch._C._storage_Use_Count(full.untyped_storage()._cdata)
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:

@@ -12,12 +12,14 @@ from zero.core import comm
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
 from zero.core.hooks import Reads, attach
+from zero.core.leaf import z3_leaf_module
 from zero.core.mesh import Mesh
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
 from zero.log import logger
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.memory import StateBytes, gradient_itemsize
+from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
 
@@ -43,15 +45,18 @@ class Numerics(NamedTuple):
 class Sharded:
     """A module whose parameters live in units, and the two parts that move them."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, limits: Limits
+    ) -> None:
         self.module = module
         self.units = tuple(units)
         self.trained = tuple(unit for unit in units if unit.gradients is not None)
         self.sharding = sharding
         self.mesh = mesh
-        self.gatherer = Gatherer(self.units)
-        self.reducer = Reducer(self.units, sharding, self.gatherer.done)
+        self.gatherer = Gatherer(self.units, limits)
+        self.reducer = Reducer(self.units, sharding, mesh, self.gatherer.done)
         self.reducer.on_flush(self.gatherer.end_of_backward)
+        self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._handles = attach(reads, self.gatherer, self.reducer.begin)
 
@@ -99,12 +104,14 @@ def wrap(
     device: torch.device,
     numerics: Numerics,
     patterns: Sequence[str] = (),
+    limits: Limits | None = None,
 ) -> Sharded:
     """Put the parameters of `module` into units on `device` and hook them up.
 
-    `groups` are the optimizer's parameter groups. Every rank takes rank 0's parameters and buffers. Raises
-    ValueError for a parameter that cannot be managed.
+    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay. Every rank takes rank 0's
+    parameters and buffers. Raises ValueError for a parameter that cannot be managed.
     """
+    limits = limits or Limits()
     named = {param: name for name, param in module.named_parameters()}
     for param, name in named.items():
         if getattr(param, "_zero_owner", None) is not None:
@@ -119,8 +126,10 @@ def wrap(
         gradient_dtype = DTYPES[plan.dtype] if size == ITEMSIZE[plan.dtype] else torch.float32
         unit.adopt(DTYPES[plan.dtype], device, gradient_dtype, numerics.formats.remainder(plan.dtype))
         units.append(unit)
+    for index in stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits):
+        units[index].whole = units[index].cut
     _adopt_buffers(module, device, mesh)
-    sharded = Sharded(module, units, sharding, mesh)
+    sharded = Sharded(module, units, sharding, mesh, limits)
     sharded.gatherer.release_all()  # after the hooks are on: registering one reads the parameter
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
@@ -167,7 +176,7 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     own = tuple(named[param] for param in module._parameters.values() if param is not None)
     children = tuple(_tree(child, named, f"{path}.{name}" if path else name) for name, child in module.named_children())
     repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
-    return ModuleNode(path, type(module).__name__, own, children, repeats)
+    return ModuleNode(path, type(module).__name__, own, children, repeats, z3_leaf_module(module))
 
 
 def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict[nn.Module, Reads]:

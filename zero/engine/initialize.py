@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.config import Config, load
+from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
@@ -26,6 +27,7 @@ from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
 from zero.plan.formats import Formats
+from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
 
 Groups = list[dict[str, Any]]
@@ -92,7 +94,17 @@ def _wrap(
 ) -> Sharded:
     numerics = Numerics(settings.compute_dtype, settings.gradient_accumulation_steps, formats)
     params = [group["params"] for group in groups]
-    return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units)
+    section = settings.zero_optimization
+    leaf = section.leaf_module
+    mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
+    limits = Limits(
+        section.stage3_prefetch_bucket_size,
+        section.stage3_max_live_parameters,
+        section.stage3_max_reuse_distance,
+        section.stage3_param_persistence_threshold,
+        section.stage3_model_persistence_threshold,
+    )
+    return wrap(model, params, sharding, make_mesh(sharding), device, numerics, settings.zero.units, limits)
 
 
 def _make_optimizer(
