@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero.core.released import Released
-from zero.core.tensors import tensors_in
+from zero.core.tensors import memory_of, tensors_in
 from zero.core.unit import State, Unit, owner_of
 from zero.plan.order import START, Limits, advance, fetched_ahead, used_again
 
@@ -215,12 +215,12 @@ class Gatherer:
                 unit = owner_of(tensor).unit
                 if unit.summon():  # returned without having been read
                     found[unit.index] = unit
-            elif tensor.layout is torch.strided and not tensor.is_meta:
-                if full is None:
-                    full = {self.units[index].memory: self.units[index] for index in self._live}
-                unit = full.get(tensor.untyped_storage()._cdata)
-                if unit is not None:
-                    found[unit.index] = unit
+                continue
+            if full is None:
+                full = {self.units[index].memory: self.units[index] for index in self._live}
+            unit = full.get(memory_of(tensor))
+            if unit is not None:
+                found[unit.index] = unit
         return [unit for unit in found.values() if unit.cut and self.units[unit.index] is unit]
 
     def _hand_on(self, units: Sequence[Unit]) -> None:

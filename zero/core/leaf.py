@@ -7,12 +7,13 @@ flag when an engine is made: a leaf becomes one block, unless it lies in a block
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from zero.log import logger
+from zero.log import rank_zero
 
 _FLAG = "_zero_leaf"
 
@@ -93,7 +94,7 @@ def mark_leaf_modules(
     missing += [f"names: {name!r}" for name in set_z3_leaf_modules_by_name(model, names, True, False)[1]]
     missing += [f"name_suffixes: {name!r}" for name in set_z3_leaf_modules_by_suffix(model, suffixes, True, False)[1]]
     if missing:
-        logger.warning("zero_optimization.leaf_module: nothing in the model matches %s", ", ".join(missing))
+        rank_zero(logging.WARNING, "zero_optimization.leaf_module: nothing in the model matches %s", ", ".join(missing))
 
 
 def _of_classes(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from zero.core.gradients import Gradients
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.released import Released, released_class
+from zero.core.tensors import memory_of
 from zero.plan.layout import Fragment, Span
 from zero.plan.units import UnitPlan
 
@@ -195,9 +196,9 @@ class Unit:
         return shown or (self.bring is not None and self.bring(self))
 
     @property
-    def memory(self) -> int:
+    def memory(self) -> int | None:
         """What tells the memory of the full parameters from all other: equal for every view of it."""
-        return self.full.untyped_storage()._cdata
+        return memory_of(self.full)
 
     def reduce(self) -> None:
         """Start to turn the full gradient into its reduced shard."""
@@ -299,7 +300,7 @@ class Unit:
 
 def _holders(full: torch.Tensor) -> int:
     """How many tensors share the memory of `full`, itself counted."""
-    return torch._C._storage_Use_Count(full.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(memory_of(full))
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:
