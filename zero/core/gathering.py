@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ class Gatherer:
             self._depth[unit.index] += 1
             self._lent.append((unit, for_backward))
 
-    def _take_back(self, which: Any) -> None:
+    def _take_back(self, which: Callable[[bool], bool]) -> None:
         """Give up what was lent; what the borrower still has a view of stays his."""
         kept, over = [], []
         for unit, for_backward in self._lent:
