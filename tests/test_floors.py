@@ -65,6 +65,8 @@ STEPS_OF_CORE = {
     "zero.core.frozen": 6,
     "zero.core.own_hooks": 1,
     "zero.core.hooks": 7,
+    "zero.core.leaf": 1,
+    "zero.core.external": 5,
     "zero.core.wrap": 8,
     "zero.core.access": 9,
     "zero.core.values": 9,

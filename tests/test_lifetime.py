@@ -111,9 +111,14 @@ def step(engine: Any, index: int) -> None:
         engine.step()
 
 
+def one_ahead(stage: int, **more: Any) -> dict[str, Any]:
+    """A configuration under which one unit travels ahead at a time; by default it is as many as fit a bucket."""
+    return {**config(stage, 2, **more), "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 1}}
+
+
 def record(stage: int, accumulation: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=make_net(blocks=2), config=config(stage, 2, accumulation=accumulation))
+        engine, *_ = zero.initialize(model=make_net(blocks=2), config=one_ahead(stage, accumulation=accumulation))
         recorder = Recorder(patch)
         steps = []
         for index in range(3):
@@ -158,7 +163,7 @@ def record_frozen() -> list[str]:
         block.up.requires_grad_(False)
         block.down.requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=net, config=config(3, 2))
+        engine, *_ = zero.initialize(model=net, config=one_ahead(3))
         recorder = Recorder(patch)
         for index in range(2):
             recorder.take()
@@ -184,7 +189,7 @@ def test_frozen_units_are_released_when_backward_has_passed_them(pool):
 def record_evaluation() -> list[list[str]]:
     """Verbs of three forwards without gradients, after two training steps, and of the training step after them."""
     with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=make_net(blocks=2), config=config(3, 2))
+        engine, *_ = zero.initialize(model=make_net(blocks=2), config=one_ahead(3))
         recorder = Recorder(patch)
         for index in range(2):
             step(engine, index)

@@ -6,10 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.order import START, Position, advance, upcoming
+from zero.plan.order import START, Limits, Position, advance, fetched_ahead, stay_whole, used_again
 
 UNKNOWN = 99
 orders = st.lists(st.integers(0, 4), max_size=10)
+
+
+def upcoming(order: list[int], position: Position) -> int | None:
+    """What is fetched ahead when one unit may be on its way."""
+    ahead = fetched_ahead(order, position, [1] * (UNKNOWN + 1), Limits(ahead=1))
+    assert len(ahead) <= 1
+    return ahead[0] if ahead else None
 
 
 def follow(order: list[int], used: list[int]) -> list[int | None]:
@@ -100,3 +107,65 @@ def test_nothing_is_foretold_before_an_order_is_learnt() -> None:
 @pytest.mark.parametrize("order", [[0], [1, 0], [1, 0, 1]])
 def test_the_start_foretells_the_first_unit(order: list[int]) -> None:
     assert upcoming(order, START) == order[0]
+
+
+SIZES = [10, 20, 30, 40]
+ORDER = [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "state", "found"),
+    [
+        (Limits(ahead=0), {}, []),
+        (Limits(ahead=1), {}, [1]),
+        (Limits(ahead=50), {}, [1, 2]),
+        (Limits(ahead=49), {}, [1]),
+        (Limits(ahead=1000), {}, [1, 2, 3]),  # what comes behind the unit that is in use would wait in memory
+        (Limits(ahead=1000), {"kept": {1}}, [2, 3]),
+        (Limits(ahead=70), {"travelling": {1}}, [2]),
+        (Limits(ahead=40), {"travelling": {1}}, []),
+        (Limits(ahead=5), {"travelling": {1}}, []),
+        (Limits(ahead=1000, live=60), {}, [1, 2]),
+        (Limits(ahead=1000, live=59), {}, [1]),
+        (Limits(ahead=1000, live=29), {}, []),
+        (Limits(ahead=1000, live=90), {"kept": {3}}, [1]),
+        (Limits(ahead=1000, live=60), {"travelling": {1}}, [2]),
+        (Limits(ahead=1000), {"used": {0, 2}}, [1]),
+    ],
+)
+def test_what_is_fetched_ahead_fits_the_bucket_and_the_limit(limits, state, found) -> None:
+    given_as = {"used": {0}, **state}
+    assert fetched_ahead(ORDER, Position(1, True), SIZES, limits, **given_as) == found
+    assert fetched_ahead(ORDER, Position(1, False), SIZES, limits, **given_as) == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 12), st.integers(0, 120), st.integers(0, 150))
+def test_a_bucket_overflows_by_its_first_unit_only(order: list[int], at: int, ahead: int, live: int) -> None:
+    position = Position(min(at, len(order)), True)
+    found = fetched_ahead(order, position, SIZES, Limits(ahead=ahead, live=live))
+    assert len(set(found)) == len(found)
+    assert sum(SIZES[unit] for unit in found) <= live
+    assert len(found) <= 1 or sum(SIZES[unit] for unit in found) <= ahead
+    rest = list(dict.fromkeys(order[position.index :]))
+    assert found == rest[: len(found)]
+
+
+@pytest.mark.parametrize(
+    ("unit", "reuse", "again"),
+    [(3, 0, True), (2, 79, False), (2, 80, True), (1, 140, True), (1, 139, False), (0, 10**9, True)],
+)
+def test_a_unit_stays_if_it_is_used_again_soon(unit: int, reuse: int, again: bool) -> None:
+    limits = Limits(reuse=reuse)
+    assert used_again(ORDER, Position(unit + 1, True), SIZES, limits, unit) == again
+    assert not used_again(ORDER, Position(unit + 1, False), SIZES, limits, unit)
+    assert not used_again(ORDER, Position(len(ORDER), True), SIZES, limits, unit)
+
+
+def test_small_units_stay_whole_up_to_a_sum() -> None:
+    sizes = [30, 0, 50, 20, 31, 10]
+    assert stay_whole(sizes, Limits()) == []
+    assert stay_whole(sizes, Limits(whole=30)) == [0, 3, 5]
+    assert stay_whole(sizes, Limits(whole=31, whole_in_all=60)) == [0, 3, 5]
+    assert stay_whole(sizes, Limits(whole=31, whole_in_all=59)) == [0, 3]
+    assert stay_whole(sizes, Limits(whole=100, whole_in_all=29)) == [3]

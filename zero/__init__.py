@@ -17,6 +17,8 @@ _HOMES = {
     "Engine": "zero.engine",
     "GatheredParameters": "zero.core.access",
     "Init": "zero.engine.init",
+    "register_external_parameter": "zero.core.external",
+    "unregister_external_parameter": "zero.core.external",
     "init_distributed": "zero.core.mesh",
     "RepeatingLoader": "zero.data",
     "ConfigError": "zero.config",

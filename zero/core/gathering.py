@@ -1,107 +1,262 @@
-"""When parameters come and go: gather before a use, foresee the next one, release after."""
+"""When parameters come and go: gather before a use, foresee the next ones, release after."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from zero.core.unit import State, Unit
-from zero.plan.order import START, advance, upcoming
+from zero.core.released import Released
+from zero.core.tensors import memory_of, tensors_in
+from zero.core.unit import State, Unit, owner_of
+from zero.plan.order import START, Limits, advance, fetched_ahead, used_again
 
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread: a forward in it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
+
+
+def backward_task() -> int:
+    """The number of the innermost backward that runs on this thread (one may run inside another), or -1."""
+    return torch._C._current_graph_task_id()
+
+
+class Call:
+    """One forward of a hooked module, with the units that it reads: its own, and others that it came upon."""
+
+    __slots__ = ("units",)
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = list(units)
 
 
 class Gatherer:
     """Follows the uses of units through a step and moves parameters ahead of them.
 
     A use counts once from its gather to its release. The uses of the last step are the forecast for this
-    one: after each, the unit expected next is gathered too, so that one unit travels while one computes.
+    one: after each, units expected next are gathered too, so that they travel while one computes.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self.units = units
         self.backwards = 0  # how many have ended: the number of the one that runs
-        self._depth = [0] * len(units)  # modules that hold the unit open, nested ones counted
-        self._modules = 0  # hooked modules that are in their forward
+        self._limits = limits
+        self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
+        self._depth = [0] * len(units)  # calls that hold the unit open, nested ones counted
+        self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._live: set[int] = set()  # units used since they were last released
+        self._ahead: set[int] = set()  # units fetched ahead and not used yet
+        self._reached: dict[int, int] = {}  # unit -> the backward that reached it
+        self._done: dict[int, int] = {}  # unit -> the backward that has left it
+        self._lent: list[tuple[Unit, bool]] = []  # units inside what the root returned; whether for a backward
+        self._again = False  # the backward that runs builds a graph of itself, which reads the same parameters
         self._uses: list[int] = []  # of this step, by index
         self._order: tuple[int, ...] = ()  # of the last step
         self._position = START
+        self._resume = START  # where a forward without gradients has interrupted a step
+        for unit in units:
+            unit.bring = self.bring
 
-    def enter(self, units: Sequence[Unit]) -> None:
+    def enter(self, units: Sequence[Unit]) -> Call:
         """A module that reads these units starts its forward."""
-        self._modules += 1
+        if not self._calls and not in_backward():
+            self._begin_forward()
+        call = Call(units)
+        self._calls.append(call)
         for unit in units:
             self._depth[unit.index] += 1
         self.use(units)
+        return call
 
-    def leave(self, units: Sequence[Unit]) -> None:
-        """The module has finished its forward, or raised."""
-        self._modules = max(0, self._modules - 1)
-        for unit in units:
-            self._depth[unit.index] = max(0, self._depth[unit.index] - 1)
-            # What backward recomputes it is about to read again; it is released when its gradient is there.
-            if self._depth[unit.index] == 0 and not in_backward():
+    def leave(self, call: Call, output: Any = None) -> None:
+        """The module has finished its forward, or raised. What of its parameters it returned, its caller reads."""
+        held = self._inside(output)
+        if call in self._calls:
+            self._calls.remove(call)
+            for unit in call.units:
+                self._depth[unit.index] -= 1
+        self._hand_on(held)
+        if in_backward():
+            return  # what it recomputes it is about to read again; it is released when its gradient is there
+        for unit in call.units:
+            if self._depth[unit.index] == 0:
                 self._leave(unit)
-        if not torch.is_grad_enabled() and not in_backward() and not self._modules:
-            # What was gathered ahead for a backward that will not come goes; the next forward begins at the front.
+        if not torch.is_grad_enabled() and not self._calls:
+            # What was gathered ahead for a backward that will not come goes.
             self.release_all()
-            self._position = START
+            self._position = self._resume
+
+    def bring(self, unit: Unit) -> bool:
+        """Make a unit readable for the innermost module that is in its forward; False if there is none."""
+        if not self._calls and not in_backward():
+            return False
+        if self._calls:
+            self._read(self._calls[-1], unit)
+        self.use([unit])
+        return True
 
     def use(self, units: Sequence[Unit]) -> None:
         """Make these units readable now."""
         fresh = [unit for unit in units if unit.index not in self._live]
         for unit in fresh:
             self._live.add(unit.index)
+            self._ahead.discard(unit.index)
+            self._done.pop(unit.index, None)
             self._position = advance(self._order, self._position, unit.index)
             if torch.is_grad_enabled() or in_backward():
                 self._uses.append(unit.index)
             unit.gather()
         for unit in units:
-            if unit.state is not State.FULL:
-                unit.wait()
+            unit.wait()
         if fresh:
-            ahead = upcoming(self._order, self._position)
-            if ahead is not None:
-                self.units[ahead].gather()
+            self._fetch_ahead(fresh)
+
+    def reach(self, units: Sequence[Unit]) -> None:
+        """The backward has come to a module that reads these units."""
+        task = backward_task()
+        self._again = self._again or torch.is_grad_enabled()
+        # A gradient that goes round the module may come when the unit's own are there. Ranks on which some of those
+        # are missing still have the unit, and would not take part in another gather.
+        units = [unit for unit in units if self._done.get(unit.index) != task]
+        for unit in units:
+            self._reached.setdefault(unit.index, task)
+        self.use(units)
 
     def done(self, unit: Unit) -> None:
         """Backward will not read the unit's parameters any more."""
-        if self._depth[unit.index] == 0:
-            self._live.discard(unit.index)
-            unit.release()
+        task = backward_task()
+        if unit.gradients is not None:  # the frozen ones may be read by another call of the same module
+            self._done[unit.index] = task
+        # One inside another backward says nothing of what the outer one still reads.
+        if self._reached.get(unit.index, task) == task:
+            self._drop(unit)
+
+    def end_of_inner_backward(self, task: int) -> list[Unit]:
+        """A backward that ran inside another has ended: release what only it has read. Returns those units."""
+        over = [unit for unit in self.units if task in (self._done.get(unit.index), self._reached.get(unit.index))]
+        for unit in over:
+            self._done.pop(unit.index, None)
+            self._drop(unit)
+        return over
 
     def end_of_backward(self) -> None:
         """Release what is still full, and make this step's order the forecast of the next."""
         self.backwards += 1
-        self.release_all()
+        again, self._again = self._again, False
+        self._take_back(lambda for_backward: True)
+        if again:  # the next one goes through this one
+            self._lend([unit for unit in self.units if unit.state is State.FULL], True)
+        self.release_all(spare=False)
+        self._done.clear()
+        self._reached.clear()
         if self._uses:
             self._order = tuple(self._uses)
         self._uses = []
-        self._position = START
+        self._position = self._resume = START
 
-    def release_all(self) -> None:
-        """Release every unit that no module holds open."""
+    def release_all(self, spare: bool = True) -> None:
+        """Release every unit that no module holds open; `spare` as in `Unit.release`."""
         for unit in self.units:
             if self._depth[unit.index] == 0:
-                self._live.discard(unit.index)
-                unit.release()
+                self._forget(unit)
+                unit.release(spare)
 
     def abandon(self) -> None:
         """After an exception: no module is open any more, and the step's order is worth nothing."""
         self._depth = [0] * len(self.units)
-        self._modules = 0
+        self._calls = []
+        self._lent = []
         self._uses = []
+        self._again = False
+        self._done.clear()
         self.backwards += 1
-        self.release_all()
-        self._position = START
+        self.release_all(spare=False)
+        self._position = self._resume = START
+
+    def _begin_forward(self) -> None:
+        self._take_back(lambda for_backward: not for_backward)
+        if not torch.is_grad_enabled():
+            self._resume = self._position if self._uses else START
+            self._position = START
 
     def _leave(self, unit: Unit) -> None:
+        graph = torch.is_grad_enabled()
+        self._forget(unit)
+        # The last unit of the forward is often the first of the backward: it is kept then, with others that are near.
+        if graph and used_again(self._order, self._position, self._sizes, self._limits, unit.index):
+            unit.cover()
+        else:
+            unit.release(spare=not graph)
+
+    def _fetch_ahead(self, used: Sequence[Unit]) -> None:
+        in_use = {unit.index for unit in used} | {index for index, depth in enumerate(self._depth) if depth}
+        kept = {unit.index for unit in self.units if unit.state is State.FULL and unit.index not in in_use}
+        chosen = fetched_ahead(
+            self._order,
+            self._position,
+            self._sizes,
+            self._limits,
+            used=in_use,
+            kept=kept,
+            travelling=self._ahead,
+        )
+        for index in chosen:
+            self._ahead.add(index)
+            self.units[index].gather()
+
+    def _inside(self, output: Any) -> list[Unit]:
+        """The units whose memory tensors of `output` share, as a parameter or a view of one does."""
+        found: dict[int, Unit] = {}
+        full: dict[int, Unit] | None = None
+        for tensor in tensors_in(output):
+            if isinstance(tensor, Released):
+                unit = owner_of(tensor).unit
+                if unit.summon():  # returned without having been read
+                    found[unit.index] = unit
+                continue
+            if full is None:
+                full = {self.units[index].memory: self.units[index] for index in self._live}
+            unit = full.get(memory_of(tensor))
+            if unit is not None:
+                found[unit.index] = unit
+        return [unit for unit in found.values() if unit.cut and self.units[unit.index] is unit]
+
+    def _hand_on(self, units: Sequence[Unit]) -> None:
+        """Keep these for the module that has called the one that returned them, or for the caller of the root."""
+        if self._calls:
+            for unit in units:
+                self._read(self._calls[-1], unit)
+        elif not in_backward():
+            self._lend(units, torch.is_grad_enabled())
+
+    def _read(self, call: Call, unit: Unit) -> None:
+        if unit not in call.units:
+            call.units.append(unit)
+            self._depth[unit.index] += 1
+
+    def _lend(self, units: Sequence[Unit], for_backward: bool) -> None:
+        for unit in units:
+            self._depth[unit.index] += 1
+            self._lent.append((unit, for_backward))
+
+    def _take_back(self, which: Callable[[bool], bool]) -> None:
+        """Give up what was lent; what the borrower still has a view of stays his."""
+        kept, over = [], []
+        for unit, for_backward in self._lent:
+            (over if which(for_backward) else kept).append((unit, for_backward))
+        self._lent = kept
+        for unit, _ in over:
+            self._depth[unit.index] -= 1
+            self._drop(unit, spare=True)
+
+    def _drop(self, unit: Unit, spare: bool = False) -> None:
+        if self._depth[unit.index] == 0 and not self._again:
+            self._forget(unit)
+            unit.release(spare)
+
+    def _forget(self, unit: Unit) -> None:
         self._live.discard(unit.index)
-        # The last unit of the forward is often the first of the backward: keep it then.
-        if not (torch.is_grad_enabled() and upcoming(self._order, self._position) == unit.index):
-            unit.release()
+        self._ahead.discard(unit.index)
+        self._reached.pop(unit.index, None)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.frozen import FrozenCall, FrozenUnits
-from zero.core.gathering import Gatherer, in_backward
+from zero.core.gathering import Call, Gatherer, in_backward
 from zero.core.own_hooks import OwnHook
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
@@ -44,28 +44,30 @@ def attach(
 def _forward_hooks(
     read: Reads, gatherer: Gatherer, begin_backward: Callable[[], None]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    calls: list[FrozenCall | None] = []  # of this module, those that are in their forward
+    calls: list[tuple[Call, FrozenCall | None]] = []  # of this module, those that are in their forward
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         followed = read.frozen is not None and torch.is_grad_enabled() and not in_backward()
-        calls.append(read.frozen.call((args, kwargs)) if followed else None)
-        gatherer.enter(read.units)
+        frozen = read.frozen.call((args, kwargs)) if followed else None
+        calls.append((gatherer.enter(read.units), frozen))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        gatherer.leave(read.units)
-        call = calls.pop()
+        if not calls:
+            return  # its parameters could not be gathered, so it has not run
+        call, frozen = calls.pop()
+        gatherer.leave(call, output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 # A leaf would keep the hook for ever; it has no backward of ours behind it either.
                 if tensor.grad_fn is not None:
-                    _hook_first(tensor, lambda grad: reached(call))
+                    _hook_first(tensor, lambda grad: reached(call, frozen))
 
-    def reached(call: FrozenCall | None) -> None:
+    def reached(call: Call, frozen: FrozenCall | None) -> None:
         # The first gradient to come into the module: its backward is about to read the parameters.
         begin_backward()
-        gatherer.use(read.units)
-        if call is not None:
-            call.reached()
+        gatherer.reach(call.units)
+        if frozen is not None:
+            frozen.reached()
 
     return before, after
 

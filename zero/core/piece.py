@@ -107,10 +107,10 @@ class Piece(Unit):
         self.wait()
         self.shard, self.full, self._views = None, None, []
 
-    def release(self) -> None:
+    def release(self, spare: bool = True) -> None:
         """As every unit's; what is open has nothing to come back from."""
         if not self.opened:
-            super().release()
+            super().release(spare)
 
     def settle(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
         """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
@@ -169,7 +169,7 @@ class Piece(Unit):
         self.full = torch.empty(self.plan.layout.numel, dtype=before.dtype, device=before.device)
         self._views = [self.full.narrow(0, 0, before.numel()).view(before.shape)]
 
-    def _free(self) -> None:
+    def _free(self, spare: bool) -> None:
         self.full, self._views = None, []
 
 

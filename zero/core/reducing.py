@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from zero.core import comm
 from zero.core.finite import FirstNotFinite
+from zero.core.mesh import Mesh
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
@@ -29,7 +32,12 @@ class Reducer:
     """
 
     def __init__(
-        self, units: Sequence[Unit], sharding: Sharding, on_complete: Callable[[Unit], None], finite: FirstNotFinite
+        self,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        mesh: Mesh,
+        on_complete: Callable[[Unit], None],
+        finite: FirstNotFinite,
     ) -> None:
         self.boundary = True
         self.leaf = Leaf()
@@ -39,9 +47,13 @@ class Reducer:
         self.rounds = 0  # backward passes flushed so far
         self.pending = False  # one was flushed without a reduction; alike on all ranks, unlike what each got in it
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
+        self._mesh = mesh
         self._every_micro_batch = sharding.grads
         self._on_complete = on_complete
         self._on_flush: list[Callable[[], None]] = []
+        self._on_inner_end: Callable[[int], Sequence[Unit]] = lambda task: ()
+        self._tasks: set[int] = set()  # backward passes, inner ones too, of which we shall hear the end
+        self._landed: dict[int, set[int]] = {}  # unit -> parameters whose gradients came since it was last complete
         self._next = 0  # first unit of the order that has not fired in this backward
         self._travelling: list[Unit] = []
         self._scaled: float | None = None  # what the loss of the running backward was multiplied by, if it told
@@ -56,12 +68,19 @@ class Reducer:
         """Have `call` run at the end of every backward, after the gradients."""
         self._on_flush.append(call)
 
+    def on_inner_end(self, call: Callable[[int], Sequence[Unit]]) -> None:
+        """Have `call` run with its number when a backward ends that ran inside another; it says what it released."""
+        self._on_inner_end = call
+
     def begin(self) -> None:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
         if not self.open:
             self.open = True
             self.finite.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))
 
     def scaled(self, scale: float) -> None:
         """The loss of the backward that runs was multiplied by `scale`; to be told before any gradient lands."""
@@ -86,10 +105,7 @@ class Reducer:
             unit.gradients.begin_round()
             if self.pending:
                 unit.gradients.widen()
-        self._travelling = []
-        self._next = 0
-        self.open = False
-        self._scaled = None
+        self._close()
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         for call in self._on_flush:
@@ -101,7 +117,12 @@ class Reducer:
 
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
-        if self.pending or any(unit.gradients.shard is None for unit in self._order):
+        late = any(unit.gradients.flat is not None or not unit.gradients.reduced for unit in self._order)
+        # A backward inside another may bring gradients of a unit that has fired, on those ranks alone that used it.
+        if self._order and self._mesh.world_size > 1 and not self.pending:
+            mine = torch.tensor([float(late)], device=self._order[0].shard.device)
+            late = bool(comm.gather_scalars(mine, self._mesh.reduced_over, "late gradients").any())
+        if late or self.pending:
             self._end(force=True)
 
     def settle(self) -> None:
@@ -124,15 +145,39 @@ class Reducer:
     def abandon(self) -> None:
         """After an exception: forget the gradients and the backward that brought them."""
         self.drop()
-        self._travelling = []
-        self._next = 0
-        self.open = False
-        self._scaled = None
+        self._close()
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+
+    def _close(self) -> None:
+        self._travelling = []
+        self._next = 0
+        self._tasks.clear()
+        self._landed.clear()
+        self.open = False
+        self._scaled = None
+
+    def _ended(self, task: int) -> None:
+        """A backward has ended; only the outermost one ends the round."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self.flush()
+            return
+        # It ran inside this node of another one, as checkpointing that is reentrant does. That one goes on with
+        # what follows the node, and nothing else of it may concern us.
+        for unit in self._on_inner_end(task):
+            self._landed.pop(unit.index, None)
+        handles: list[RemovableHandle] = []
+
+        def outer_goes_on(grads: tuple[torch.Tensor | None, ...]) -> None:
+            for handle in handles:
+                handle.remove()
+            self.begin()
+
+        handles += [after.register_prehook(outer_goes_on) for after, _ in node.next_functions if after is not None]
 
     @property
     def _fires(self) -> bool:
@@ -152,6 +197,8 @@ class Reducer:
 
     def _arrived(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         grad, param.grad = param.grad, None
+        if grad.requires_grad:
+            grad = grad.detach()  # of a backward that builds a graph of itself; what is reduced has none
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"parameter '{unit.plan.params[index].name}' has a {grad.layout} gradient; "
@@ -159,9 +206,11 @@ class Reducer:
             )
         self.begin()
         unit.gradients.take(index, grad, self._landing())
-        if not unit.gradients.complete:
-            return
-        self._on_complete(unit)
+        landed = self._landed.setdefault(unit.index, set())
+        landed.add(index)
+        if len(landed) == len(unit.params):
+            landed.clear()
+            self._on_complete(unit)
         while self._fires and self._next < len(self._order) and self._order[self._next].gradients.complete:
             self._fire(self._order[self._next])
 

@@ -1,4 +1,4 @@
-"""Finding tensors in whatever modules take and return."""
+"""Tensors in whatever modules take and return."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells a tensor's memory from all other: equal for all views of one storage; None where it has none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse tensor, or one inside vmap
+        return None

@@ -24,6 +24,7 @@ from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.released import Released, released_class
+from zero.core.tensors import memory_of
 from zero.plan.layout import Fragment, Span
 from zero.plan.units import UnitPlan
 
@@ -82,6 +83,7 @@ class Unit:
     holds:  how many readers (`GatheredParameters`) keep it full for now;
     edited: indices of the parameters that such readers will write back, one entry for each reader;
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
+    whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
     optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
     """
 
@@ -98,6 +100,9 @@ class Unit:
         self.edited: list[int] = []
         self.bring: Callable[[Unit], bool] | None = None
         self.optimizer: Callable[[], Any] = no_optimizer
+        self.whole = False
+        self._covered = False  # full, but the parameters look released
+        self._holders = 0  # of the full buffer's memory, before it was filled
         self._mesh = mesh
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
@@ -136,10 +141,8 @@ class Unit:
         self.full = flat if source == dtype else rounded(flat, dtype)
         self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
         self.master = Master(self.shard, flat.narrow(0, *own), remainder) if trained else None
-        self._views = [
-            self.full.narrow(0, *span).view(param.shape)
-            for param, span in zip(self.params, layout.spans.values(), strict=True)
-        ]
+        self._views = self._views_of(self.full)
+        self._holders = _holders(self.full)
         self._absent = [absent(param.shape, dtype, device) for param in self.params]
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             param.data = view
@@ -165,6 +168,7 @@ class Unit:
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
         if self.state is State.FULL:
+            self._uncover()
             return
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -173,14 +177,22 @@ class Unit:
         if self.cut:
             self._show()
 
-    def release(self) -> None:
-        """Give the memory of the full parameters back, where parameters are cut; else they stay."""
-        if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
-            return
-        self.wait()  # messages on their way still write into the buffer
-        self._hide()
-        self._free()
-        self._move("release")
+    def release(self, spare: bool = True) -> None:
+        """Give the memory of the full parameters back, where parameters are cut; else they stay.
+
+        With `spare`, memory that somebody has come to hold a view of since it was filled is left to him, and the
+        unit takes new memory next time. Only a graph that was built meanwhile must not count as somebody: its
+        views are to find the parameters again where they were, so whoever builds one says `spare=False`.
+        """
+        if not self.whole:
+            self._release(spare)
+
+    def cover(self) -> None:
+        """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
+        if self.cut and self.state is State.FULL and not (self.whole or self.holds or self._covered):
+            self._covered = True
+            for param, kind in zip(self.params, self._kinds, strict=True):
+                param.__class__ = self._away(kind)
 
     def invalidate(self) -> None:
         """The shard is about to change: whatever full copy there is must be gathered again.
@@ -193,7 +205,7 @@ class Unit:
                 raise RuntimeError(
                     f"unit '{self.plan.name}' is updated while GatheredParameters holds it open; step() outside of it"
                 )
-            self.release()
+            self._release(True)
             self._versions = [version + 1 for version in self._versions]
             return
         self.wait()
@@ -206,7 +218,7 @@ class Unit:
         """Nobody may read parameters or shard until `take_back`; their storages may be given back between the two."""
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
-        self.release()
+        self._release(True)
         if not self.cut:
             self.wait()
             self.take_edits()
@@ -232,7 +244,13 @@ class Unit:
 
     def summon(self) -> bool:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
-        return self.state is State.FULL or (self.bring is not None and self.bring(self))
+        shown = self.state is State.FULL and not self._covered
+        return shown or (self.bring is not None and self.bring(self))
+
+    @property
+    def memory(self) -> int | None:
+        """What tells the memory of the full parameters from all other: equal for every view of it."""
+        return memory_of(self.full)
 
     @staticmethod
     def summon_all(params: Sequence[nn.Parameter]) -> bool:
@@ -359,10 +377,23 @@ class Unit:
         if self.gradients is not None:
             self.gradients.drop()
 
+    def _release(self, spare: bool) -> None:
+        if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
+            return
+        self.wait()  # messages on their way still write into the buffer
+        self._hide()
+        self._free(spare)
+        self._move("release")
+
     def _allocate(self) -> None:
+        self._holders = _holders(self.full)
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
-    def _free(self) -> None:
+    def _free(self, spare: bool) -> None:
+        if spare and _holders(self.full) > self._holders:
+            with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+                self.full = torch.empty_like(self.full)
+                self._views = self._views_of(self.full)
         self.full.untyped_storage().resize_(0)
 
     def _fragments(self) -> tuple[Fragment, ...]:
@@ -382,6 +413,16 @@ class Unit:
             )
         self.state = after
 
+    def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        spans = self.plan.layout.spans.values()
+        return [full.narrow(0, *span).view(param.shape) for param, span in zip(self.params, spans, strict=True)]
+
+    def _uncover(self) -> None:
+        if self._covered:
+            self._covered = False
+            for param, kind in zip(self.params, self._kinds, strict=True):
+                param.__class__ = kind
+
     def _show(self) -> None:
         for param, view, kind in zip(self.params, self._views, self._kinds, strict=True):
             param.__class__ = kind
@@ -398,6 +439,11 @@ class Unit:
 
 def no_optimizer() -> None:
     """What `Unit.optimizer` is until one is bound."""
+
+
+def _holders(full: torch.Tensor) -> int:
+    """How many tensors share the memory of `full`, itself counted."""
+    return torch._C._storage_Use_Count(memory_of(full))
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:

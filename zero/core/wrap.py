@@ -15,6 +15,7 @@ from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
 from zero.core.gradients import GradientDtypes
 from zero.core.hooks import Reads, attach
+from zero.core.leaf import z3_leaf_module
 from zero.core.mesh import Mesh
 from zero.core.piece import Piece
 from zero.core.reducing import Reducer
@@ -22,6 +23,7 @@ from zero.core.unit import Unit, owner_of
 from zero.log import logger
 from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, gradient_dtype
+from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
 
@@ -64,7 +66,13 @@ class Sharded:
     """A module whose parameters live in units, and the two parts that move them."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], sharding: Sharding, mesh: Mesh, numerics: Numerics
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        mesh: Mesh,
+        numerics: Numerics,
+        limits: Limits,
     ) -> None:
         self.module = module
         self.numerics = numerics
@@ -74,9 +82,10 @@ class Sharded:
             unit.gradients.sum_as_tree()
         self.sharding = sharding
         self.mesh = mesh
-        self.gatherer = Gatherer(self.units)
-        self.reducer = Reducer(self.units, sharding, self.gatherer.done, FirstNotFinite(self.trained, mesh))
+        self.gatherer = Gatherer(self.units, limits)
+        self.reducer = Reducer(self.units, sharding, mesh, self.gatherer.done, FirstNotFinite(self.trained, mesh))
         self.reducer.on_flush(self.gatherer.end_of_backward)
+        self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._handles = attach(reads, self.gatherer, self.reducer.begin)
 
@@ -148,12 +157,15 @@ def wrap(
     device: torch.device,
     numerics: Numerics,
     patterns: Sequence[str] = (),
+    limits: Limits | None = None,
 ) -> Sharded:
     """Put the parameters of `module` into units on `device` and hook them up.
 
-    `groups` are the optimizer's parameter groups. Every rank takes rank 0's parameters and buffers; what was built
-    under `zero.Init` is taken over from its shards. Raises ValueError for a parameter that cannot be managed.
+    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay. Every rank takes rank 0's
+    parameters and buffers; what was built under `zero.Init` is taken over from its shards. Raises ValueError for a
+    parameter that cannot be managed.
     """
+    limits = limits or Limits()
     named = {param: name for name, param in module.named_parameters()}
     for param, name in named.items():
         owner = owner_of(param)
@@ -163,15 +175,17 @@ def wrap(
     plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
     mesh.watch.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
+    whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     units = []
     for index, plan in enumerate(plans):
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
         dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
         unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
-        unit.release()  # what a model holds whole at any moment is one unit
+        unit.whole = unit.cut and index in whole
+        unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
-    sharded = Sharded(module, units, sharding, mesh, numerics)
+    sharded = Sharded(module, units, sharding, mesh, numerics, limits)
     mesh.watch.tie(sharded)
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
@@ -218,7 +232,7 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     own = tuple(named[param] for param in module._parameters.values() if param is not None)
     children = tuple(_tree(child, named, f"{path}.{name}" if path else name) for name, child in module.named_children())
     repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
-    return ModuleNode(path, type(module).__name__, own, children, repeats)
+    return ModuleNode(path, type(module).__name__, own, children, repeats, z3_leaf_module(module))
 
 
 def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict[nn.Module, Reads]:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.read import read
 from zero.core.agree import agree
+from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
@@ -31,6 +32,7 @@ from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
 from zero.plan.formats import Formats
+from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
 from zero.plan.whereabouts import Place
 
@@ -137,12 +139,22 @@ def _wrap(
         tree=settings.zero.reduce == "tree",
     )
     params = [group["params"] for group in groups]
+    section = settings.zero_optimization
+    leaf = section.leaf_module
+    mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
+    limits = Limits(
+        section.stage3_prefetch_bucket_size,
+        section.stage3_max_live_parameters,
+        section.stage3_max_reuse_distance,
+        section.stage3_param_persistence_threshold,
+        section.stage3_model_persistence_threshold,
+    )
     mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order)
     try:
         with mesh.watch.call(Place.INITIALIZE):
             what = "the ranks do not initialize the same engine"
             agree(description(model, groups, settings), mesh.reduced_over, device, what)
-            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units)
+            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits)
     except BaseException:
         mesh.watch.close()
         raise

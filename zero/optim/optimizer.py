@@ -187,9 +187,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in sharded.trained:
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self.rule.update(unit, self.param_groups[unit.plan.group], factor)
-            if not unit.cut:
+            if not unit.cut or unit.whole:
                 unit.gather()  # travels while the next unit is updated
         for unit in sharded.trained:
-            if not unit.cut:
+            if not unit.cut or unit.whole:
                 unit.wait()
         self.updating = False

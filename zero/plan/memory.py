@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs
+from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
@@ -64,14 +65,17 @@ def alive_nbytes(
     reduced_gradients: Collection[str] = (),
     accumulation: int = 1,
     accumulate: str = "fp32",
+    limits: Limits | None = None,
 ) -> StateBytes:
     """Bytes this engine keeps on one rank at a moment that is told by names of units.
 
     `parts` is the size of the shard axis, `rank` the place on it; shards differ where only the moments of large
     parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut between uses;
     `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
-    shard exists; `accumulate`: the dtype in which gradients add up.
+    shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units stay whole all the time.
     """
+    whole = stay_whole([sum(spec.numel for spec in unit.params) for unit in units], limits or Limits())
+    gathered = {*gathered, *(units[index].name for index in whole)}
     parameters = gradients = optimizer = 0
     cut = sharding.params and parts > 1
     for unit in units:

@@ -35,7 +35,8 @@ class ParamSpec(NamedTuple):
 class ModuleNode:
     """One module of the model: its path ("" for the root), class, own parameters by name, and children.
 
-    `repeats` says that it is a list of children that follow each other (`nn.ModuleList`, `nn.Sequential`).
+    `repeats` says that it is a list of children that follow each other (`nn.ModuleList`, `nn.Sequential`), `leaf`
+    that all below it is gathered at once.
     """
 
     path: str
@@ -43,6 +44,7 @@ class ModuleNode:
     params: tuple[str, ...] = ()
     children: tuple[ModuleNode, ...] = ()
     repeats: bool = False
+    leaf: bool = False
 
     def walk(self) -> Iterator[ModuleNode]:
         """This node and all below it, parents first."""
@@ -90,7 +92,8 @@ def plan_units(
     """Group every parameter of `specs` into exactly one unit, in order of registration.
 
     `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the
-    children of the outermost repeating containers are the blocks. A shared parameter belongs to the first
+    children of the outermost repeating containers are the blocks. A leaf is a block of its own unless it lies in
+    one, and what lies in it is none. A shared parameter belongs to the first
     module that has it. `alignment`: see `make_layout`. Raises ValueError for a pattern that matches nothing.
     """
     root = _untied(root, set())
@@ -150,7 +153,9 @@ def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[s
 
 
 def _repeated(node: ModuleNode) -> list[ModuleNode]:
-    """Children with parameters of the outermost lists; a list that holds lists is looked into."""
+    """Leaves, and children with parameters of the outermost lists; a list that holds lists is looked into."""
+    if node.leaf:
+        return [node] if node.param_names() else []
     blocks = []
     for child in node.children:
         if node.repeats and not child.repeats:
@@ -161,14 +166,14 @@ def _repeated(node: ModuleNode) -> list[ModuleNode]:
 
 
 def _matching(root: ModuleNode, patterns: Sequence[str]) -> list[ModuleNode]:
-    """The outermost modules whose class or path one of the patterns names."""
+    """The outermost modules that are leaves or whose class or path one of the patterns names."""
     unmatched = set(patterns)
 
     def visit(node: ModuleNode) -> list[ModuleNode]:
         hits = [p for p in patterns if p == node.kind or (node.path and fnmatch.fnmatchcase(node.path, p))]
         unmatched.difference_update(hits)
         below = [found for child in node.children for found in visit(child)]
-        return [node] if hits and node.param_names() else below
+        return [node] if (hits or node.leaf) and node.param_names() else below
 
     blocks = visit(root)
     if unmatched:

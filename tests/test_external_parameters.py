@@ -1,0 +1,203 @@
+"""The promise: a module may read parameters of another one in its forward, and nobody has to say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Block, config
+from stages import build, check, inputs
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zero
+
+
+class Base(nn.Module):
+    """Two blocks, and a matrix in a block of its own that the subclasses read from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), nn.Linear(WIDTH, WIDTH)])
+
+    @property
+    def other(self) -> nn.Linear:
+        return self.blocks[2]
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+class ByRoot(Base):
+    """The root reads it, once before its own module runs and once after."""
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        x = self.through(F.linear(x, self.other.weight))
+        x = self.other(x)
+        return (self.other.weight.t() @ x.t()).square().mean() + x.mean()
+
+
+class ByBlock(Base):
+    """A block reads it in the middle of its forward, and it is used nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].peer = [self.other]  # in a list: no submodule
+        self.blocks[0].forward = lambda x: Block.forward(self.blocks[0], x) + x @ self.other.weight + self.other.bias
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.through(x).square().mean()
+
+
+class Penalty(nn.Module):
+    """A module without parameters that is given some."""
+
+    def forward(self, x: torch.Tensor, params: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return x.square().mean() + sum(param.square().sum() for param in params)
+
+
+class ByLoss(Base):
+    """A loss without parameters of its own reads a tuple of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Penalty()
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.loss(self.through(x), tuple(self.other.parameters()))
+
+
+class ByFunctionalCall(Base):
+    """torch.func.functional_call with tensors made from another module's parameters."""
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        doubled = {name: 2 * param for name, param in self.other.named_parameters()}
+        x = torch.func.functional_call(self.other, doubled, (self.through(x),))
+        own = dict(self.other.named_parameters())
+        return torch.func.functional_call(self.other, own, (x,)).square().mean()
+
+
+class ByCheckpoint(Base):
+    """A function that is recomputed reads it, in both kinds of checkpointing."""
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        x = self.blocks[0](x)
+        x = checkpoint(lambda y: torch.tanh(F.linear(y, self.other.weight)), x, use_reentrant=False)
+        x = checkpoint(lambda y: self.blocks[1](F.linear(y, self.other.weight)), x, use_reentrant=True)
+        return x.square().mean()
+
+
+class Frozen(ByRoot):
+    """What is read is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other.requires_grad_(False)
+
+
+class Registered(Base):
+    """Told by hand in a constructor, to a module with and to one without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Penalty()
+        for module in (self.blocks[1], self.loss):
+            zero.register_external_parameter(module, self.other.weight)
+            zero.register_external_parameter(module, self.other.weight)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.loss(self.through(x), (self.other.weight,))
+
+
+KINDS = [ByRoot, ByBlock, ByLoss, ByFunctionalCall, ByCheckpoint, Frozen, Registered]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_another_module_reads_is_there(pool, kind):
+    check(pool, kind)
+
+
+def test_also_when_units_are_kept_between_uses(pool):
+    check(pool, ByRoot, section={"stage3_max_reuse_distance": 10_000})
+
+
+def engine_of(kind: type[nn.Module]) -> Any:
+    return zero.initialize(model=build(kind), config=config(3, 2))[0]
+
+
+def released_after() -> list[bool]:
+    """Whether the foreign parameters are away: at rest, after a forward, after a backward, inside no_grad after it."""
+    engine, rank = engine_of(ByBlock), dist.get_rank()
+    other = engine.module.other.weight._zero_owner.unit
+    seen = []
+    for step in range(2):
+        seen.append(other.full.untyped_storage().nbytes())
+        loss = engine(inputs(step, rank), rank)
+        seen.append(other.full.untyped_storage().nbytes())
+        engine.backward(loss)
+        seen.append(other.full.untyped_storage().nbytes())
+        engine.step()
+    with torch.no_grad():
+        engine(inputs(0, rank), rank)
+    seen.append(other.full.untyped_storage().nbytes())
+    engine.destroy()
+    return [nbytes == 0 for nbytes in seen]
+
+
+def test_it_goes_when_the_module_has_ended(pool):
+    assert all(all(away) for away in pool.run(2, released_after))
+
+
+def outside() -> list[str]:
+    engine, said = engine_of(ByRoot), []
+    x = inputs(0, dist.get_rank())
+    loss = engine(x, 0)
+    readers = [lambda: engine.module.other.weight.sum(), lambda: engine.module.blocks[0].up.weight + 1]
+    for reader in readers:
+        try:
+            reader()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    engine.backward(loss)
+    engine.destroy()
+    return said
+
+
+def test_outside_of_a_forward_it_raises_with_what_to_do(pool):
+    for first, second in pool.run(2, outside):
+        assert first == "parameter 'blocks.2.weight' is released; read it inside zero.GatheredParameters(...)"
+        assert second == "parameter 'blocks.0.up.weight' is released; read it inside zero.GatheredParameters(...)"
+
+
+def registered_later() -> list[bool]:
+    engine = engine_of(Base)
+    block, weight = engine.module.blocks[0], engine.module.other.weight
+    unit = weight._zero_owner.unit
+    seen: list[bool] = []
+    block.up.register_forward_hook(lambda *_: seen.append(unit.full.untyped_storage().nbytes() > 0))
+    x = inputs(0, dist.get_rank())
+    block(x)
+    zero.register_external_parameter(block, weight)
+    block(x)
+    zero.unregister_external_parameter(block, weight)
+    block(x)
+    engine.destroy()
+    return seen
+
+
+def test_registering_and_unregistering_after_initialize(pool):
+    assert pool.run(2, registered_later) == [[False, True, False]] * 2
+
+
+def test_wrong_registrations():
+    module, param = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match="a parameter is external to a module; got str"):
+        zero.register_external_parameter("module", param)
+    with pytest.raises(RuntimeError, match="only a parameter can be external; got Tensor"):
+        zero.register_external_parameter(module, torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(2,\) is not registered as external to Linear"):
+        zero.unregister_external_parameter(module, param)

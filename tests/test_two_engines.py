@@ -1,0 +1,166 @@
+"""The promise: several engines live in one process and in one graph, trained, frozen, or only asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Block, config
+from stages import error, inputs
+from torch import nn
+
+import zero
+
+STEPS = 3
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+
+
+class Plain:
+    """The same loop in plain torch, which sees the data of both ranks."""
+
+    ranks = (0, 1)
+
+    def __init__(self, models: list[nn.Module], trained: int, dtype: torch.dtype) -> None:
+        self.models = [model.to(dtype) for model in models]
+        settings = config(0, 2)["optimizer"]["params"]
+        self.optimizers = [torch.optim.AdamW(model.parameters(), **settings) for model in self.models[:trained]]
+        self.dtype = dtype
+
+    def data(self, step: int, rank: int) -> torch.Tensor:
+        return inputs(step, rank).to(self.dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / 2).backward()
+
+    def step(self, index: int) -> None:
+        self.optimizers[index].step()
+        self.optimizers[index].zero_grad()
+
+    def zero_grad(self, index: int) -> None:
+        self.models[index].zero_grad()
+
+
+class Ours:
+    """The loop under engines, one rank's data."""
+
+    def __init__(self, models: list[nn.Module], trained: int, stage: int) -> None:
+        self.ranks = (dist.get_rank(),)
+        settings = config(stage, 2)
+        without = {key: value for key, value in settings.items() if key != "optimizer"}
+        self.models = [
+            zero.initialize(model=model, config=settings if index < trained else without)[0]
+            for index, model in enumerate(models)
+        ]
+
+    def data(self, step: int, rank: int) -> torch.Tensor:
+        return inputs(step, rank)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, index: int) -> None:
+        self.models[index].step()
+
+    def zero_grad(self, index: int) -> None:
+        self.models[index].zero_grad()
+
+
+Side = Any  # Plain or Ours
+
+
+def adversaries(side: Side, step: int) -> None:
+    """The generator learns through the discriminator, which then learns on what is detached."""
+    generator, critic = side.models
+    for rank in side.ranks:
+        side.backward(-critic(generator(side.data(step, rank))).mean())
+    side.zero_grad(1)
+    side.step(0)
+    for rank in side.ranks:
+        x = side.data(step, rank)
+        with torch.no_grad():
+            made = generator(x)
+        side.backward((critic(made) - critic(x)).square().mean())
+    side.step(1)
+
+
+def distillation(side: Side, step: int) -> None:
+    """A student follows a frozen teacher, once on its answers and once with the gradient through it."""
+    student, teacher = side.models
+    for rank in side.ranks:
+        x = side.data(step, rank)
+        with torch.no_grad():
+            wanted = teacher(x)
+        answer = student(x)
+        side.backward((answer - wanted).square().mean() + teacher(answer).square().mean())
+    side.step(0)
+
+
+def feedback(side: Side, step: int) -> None:
+    """A policy generates with a growing input; a value, a reference and the policy itself judge it."""
+    policy, value, reference = side.models
+    for rank in side.ranks:
+        x = side.data(step, rank)
+        policy.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.cat([x, torch.tanh(policy(x)[-1:])])
+        policy.train()
+        with torch.inference_mode():
+            old = reference(x)
+        now = policy(x)
+        worth = value(x)
+        gain = (now * worth.detach()).mean() + (now - old.clone()).square().mean()
+        side.backward(gain + (worth - now.detach()).square().mean())
+    side.step(1)
+    side.step(0)
+
+
+# seeds of the models, how many of them are trained, the loop
+CASES: dict[str, tuple[tuple[int, ...], int, Callable[[Side, int], None]]] = {
+    "adversaries": ((1, 2), 2, adversaries),
+    "distillation": ((1, 2), 1, distillation),
+    "feedback": ((1, 2, 1), 2, feedback),
+}
+
+
+def params(models: list[nn.Module]) -> dict[str, torch.Tensor]:
+    return {f"{i}.{name}": param.detach() for i, model in enumerate(models) for name, param in model.named_parameters()}
+
+
+def trained_by(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    seeds, trained, loop = CASES[name]
+    side = Plain([net(seed) for seed in seeds], trained, dtype)
+    for step in range(STEPS):
+        loop(side, step)
+    return params(side.models)
+
+
+def under_engines(name: str) -> list[dict[str, torch.Tensor]]:
+    seeds, trained, loop = CASES[name]
+    found = []
+    for stage in range(4):
+        models = [net(seed) for seed in seeds]
+        side = Ours(models, trained, stage)
+        for step in range(STEPS):
+            loop(side, step)
+        for engine in side.models:
+            engine.destroy()
+        found.append(params(models))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engines_together(pool, name):
+    exact = trained_by(name, torch.float64)
+    allowed = 2 * error(trained_by(name, torch.float32), exact)
+    for stages in pool.run(2, under_engines, name):
+        assert error(stages[0], exact) <= allowed
+        for stage in (1, 2, 3):
+            assert all(torch.equal(stages[stage][key], value) for key, value in stages[0].items()), f"stage {stage}"
