@@ -1,8 +1,8 @@
 """The promise: 1,000 steps allocate nothing new after the third.
 
-Counted after a collection of garbage: tensors that are alive, the bytes of their storages, objects of our classes by
-class. All three are the same after step 3 and after step 1,000, and the number of all objects that the garbage
-collector tracks is so but for a few, with accumulation, forwards without gradients, forwards whose backward never
+Counted after a collection of garbage: tensors that are alive, the bytes of their storages, and objects of our classes
+by class. All three are the same after step 3 and after step 1,000, and the number of all objects that the garbage
+collector tracks is so but for a few; with accumulation, forwards without gradients, forwards whose backward never
 comes, and exceptions now and then.
 """
 
