@@ -11,7 +11,7 @@ from models import batch, config, make_net
 from torch import nn
 
 import zero
-from zero.core.unit import owner_of
+from zero.core.owner import owner_of
 
 FILLED, COPIED, LATE = "blocks.1.up.weight", "embed.weight", "head.bias"
 

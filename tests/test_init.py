@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as hooks_of_torch
 
 import zero
-from zero.core.unit import is_released, owner_of
+from zero.core.owner import is_released, owner_of
 
 
 def hooks() -> int:

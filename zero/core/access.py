@@ -11,7 +11,8 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.mesh import local_device
-from zero.core.unit import Owner, State, owner_of
+from zero.core.owner import Owner, owner_of
+from zero.core.unit import State
 
 # What the modifier's rank tells the others of each parameter.
 _SAME, _WRITTEN, _UNFIT = 0, 1, 2

@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.mesh import Mesh, local_device
+from zero.core.owner import owner_of
 from zero.core.piece import Piece, Rest, manageable
-from zero.core.unit import owner_of
 
 # What is open where: threads that build models of their own are left alone.
 _running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_builder", default=None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zero.core.unit import owner_of
+from zero.core.owner import owner_of
 
 _PARAMETERS = "_zero_external"
 _HANDLE = "_zero_external_handle"

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from zero.core.owner import owner_of
 from zero.core.released import Released
 from zero.core.tensors import memory_of, tensors_in
-from zero.core.unit import State, Unit, owner_of
+from zero.core.unit import State, Unit
 from zero.plan.order import START, Limits, advance, fetched_ahead, used_again
 
 

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from zero.core import comm
 from zero.core.mesh import Mesh
-from zero.core.released import Released
-from zero.core.unit import Owner, State, Unit, absent
+from zero.core.owner import Owner
+from zero.core.released import Released, absent
+from zero.core.unit import State, Unit
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan
 

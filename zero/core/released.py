@@ -99,3 +99,9 @@ def _released_in(values: Any) -> list[Any]:
         elif isinstance(value, (tuple, list)):
             stack += reversed(value)
     return found
+
+
+def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a parameter shows while its values are away: its true shape, and one element of memory."""
+    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return nothing.expand(shape)

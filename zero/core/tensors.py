@@ -30,3 +30,14 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:  # a sparse tensor, or one inside vmap
         return None
+
+
+def holders_of(tensor: torch.Tensor) -> int:
+    """How many tensors share the memory of this one, itself counted."""
+    return torch._C._storage_Use_Count(memory_of(tensor))
+
+
+def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return one.contiguous().view(bits) != other.contiguous().view(bits)

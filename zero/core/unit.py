@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from zero.core.comm import Transfer
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
-from zero.core.released import Released, released_class
-from zero.core.tensors import memory_of
+from zero.core.owner import Owner, owner_of
+from zero.core.released import absent, released_class
+from zero.core.tensors import different, holders_of, memory_of
 from zero.plan.layout import Fragment, Span
 from zero.plan.units import UnitPlan
 
@@ -55,23 +56,6 @@ LEGAL = {
     (State.AWAY, "take back"): State.SHARDED,
     (State.AWAY, "show"): State.FULL,
 }
-
-
-class Owner(NamedTuple):
-    """What a parameter knows of us: its name in the model, its unit, and its index there."""
-
-    name: str
-    unit: Unit
-    index: int
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter itself."""
-        return self.unit.params[self.index]
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A pickled parameter leaves us behind: on the other side None stands here, and no engine manages it."""
-        return type(None), ()
 
 
 class Unit:
@@ -142,7 +126,7 @@ class Unit:
         self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
         self.master = Master(self.shard, flat.narrow(0, *own), remainder) if trained else None
         self._views = self._views_of(self.full)
-        self._holders = _holders(self.full)
+        self._holders = holders_of(self.full)
         self._absent = [absent(param.shape, dtype, device) for param in self.params]
         for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             param.data = view
@@ -386,11 +370,11 @@ class Unit:
         self._move("release")
 
     def _allocate(self) -> None:
-        self._holders = _holders(self.full)
+        self._holders = holders_of(self.full)
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
     def _free(self, spare: bool) -> None:
-        if spare and _holders(self.full) > self._holders:
+        if spare and holders_of(self.full) > self._holders:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
                 self.full = torch.empty_like(self.full)
                 self._views = self._views_of(self.full)
@@ -432,40 +416,13 @@ class Unit:
     def _hide(self) -> None:
         self._versions = [param._version for param in self.params]
         torch.autograd.graph.increment_version(self.params)
-        for param, absent, kind in zip(self.params, self._absent, self._kinds, strict=True):
-            param.data = absent
+        for param, nothing, kind in zip(self.params, self._absent, self._kinds, strict=True):
+            param.data = nothing
             param.__class__ = self._away(kind)
 
 
 def no_optimizer() -> None:
     """What `Unit.optimizer` is until one is bound."""
-
-
-def _holders(full: torch.Tensor) -> int:
-    """How many tensors share the memory of `full`, itself counted."""
-    return torch._C._storage_Use_Count(memory_of(full))
-
-
-def owner_of(param: torch.Tensor) -> Owner | None:
-    """The unit of a parameter, or None when no engine manages it."""
-    return getattr(param, "_zero_owner", None)
-
-
-def is_released(param: torch.Tensor) -> bool:
-    """Whether the parameter's values are away."""
-    return isinstance(param, Released)
-
-
-def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a parameter shows while its values are away: its true shape, and one element of memory."""
-    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-    return nothing.expand(shape)
-
-
-def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    return one.contiguous().view(bits) != other.contiguous().view(bits)
 
 
 def _copy(param: nn.Parameter, place: torch.Tensor) -> bool:

@@ -14,7 +14,8 @@ import torch
 from zero.core import comm
 from zero.core.gathering import in_backward
 from zero.core.master import rounded
-from zero.core.unit import Owner, State
+from zero.core.owner import Owner
+from zero.core.unit import State
 from zero.plan.layout import Fragment
 
 

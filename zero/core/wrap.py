@@ -17,9 +17,10 @@ from zero.core.gradients import GradientDtypes
 from zero.core.hooks import Reads, attach
 from zero.core.leaf import z3_leaf_module
 from zero.core.mesh import Mesh
+from zero.core.owner import owner_of
 from zero.core.piece import Piece
 from zero.core.reducing import Reducer
-from zero.core.unit import Unit, owner_of
+from zero.core.unit import Unit
 from zero.log import logger
 from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, gradient_dtype

@@ -14,8 +14,8 @@ from torch import nn
 from zero.config import load
 from zero.core.building import Builder, running
 from zero.core.mesh import init_distributed, local_device, make_mesh
+from zero.core.owner import owner_of
 from zero.core.piece import Piece, Rest
-from zero.core.unit import owner_of
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "only data parallelism over all ranks is built; leave it out"

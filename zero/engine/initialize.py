@@ -68,15 +68,7 @@ def initialize(
     training_data: a dataset, from which each rank's loader of micro-batches is made.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(
-            f"initialize() got a {type(model).__name__}, which moves data or gradients itself; pass model=model.module"
-        )
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
+    _check(model, mpu=mpu, mesh_param=mesh_param)
     source = resolve_config(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(timeout=_group_timeout(source))
@@ -89,7 +81,24 @@ def initialize(
     if order is not None and order.plain:
         plain = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
         return _finish(plain, training_data, collate_fn, lr_scheduler, settings, order)
-    zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
+    engine = _make_engine(model, optimizer, model_parameters, settings)
+    return _finish(engine, training_data, collate_fn, lr_scheduler, settings, order)
+
+
+def _check(model: Any, **unsupported: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(
+            f"initialize() got a {type(model).__name__}, which moves data or gradients itself; pass model=model.module"
+        )
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
+
+
+def _make_engine(model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config) -> Engine:
+    zero_optimizer, groups = _make_optimizer(model, client, model_parameters, settings)
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
@@ -106,7 +115,7 @@ def initialize(
     if settings.dump_state:
         rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
     engine._initialize = initialize
-    return _finish(engine, training_data, collate_fn, lr_scheduler, settings, order)
+    return engine
 
 
 def _finish(

@@ -15,7 +15,8 @@ from torch import nn
 from zero.config import Config
 from zero.core import comm
 from zero.core.access import GatheredParameters
-from zero.core.unit import Unit, owner_of
+from zero.core.owner import owner_of
+from zero.core.unit import Unit
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.core.wrap import Sharded
 from zero.log import rank_zero

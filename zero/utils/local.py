@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from zero.core import comm
-from zero.core.unit import Owner
+from zero.core.owner import Owner
 from zero.core.values import agree, check_idle, exact_piece, piece, write_exact
 from zero.utils.managed import Managed, is_number, managed, misfit, unfit_number, unknown_key, wanted
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.core.unit import Owner, owner_of
+from zero.core.owner import Owner, owner_of
 from zero.optim.optimizer import ZeroOptimizer
 
 

@@ -1,0 +1,37 @@
+"""What a parameter knows of the engine that manages it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zero.core.released import Released
+
+
+class Owner(NamedTuple):
+    """Its name in the model, its unit, and its index there."""
+
+    name: str
+    unit: Any  # a Unit, which imports us
+    index: int
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter itself."""
+        return self.unit.params[self.index]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A pickled parameter leaves us behind: on the other side None stands here, and no engine manages it."""
+        return type(None), ()
+
+
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """The unit of a parameter, or None when no engine manages it."""
+    return getattr(param, "_zero_owner", None)
+
+
+def is_released(param: torch.Tensor) -> bool:
+    """Whether the parameter's values are away."""
+    return isinstance(param, Released)
