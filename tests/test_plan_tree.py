@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.plan.tree import Tree
@@ -36,12 +36,14 @@ def test_four_leaves():
     assert summed({}) is None
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 63)))
 def test_the_order_is_that_of_a_balanced_tree_with_gaps(positions):
     leaves = {position: str(position) for position in positions}
     assert summed(leaves) == balanced(leaves, 0, 64)
 
 
+@settings(deadline=None)
 @given(micro_batches=st.integers(1, 40), log_world=st.integers(0, 5), gaps=st.sets(st.integers(0, 39)))
 def test_rows_of_ranks_and_micro_batches_make_one_tree(micro_batches, log_world, gaps):
     """World W with A micro-batches is world 1 with A x W; a window that ended early is shorter for all alike."""
@@ -54,6 +56,7 @@ def test_rows_of_ranks_and_micro_batches_make_one_tree(micro_batches, log_world,
     assert summed(upper) == summed(whole)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 200), unique=True, min_size=1).map(sorted))
 def test_as_many_sums_are_kept_as_there_are_open_subtrees(positions):
     tree: Tree[int] = Tree(int.__add__)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WIDTH, batch, config, make_net
 from torch import nn
@@ -67,8 +67,8 @@ def flipped(cases: list[tuple], victim: int) -> list[tuple[int, str]]:
     """For each (stage, bf16, N, what): the steps after the flip until it was reported, and the report."""
     found = []
     for stage, bf16, every, what in cases:
-        settings = config(stage, dist.get_world_size(), bf16={"enabled": bf16}, zero={"check_replicas": every})
-        engine, *_ = zero.initialize(model=make_net(), config=settings)
+        given_config = config(stage, dist.get_world_size(), bf16={"enabled": bf16}, zero={"check_replicas": every})
+        engine, *_ = zero.initialize(model=make_net(), config=given_config)
         report = (-1, "nothing was reported")
         for step in range(8):
             if step == 4 and dist.get_rank() == victim:
@@ -124,9 +124,9 @@ class Normed(nn.Module):
 
 def buffers(stage: int, every: int, name: str | None) -> tuple[int, str]:
     """Train with a buffer flipped on rank 1 at step 6, if one is named."""
-    settings = config(stage, dist.get_world_size(), zero={"check_replicas": every})
+    given_config = config(stage, dist.get_world_size(), zero={"check_replicas": every})
     torch.manual_seed(1)
-    engine, *_ = zero.initialize(model=Normed(), config=settings)
+    engine, *_ = zero.initialize(model=Normed(), config=given_config)
     for step in range(12):
         if step == 6 and dist.get_rank() == 1 and name:
             flip(dict(engine.module.named_buffers())[name], 0, 0)
@@ -193,6 +193,7 @@ def seen(change: Callable[[torch.Tensor], None], numel: int, dtype: torch.dtype)
     return bool(hash_tensor(tensor) != hash_tensor(other))
 
 
+@settings(deadline=None)
 @given(
     numel=st.integers(1, 300),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]),
