@@ -28,7 +28,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | N
     path = os.pathsep.join([str(here.parent), str(here)])
     command = [sys.executable, str(here / "divergence.py"), str(folder)]
     ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=150, check=False
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=400, check=False
     )
     assert ended.returncode == 0, ended.stderr
     codes = json.loads((folder / "codes.json").read_text())

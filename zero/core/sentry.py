@@ -24,6 +24,7 @@ READS = 0.3  # seconds of a wait before the other ranks' records are read
 SURE = 1.0  # seconds of a wait before another rank's exception ends it
 LEAVES = 10.0  # seconds that a thread has to leave a wait that was ended
 EXPLAINS = 6.0  # seconds that a wait which failed stays to be explained, at most
+STOPPED = 10.0  # seconds between two looks from which on this process was stopped, and no wait can be judged by them
 NEAR = 1.0  # a wait that was lost this close to its time-out ended because of it, on another rank perhaps
 TAG = (1 << 30) + 1  # of a message that nobody sends
 
@@ -44,6 +45,7 @@ class Sentry(threading.Thread):
         self._said: Waiting | None = None  # the wait that the last line was about
         self._next = 0.0  # time.monotonic() of the next line
         self._asks = 0  # of the board, answered
+        self._resumed = 0.0  # time.monotonic() at which this process went on after it was stopped
         self._wake = threading.Event()
         self._ended = False
 
@@ -58,9 +60,14 @@ class Sentry(threading.Thread):
 
     def run(self) -> None:
         """Until the end, or until the process group is gone."""
+        looked = time.monotonic()
         while not self._ended and dist.is_initialized() and dist.group.WORLD is self._group:
+            now = time.monotonic()
+            if now - looked > STOPPED:
+                self._resumed = now
+            looked = now
             try:
-                self._look(time.monotonic())
+                self._look(now)
             except Exception:
                 # Training goes on without us; that nobody watches must not stay a secret.
                 logger.exception("rank %d: the watch over waiting ranks has ended", self._standing.rank)
@@ -81,7 +88,7 @@ class Sentry(threading.Thread):
         elif waiting is None:
             self._answer(now)
         else:
-            age = now - waiting.since
+            age = now - max(waiting.since, self._resumed)
             self._board.reading = age > READS
             view = self._board.view()
             why = cause(view, waiting.collective.number) if age > SURE else ""
