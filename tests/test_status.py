@@ -59,7 +59,7 @@ def test_the_tables_are_read():
 
 @pytest.mark.parametrize("table", sorted({row.table for row in rows()} - {KEYS}))
 def test_names_exist_as_the_tables_say(table):
-    # Missing are also those that DeepSpeed has and torch.optim.Optimizer brings along, so these are told by "planned".
+    # These two come with torch.optim.Optimizer; ours raise.
     inherited = {"state_dict", "load_state_dict"}
     what = holder(table)
     wrong = [
