@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -362,3 +365,27 @@ def test_a_module_attached_later_runs(pool):
     assert kept
     assert first == second
     assert len(set(first)) == 3
+
+
+def joined(port: int) -> tuple[int, bool]:
+    """Without a process group, the environment tells which ranks there are; other threads build as ever."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    built: list[nn.Module] = []
+    try:
+        with zero.Init():
+            thread = threading.Thread(target=lambda: built.append(make_net()))
+            thread.start()
+            thread.join()
+            model = make_net()
+        plain = all(owner_of(param) is None for param in built[0].parameters())
+        return dist.get_world_size(), plain and all(map(is_released, model.parameters()))
+    finally:
+        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+
+def test_it_joins_the_process_group_and_leaves_other_threads_alone(pool):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert pool.run(2, joined, port) == [(2, True)] * 2
