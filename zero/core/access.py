@@ -45,8 +45,8 @@ class GatheredParameters:
     def __enter__(self) -> None:
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
+            unit.gather()  # may refuse; then nobody holds it
             unit.holds += 1
-            unit.gather()
         for unit in self._units:
             unit.wait()
         self._versions = [owner.param._version for owner in self._owners]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,19 @@ class Sharded:
         self.gatherer = Gatherer(self.units)
         self.reducer = Reducer(self.units, sharding, self.gatherer.done)
         self.reducer.on_flush(self.gatherer.end_of_backward)
-        reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
-        self._handles = attach(reads, self.gatherer, self.reducer.begin)
+        self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
+        self._handles = attach(self._reads, self.gatherer, self.reducer.begin)
+
+    def unhook(self, modules: Iterable[nn.Module]) -> None:
+        """Take the hooks off modules that are called only from inside of one that keeps its hooks."""
+        for module in modules:
+            for handle in self._handles.pop(module, ()):
+                handle.remove()
+
+    def hook(self, modules: Iterable[nn.Module]) -> None:
+        """Put back what `unhook` took off."""
+        reads = {module: self._reads[module] for module in modules if module in self._reads}
+        self._handles |= attach(reads, self.gatherer, self.reducer.begin)
 
     def abandon(self) -> None:
         """Make the next step possible after an exception; the gradients of the running window are dropped."""
@@ -83,8 +94,7 @@ class Sharded:
 
     def dissolve(self) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own."""
-        for handle in self._handles:
-            handle.remove()
+        self.unhook(list(self._handles))
         self.reducer.detach()
         for unit in self.units:
             unit.dissolve()
