@@ -1,5 +1,5 @@
-"""The promise: inside `GatheredParameters` parameters are whole, and on leaving, what one rank wrote is everyone's exact
-value, what nobody wrote keeps its exact master, and no rank is left waiting."""
+"""The promise: inside `GatheredParameters` parameters are whole, and on leaving, what one rank wrote is everyone's
+exact value, what nobody wrote keeps its exact master, and no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(stage: int = 3, master: str = "fp32") -> Any:
 
 
 def exact(engine: Any) -> dict[str, torch.Tensor]:
-    """The masters of this rank's shards by parameter; its part of a frozen one or of one that it has no part of: none."""
+    """The masters of this rank's shards by parameter; a frozen one, or one that it has no part of, has none."""
     found = {}
     for unit in engine._sharded.trained:
         values = unit.exact()

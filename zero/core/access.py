@@ -64,8 +64,8 @@ class GatheredParameters:
     def __enter__(self) -> None:
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
+            unit.gather()  # may refuse; then nobody holds it
             unit.holds += 1
-            unit.gather()
         for unit in self._units:
             unit.wait()
             unit.take_edits()  # whoever wrote before the block did so by other rules

@@ -25,19 +25,21 @@ class Reads(NamedTuple):
 
 def attach(
     reads: Mapping[nn.Module, Reads], gatherer: Gatherer, begin_backward: Callable[[], None]
-) -> list[RemovableHandle]:
-    """Hook every module that reads units. Returns handles that undo it.
+) -> dict[nn.Module, list[RemovableHandle]]:
+    """Hook every module that reads units. Returns for each the handles that undo it.
 
     Both the module at which a unit is anchored and every module that owns one of its parameters are hooked:
     the first keeps the unit through a whole block, the others make tied weights, modules called on their
     own, and losses taken from the middle of a block find their parameters.
     """
-    handles = []
+    handles = {}
     for module, read in reads.items():
         # A copy of the module must neither take the engine along nor ask it for parameters.
         before, after = _forward_hooks(read, gatherer, begin_backward)
-        handles.append(module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(OwnHook(after), always_call=True))
+        handles[module] = [
+            module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(OwnHook(after), always_call=True),
+        ]
     return handles
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.agree import agree
@@ -87,8 +88,24 @@ class Sharded:
         self.reducer = Reducer(self.units, sharding, mesh, self.gatherer.done, FirstNotFinite(self.trained, mesh))
         self.reducer.on_flush(self.gatherer.end_of_backward)
         self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
-        reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
-        self._handles = attach(reads, self.gatherer, self.reducer.begin)
+        self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
+        self._handles = attach(self._reads, self.gatherer, self.reducer.begin)
+
+    @property
+    def handles(self) -> list[RemovableHandle]:
+        """Of all our hooks on modules."""
+        return [handle for handles in self._handles.values() for handle in handles]
+
+    def unhook(self, modules: Iterable[nn.Module]) -> None:
+        """Take the hooks off modules that are called only from inside of one that keeps its hooks."""
+        for module in modules:
+            for handle in self._handles.pop(module, ()):
+                handle.remove()
+
+    def hook(self, modules: Iterable[nn.Module]) -> None:
+        """Put back what `unhook` took off."""
+        reads = {module: self._reads[module] for module in modules if module in self._reads}
+        self._handles |= attach(reads, self.gatherer, self.reducer.begin)
 
     def accumulate_over(self, micro_batches: int) -> None:
         """From now on so many micro-batches add up in one step; to be said while there are no gradients."""
@@ -143,8 +160,7 @@ class Sharded:
 
     def dissolve(self) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own."""
-        for handle in self._handles:
-            handle.remove()
+        self.unhook(list(self._handles))
         self.reducer.detach()
         for unit in self.units:
             unit.dissolve()

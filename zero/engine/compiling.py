@@ -1,4 +1,4 @@
-"""torch.compile, block by block: the module of a unit is compiled, and what moves its parameters stays outside."""
+"""torch.compile, block by block: compiled is what units are anchored at, and what moves parameters stays outside."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Compiling:
         """Compile the forward of each block of the model: of every module below the root at which units are anchored.
 
         Parameters are gathered before a compiled block and released behind it, as without. Blocks that contain
-        others, or read parameters of a unit that is anchored elsewhere (tied weights), run as they are. A second
-        call compiles anew. `compile_kwargs` go to torch.compile. Raises ValueError for `schedule` and
+        others, or read parameters of a unit that is anchored elsewhere (tied weights), run as they are. Where
+        parameters are cut, a module inside a compiled block cannot be called on its own. A second call compiles
+        anew. `compile_kwargs` go to torch.compile. Raises ValueError for `schedule` and
         `compiled_autograd_enabled`, which are DeepCompile's.
         """
         self._alive()
@@ -47,6 +48,8 @@ class Compiling:
         blocks, left = _blocks(self.module, self._sharded.units)
         for block in blocks:
             self._compiled[block] = block.__dict__.get("forward")
+            # Hooks have ids, and dynamo would compile every block anew for its own.
+            self._sharded.unhook(_below(block))
             block.forward = torch.compile(block.forward, backend=backend, **dict(compile_kwargs or {}))
         rank_zero(
             logging.INFO, "compiled %d blocks with %s; left as they are: %s", len(blocks), backend, left or "none"
@@ -58,7 +61,12 @@ class Compiling:
                 del block.forward
             else:
                 block.forward = before
+            self._sharded.hook(_below(block))
         self._compiled = {}
+
+
+def _below(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if module is not block]
 
 
 def _blocks(root: nn.Module, units: tuple[Unit, ...]) -> tuple[list[nn.Module], list[str]]:

@@ -248,8 +248,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
             return getattr(module, name)
 
     def _alive(self) -> None:
-        if self._sharded is None:
-            raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+        self._need_engine()
         if self._torn is not None:
             raise RuntimeError(self._torn)
         if self.optimizer is not None and self.optimizer.away:

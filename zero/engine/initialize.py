@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -28,9 +27,10 @@ from zero.engine.engine import Engine
 from zero.engine.precision import make_loss_scaler
 from zero.engine.progress import describe
 from zero.log import rank_zero, set_level
+from zero.optim.client import client_rule
 from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule, make_rule
+from zero.optim.rules import Rule, make_rule
 from zero.plan.formats import Formats
 from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
@@ -64,7 +64,10 @@ def initialize(
 
     model_parameters: tensors or parameter groups for the optimizer; default: all that require a gradient.
     optimizer: instead of the JSON's, one of `torch.optim` that works element by element, or a callable that
-    makes it from the parameters. lr_scheduler: an object or a callable of the optimizer.
+    makes it from the parameters (from the groups, if `model_parameters` are groups). Its parameter groups stay in
+    charge; it is made anew for each unit, so state of earlier steps is not taken over. One that torch does not have
+    needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound to that optimizer, or a callable of the
+    optimizer that is returned.
     training_data: a dataset, from which each rank's loader of micro-batches is made.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
@@ -190,23 +193,28 @@ def _make_optimizer(
         given = settings.optimizer
         rule: Rule = make_rule(given.type, dict(given.params or {}), settings.compute_dtype)
     else:
-        if not isinstance(client, torch.optim.Optimizer):
-            client = client([param for group in groups for param in group["params"]])
-        rule = _client_rule(client)
+        client = _client_optimizer(client, groups)
+        rule = client_rule(client, settings.zero_allow_untested_optimizer)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
-        groups = client.param_groups  # the same dicts: a scheduler made for the client's optimizer stays in charge
+        # The same dicts: a scheduler made for the client's optimizer stays in charge.
+        groups = [group for group in client.param_groups if group["params"]]
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check, make_loss_scaler(settings))
     return made, made.param_groups
 
 
-def _client_rule(client: torch.optim.Optimizer) -> Rule:
-    kind = type(client)
-    if kind.__name__ in NOT_ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
-        reason = NOT_ELEMENTWISE.get(kind.__name__, "only optimizers of torch.optim that work element by element can")
-        raise ValueError(f"optimizer: {kind.__name__} cannot run on shards: {reason}")
-    accepted = inspect.signature(kind.__init__).parameters
-    return TorchRule(kind, {key: value for key, value in client.defaults.items() if key in accepted})
+def _client_optimizer(client: Any, groups: Groups) -> torch.optim.Optimizer:
+    """The user's optimizer: the object that was given, or what the callable made."""
+    if isinstance(client, torch.optim.Optimizer):
+        return client
+    if not callable(client):
+        raise ValueError(f"initialize(optimizer=...): got a {type(client).__name__}; wanted an optimizer or a callable")
+    # `groups` are copies; whether the user thinks in groups shows in what other keys they have.
+    in_groups = any(group.keys() != {"params"} for group in groups)
+    made = client(groups if in_groups else [param for group in groups for param in group["params"]])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"initialize(optimizer=...): the callable made a {type(made).__name__}; wanted an optimizer")
+    return made
 
 
 def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
@@ -214,7 +222,8 @@ def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
     items = list(model.parameters() if given is None else given)
     if not all(isinstance(item, dict) for item in items):
         items = [{"params": items}]
-    groups = []
+    names = {param: name for name, param in model.named_parameters()}
+    groups, seen = [], {}
     for index, item in enumerate(items):
         params = item["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -222,6 +231,10 @@ def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
             if not isinstance(param, torch.Tensor):
                 raise ValueError(f"model_parameters: group {index} holds a {type(param).__name__}; wanted parameters")
         kept = [param for param in dict.fromkeys(params) if param.requires_grad]
+        for param in kept:
+            if seen.setdefault(param, index) != index:
+                name = names.get(param, f"of shape {tuple(param.shape)}")
+                raise ValueError(f"model_parameters: parameter '{name}' is in groups {seen[param]} and {index}")
         if kept:
             groups.append({**item, "params": kept})
     if not groups:
@@ -231,7 +244,16 @@ def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
 
 def _make_scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) -> Any:
     if given is not None:
-        return given(optimizer) if callable(given) else given
+        if callable(given):
+            return given(optimizer)
+        bound = getattr(getattr(given, "optimizer", None), "param_groups", None)
+        ours = optimizer.param_groups if optimizer is not None else []
+        if bound is not None and not any(group is own for group in bound for own in ours):
+            raise ValueError(
+                f"initialize(lr_scheduler=...): {type(given).__name__} is bound to an optimizer that is not the one "
+                "that trains, so it would change nothing; give that optimizer too, or a callable of the optimizer"
+            )
+        return given
     if settings.scheduler is None or settings.scheduler.type is None or optimizer is None:
         return None
     return build_scheduler(optimizer, settings.scheduler.type, dict(settings.scheduler.params or {}))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.core.unit import Unit
+from zero.core.unit import State, Unit
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
 
@@ -77,7 +77,8 @@ class Offload:
         pinned = pin_memory and self.device.type == "cuda"
         self.optimizer.away = True
         self._resting = [_put(storage, pinned, non_blocking) for storage in storages.values()]
-        self._give_back()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # else the memory stays with torch, and only torch may use it
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` took, bit by bit; does nothing when nothing is offloaded."""
@@ -89,7 +90,7 @@ class Offload:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         for unit in self._sharded.units:
-            if unit.state.value == "away":
+            if unit.state is State.AWAY:
                 unit.take_back()
         self.optimizer.away = False
 
@@ -106,10 +107,6 @@ class Offload:
             if "optim_states" in names:
                 yield from (tensor.untyped_storage() for _, _, tensor in self.optimizer.rule.tensors(unit))
             yield from _gradient_storages(unit, names)
-
-    def _give_back(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _need_engine(self) -> None:
         if self._sharded is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from zero.config import Config
 
 
@@ -12,6 +14,10 @@ class Queries:
 
     _config: Config
     optimizer: Any
+    module: torch.nn.Module
+    world_size: int
+    global_rank: int
+    global_steps: int
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -93,6 +99,43 @@ class Queries:
         """The optimizer's name, once per parameter group."""
         name = self._config.optimizer.type if self._config.optimizer else "client"
         return [name for _ in self.optimizer.param_groups] if self.optimizer else []
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The optimizer; nothing is wrapped by it that one could step."""
+        return self.optimizer
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share one sample's model: always 1."""
+        return 1
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.world_size
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The name of each parameter of the module."""
+        return {param: name for name, param in self.module.named_parameters()}
+
+    @property
+    def gas_boundary_ctr(self) -> int:
+        """Accumulation boundaries so far."""
+        return self.global_steps
+
+    def get_data_parallel_rank(self) -> int:
+        """This process among those that see different samples."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Always 0."""
+        return 0
 
     def _per_group(self, key: str) -> list[Any]:
         return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer else []

@@ -143,7 +143,7 @@ def whole_copy(engine: Any) -> nn.Module:
         made = copy.deepcopy(engine.module, memo)
     except Exception as error:
         raise ValueError(f"check(): the model cannot be copied ({type(error).__name__}: {error})") from error
-    ours = {handle.id for handle in engine._sharded._handles}
+    ours = {handle.id for handle in engine._sharded.handles}
     for module in made.modules():
         for table, entries in vars(module).items():
             if table.startswith(("_forward_hooks", "_forward_pre_hooks")):

@@ -1,0 +1,157 @@
+"""The promise: each parameter group trains with its own settings of now, in the dtype that its parameters have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, config, make_net
+from torch import nn
+
+import zero
+
+
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    """Three groups with their own lr, decay and betas."""
+    norms = [param for name, param in net.named_parameters() if "norm" in name or name.endswith("bias")]
+    head = [net.head.weight]
+    rest = [param for param in net.parameters() if not any(param is each for each in norms + head)]
+    return [
+        {"params": rest},
+        {"params": norms, "weight_decay": 0.0, "lr": 3e-3},
+        {"params": head, "betas": (0.5, 0.9), "eps": 1e-6},
+    ]
+
+
+def change(groups: list[dict[str, Any]], step: int) -> None:
+    """What a user does between steps."""
+    if step == 1:
+        groups[0]["lr"] = 5e-3
+        groups[1]["weight_decay"] = 0.3
+    if step == 2:
+        groups[2]["betas"] = (0.8, 0.95)
+
+
+def engine_run(stage: int, client: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    """`client`: the user's own optimizer, whose own groups are changed, not the engine's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    net = make_net(blocks=2)
+    net.embed.to(dtype)  # a model of two dtypes under compute fp32 keeps both
+    settings = config(stage, world)
+    given: dict[str, Any] = {"model_parameters": groups_of(net)}
+    groups = None
+    if client:
+        optimizer = torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.1)
+        given, groups = {"optimizer": optimizer}, optimizer.param_groups
+    net.embed.register_forward_hook(lambda module, args, output: output.float())
+    engine = zero.initialize(model=net, config=settings, **given)[0]
+    for step in range(4):
+        change(engine.optimizer.param_groups if groups is None else groups, step)
+        tokens, targets = batch(step, 2 * world)
+        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        engine.step()
+    engine.destroy()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def plain_run(world: int, dtype: torch.dtype, half: bool = False) -> list[torch.Tensor]:
+    """With `half` the embedding is read, and its gradient made, in bf16; its master stays in `dtype`."""
+    net = make_net(blocks=2).to(dtype)
+    optimizer = torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        change(optimizer.param_groups, step)
+        for rank in range(world):
+            tokens, targets = batch(step, 2 * world)
+            embed = net.embed.weight.detach().bfloat16().requires_grad_() if half else net.embed.weight
+            loss = net_loss(net, embed, tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2])
+            (loss / world).backward()
+            if half:
+                grad = embed.grad.to(dtype)
+                net.embed.weight.grad = grad if net.embed.weight.grad is None else net.embed.weight.grad + grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in net.parameters()]
+
+
+def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    return max((a.double() - b).abs().max().item() for a, b in zip(found, exact, strict=True))
+
+
+def net_loss(net: nn.Module, embed: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The Net's forward with the weight `embed`, with its loss in the dtype of the net."""
+    x = nn.functional.embedding(tokens, embed).to(net.head.weight.dtype)
+    for block in net.blocks:
+        x = block(x)
+    return nn.functional.cross_entropy(net.head(net.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def all_runs(client: bool) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    runs = [engine_run(stage, client, torch.float32) for stage in range(4)]
+    mixed = [engine_run(stage, client, torch.bfloat16) for stage in range(4)]
+    return runs, mixed
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["json", "client"])
+def test_groups_keep_their_settings_and_take_new_ones(pool, client):
+    exact, rough = plain_run(2, torch.float64), plain_run(2, torch.float32)
+    half = plain_run(2, torch.float32, half=True)
+    allowed, allowed_half = distance(rough, exact), distance(half, exact)
+    for runs, mixed in pool.run(2, all_runs, client):
+        for run in runs:
+            assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+        assert distance(runs[0], exact) <= 2 * allowed
+        for run in mixed:
+            assert all(torch.equal(a, b) for a, b in zip(run, mixed[0], strict=True))
+        dtypes = [param.dtype for param in mixed[0]]
+        assert dtypes[0] == torch.bfloat16
+        assert set(dtypes[1:]) == {torch.float32}
+        assert distance(mixed[0][1:], exact[1:]) <= 2 * allowed_half
+
+
+def test_a_parameter_in_two_groups_is_named():
+    net = make_net()
+    groups = [{"params": net.parameters()}, {"params": [net.head.bias]}]
+    with pytest.raises(ValueError, match=r"model_parameters: parameter 'head.bias' is in groups 0 and 1"):
+        zero.initialize(model=net, model_parameters=groups, config=config(0, 1))
+
+
+def test_groups_that_are_empty_or_frozen_are_left_out():
+    net = make_net()
+    net.embed.requires_grad_(False)
+    rest = [param for param in net.parameters() if param.requires_grad]
+    groups = [{"params": []}, {"params": list(net.embed.parameters())}, {"params": rest, "lr": 0.5}]
+    assert zero.initialize(model=net, model_parameters=groups, config=config(0, 1))[0].get_lr() == [0.5]
+    net = make_net()
+    client = torch.optim.SGD([{"params": []}, {"params": net.parameters(), "lr": 0.25}], lr=1.0)
+    engine = zero.initialize(model=net, optimizer=client, config=config(0, 1))[0]
+    assert engine.get_lr() == [0.25]
+    engine.backward(engine(*batch(0, 2)))
+    engine.step()
+    assert engine.was_step_applied()
+
+
+def test_what_shards_cannot_do_is_said():
+    engine = zero.initialize(model=make_net(), config=config(0, 1))[0]
+    with pytest.raises(RuntimeError, match=r"add_param_group\(\): the parameters are cut into units"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError, match=r"optimizer.state_dict\(\): each rank has a shard"):
+        engine.optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"optimizer.load_state_dict\(\): each rank has a shard"):
+        engine.optimizer.load_state_dict({})
+
+
+def test_rates_and_attributes_that_users_read():
+    engine = zero.initialize(model=make_net(), config=config(0, 1, accumulation=2))[0]
+    engine.optimizer.set_lr(0.125)
+    assert engine.get_lr() == engine.optimizer.get_lr() == [0.125]
+    assert engine.basic_optimizer is engine.optimizer
+    assert (engine.mp_world_size, engine.seq_dp_world_size, engine.dp_world_size) == (1, 1, 1)
+    ranks = (engine.get_data_parallel_rank(), engine.get_model_parallel_rank(), engine.get_tensor_parallel_rank())
+    assert ranks == (0, 0, 0)
+    assert engine.param_names[engine.module.head.bias] == "head.bias"
+    for step in range(4):
+        engine.backward(engine(*batch(step, 2)))
+        engine.step()
+    assert engine.gas_boundary_ctr == 2
