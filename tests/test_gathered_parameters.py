@@ -13,7 +13,7 @@ from models import batch, config, make_net
 from torch import nn
 
 import zero
-from zero.core.unit import is_released, owner_of
+from zero.core.owner import is_released, owner_of
 
 ONE, TWO, THREE = "blocks.1.up.weight", "embed.weight", "head.bias"
 MASTERS = ("", "fp32", "remainder")  # "": computes in fp32

@@ -17,8 +17,9 @@ from ranks import Pool
 from torch import nn
 
 import zero
+from zero.core.owner import owner_of
 from zero.core.piece import Piece
-from zero.core.unit import Unit, owner_of
+from zero.core.unit import Unit
 
 WIDTH, LAYERS, RANKS = 4096, 25, 4
 LARGEST = WIDTH * WIDTH * 4  # bytes of the largest module, fp32

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.core import comm
 from zero.core.finite import FirstNotFinite
-from zero.core.mesh import Mesh
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
@@ -35,7 +33,6 @@ class Reducer:
         self,
         units: Sequence[Unit],
         sharding: Sharding,
-        mesh: Mesh,
         on_complete: Callable[[Unit], None],
         finite: FirstNotFinite,
     ) -> None:
@@ -47,7 +44,6 @@ class Reducer:
         self.rounds = 0  # backward passes flushed so far
         self.pending = False  # one was flushed without a reduction; alike on all ranks, unlike what each got in it
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
-        self._mesh = mesh
         self._every_micro_batch = sharding.grads
         self._on_complete = on_complete
         self._on_flush: list[Callable[[], None]] = []
@@ -117,13 +113,20 @@ class Reducer:
 
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
-        late = any(unit.gradients.flat is not None or not unit.gradients.reduced for unit in self._order)
-        # A backward inside another may bring gradients of a unit that has fired, on those ranks alone that used it.
-        if self._order and self._mesh.world_size > 1 and not self.pending:
-            mine = torch.tensor([float(late)], device=self._order[0].shard.device)
-            late = bool(comm.gather_scalars(mine, self._mesh.reduced_over, "late gradients").any())
-        if late or self.pending:
+        if self.pending or not all(unit.gradients.reduced for unit in self._order):
             self._end(force=True)
+
+    @property
+    def late(self) -> bool:
+        """Whether this rank, perhaps alone, has gradients that came when their unit was reduced already.
+
+        A backward inside another brings such, on those ranks that used the unit in it.
+        """
+        return any(unit.gradients.flat is not None for unit in self._order)
+
+    def reduce_late(self) -> None:
+        """Reduce what is late on any rank; to be called on all."""
+        self._end(force=True)
 
     def settle(self) -> None:
         """Reduce what earlier backward passes left on their rank, if they did; collective."""

@@ -85,7 +85,7 @@ class Sharded:
         self.sharding = sharding
         self.mesh = mesh
         self.gatherer = Gatherer(self.units, limits)
-        self.reducer = Reducer(self.units, sharding, mesh, self.gatherer.done, FirstNotFinite(self.trained, mesh))
+        self.reducer = Reducer(self.units, sharding, self.gatherer.done, FirstNotFinite(self.trained, mesh))
         self.reducer.on_flush(self.gatherer.end_of_backward)
         self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,15 @@ from zero.core.unit import Unit
 from zero.kernels.norm import sum_squares
 
 
-def global_norm(units: Sequence[Unit], mesh: Mesh) -> float:
-    """L2 norm of the reduced gradients over all units and ranks, of the plain sum (no mean taken); collective.
+class Norm(NamedTuple):
+    """L2 norm of the reduced gradients over all units and ranks, and whether any rank said `late`."""
+
+    value: float
+    late: bool
+
+
+def global_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. `late` of any rank reaches all with it.
 
     Every rank squares its 1/world_size span of each unit in fp64, whether its shard is that span or, where
     gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
@@ -24,11 +32,12 @@ def global_norm(units: Sequence[Unit], mesh: Mesh) -> float:
     for unit in units:
         mine += sum_squares(unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank])
     device = units[0].shard.device if units else "cpu"
-    values = torch.tensor([mine], dtype=torch.float64, device=device)
-    total = 0.0
-    for value in comm.gather_scalars(values, mesh.reduced_over).flatten().tolist():
+    values = torch.tensor([mine, float(late)], dtype=torch.float64, device=device)
+    total, anywhere = 0.0, False
+    for value, told in comm.gather_scalars(values, mesh.reduced_over).tolist():
         total += value
-    return math.sqrt(total) if total >= 0 else math.nan  # a NaN compares false
+        anywhere = anywhere or told != 0
+    return Norm(math.sqrt(total) if total >= 0 else math.nan, anywhere)  # a NaN compares false
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -148,7 +148,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded.check_order()
         factor = self.gradient_factor
         norm_of = exact_norm if sharded.numerics.tree else global_norm
-        norm = norm_of(sharded.trained, sharded.mesh) * factor
+        found = norm_of(sharded.trained, sharded.mesh, sharded.reducer.late)
+        if found.late:
+            sharded.reducer.reduce_late()
+            found = norm_of(sharded.trained, sharded.mesh, False)
+        norm = found.value * factor
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm
         if self.overflow:
