@@ -87,10 +87,10 @@ class Recorder:
                 self.traffic.append(("gather", full.nbytes))
             return gather(full, axis, tag)
 
-        def noted_scatter(flat: Any, axis: Any, tag: int) -> Any:
+        def noted_scatter(flat: Any, axis: Any, *more: Any) -> Any:
             if axis.size > 1:
                 self.traffic.append(("scatter", flat.nbytes))
-            return scatter(flat, axis, tag)
+            return scatter(flat, axis, *more)
 
         patch.setattr(Unit, "_move", noted_move)
         patch.setattr(Unit, "reduce", noted_reduce)
