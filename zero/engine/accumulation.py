@@ -73,7 +73,11 @@ class Accumulation(Queries):
         self._alive()
         if self._sharded.sharding.grads:
             number = self.zero_optimization_stage()
-            why = f"of ZeRO stage {number}" if number >= 2 else "that zero.reduce_every_micro_batch asks for"
+            why = (
+                f"of ZeRO stage {number}"
+                if number >= 2
+                else "that zero.reduce_every_micro_batch or zero.reduce asks for"
+            )
             raise RuntimeError(f"no_sync context manager is incompatible with gradient partitioning logic {why}")
         if self._window.place is Place.NO_SYNC:
             raise RuntimeError("no_sync context manager reentry is unsupported")
