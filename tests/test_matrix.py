@@ -62,17 +62,8 @@ def run(name: str, stage: int, precision: str, **more: Any) -> dict[str, Any]:
     return {"losses": losses, "params": params, "norm": engine.get_global_grad_norm()}
 
 
-def run_all(names: list[str], precision: str, more: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Every case under every stage, in one call of the pool."""
-    found = {}
-    for name in names:
-        found[name] = []
-        for stage in STAGES:
-            try:
-                found[name].append(run(name, stage, precision, **more))
-            except Exception as error:
-                raise RuntimeError(f"{name}, stage {stage}, {precision}") from error
-    return found
+def run_stages(name: str, precision: str, more: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run(name, stage, precision, **more) for stage in STAGES]
 
 
 def plain(name: str, world: int, precision: str, exact: bool, optimizer: Callable[..., Any] | None = None) -> Params:
@@ -118,8 +109,8 @@ def distance(found: Params, exact: Params) -> float:
     return max((found[key].double() - exact[key].double()).abs().max().item() for key in exact)
 
 
-def check(name: str, world: int, precision: str, ranks: list[dict[str, Any]]) -> None:
-    stages = [found[name] for found in ranks]
+def check(pool: Any, name: str, world: int, precision: str) -> None:
+    stages = pool.run(world, run_stages, name, precision, {})
     first = stages[0][0]
     for rank, results in enumerate(stages):
         for stage, result in enumerate(results):
@@ -138,30 +129,16 @@ def check(name: str, world: int, precision: str, ranks: list[dict[str, Any]]) ->
             assert torch.equal(first["params"][key], param.to(DTYPES[precision])), f"'{key}' is frozen and moved"
 
 
-@pytest.fixture(scope="module")
-def trained(pool) -> Callable[[int, str], list[dict[str, Any]]]:
-    """All cases of a world and a precision, trained when first asked for."""
-    results: dict[tuple[int, str], list[dict[str, Any]]] = {}
-
-    def of(world: int, precision: str) -> list[dict[str, Any]]:
-        if (world, precision) not in results:
-            names = list(CASES) if world == 2 else AT_THREE
-            results[world, precision] = pool.run(world, run_all, names, precision, {})
-        return results[world, precision]
-
-    return of
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks(trained, name, precision):
-    check(name, 2, precision, trained(2, precision))
+def test_two_ranks(pool, name, precision):
+    check(pool, name, 2, precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", AT_THREE)
-def test_three_ranks(trained, name, precision):
-    check(name, 3, precision, trained(3, precision))
+def test_three_ranks(pool, name, precision):
+    check(pool, name, 3, precision)
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.125}}  # a power of two: lr * gradient rounds nowhere
@@ -170,8 +147,8 @@ SGD = {"type": "SGD", "params": {"lr": 0.125}}  # a power of two: lr * gradient 
 def test_gradients_of_a_dict_output_are_divided_by_the_accumulation_count_once(pool):
     """Two ranks, four micro-batches, plain SGD, no clipping: the very bits of plain torch."""
     wanted = plain("DictOutput", 2, "fp32", False, lambda params: torch.optim.SGD(params, lr=0.125))
-    for found in pool.run(2, run_all, ["DictOutput"], "fp32", {"optimizer": SGD}):
-        for stage, result in enumerate(found["DictOutput"]):
+    for stages in pool.run(2, run_stages, "DictOutput", "fp32", {"optimizer": SGD}):
+        for stage, result in enumerate(stages):
             for key, value in wanted.items():
                 assert torch.equal(result["params"][key], value), f"stage {stage}: '{key}'"
 
@@ -180,6 +157,6 @@ def test_the_default_order_of_sums_divides_once_too(pool):
     """Stages 0 and 1 add micro-batches up before ranks: other roundings, the same mean."""
     exact = plain("DictOutput", 2, "fp32", True)
     allowed = 2 * distance(plain("DictOutput", 2, "fp32", False), exact)
-    for found in pool.run(2, run_all, ["DictOutput"], "fp32", {"zero": {}}):
-        for stage, result in enumerate(found["DictOutput"]):
+    for stages in pool.run(2, run_stages, "DictOutput", "fp32", {"zero": {}}):
+        for stage, result in enumerate(stages):
             assert distance(result["params"], exact) <= allowed, f"stage {stage}"
