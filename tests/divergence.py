@@ -48,6 +48,7 @@ CASES = {
     "skip": Case("skip"),
     "raise": Case("raise"),
     "raise_stage_1": Case("raise", stage=1),
+    "raise_keeper": Case("raise", rank=0),
     "leave": Case("leave"),
     "alone": Case("alone"),
     "slow": Case("slow"),
@@ -112,8 +113,9 @@ def run(case: Case, rank: int) -> None:
     engine.destroy()
 
 
-def fork(case: Case, rank: int, port: int, said: Path) -> int:
+def fork(name: str, rank: int, port: int, said: Path) -> int:
     """Start a rank; returns its process id."""
+    case = CASES[name]
     pid = os.fork()
     if pid:
         return pid
@@ -122,6 +124,9 @@ def fork(case: Case, rank: int, port: int, said: Path) -> int:
     os.dup2(file, 2)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(LOCAL_RANK=str(rank))
+    if case.what in ("leave", "slow") or name == "raise_keeper":
+        run(case, rank)
+        sys.exit(0)
     code = 0
     try:
         run(case, rank)
@@ -129,8 +134,6 @@ def fork(case: Case, rank: int, port: int, said: Path) -> int:
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    if case.what in ("leave", "slow"):
-        sys.exit(code)
     os._exit(code)  # a torch interpreter takes a second of computing to end
 
 
@@ -145,10 +148,10 @@ def main(folder: Path) -> None:
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)  # imports what every rank would import for itself
     gc.freeze()  # pages that no rank writes to need no copy
     running: dict[int, tuple[str, int]] = {}
-    for name, case in CASES.items():
+    for name in CASES:
         port = free_port()
         for rank in range(WORLD):
-            running[fork(case, rank, port, folder / f"{name}-{rank}.txt")] = (name, rank)
+            running[fork(name, rank, port, folder / f"{name}-{rank}.txt")] = (name, rank)
     codes: dict[str, Any] = {}
     end = time.monotonic() + SECONDS
     while time.monotonic() < end and any(

@@ -15,6 +15,7 @@ from zero.plan.whereabouts import (
     cause_of_loss,
     clipped,
     difference_text,
+    doubtful,
     first_difference,
     ranks_text,
     record_of,
@@ -91,7 +92,8 @@ def test_a_report_stays_short_at_any_world_size() -> None:
         (Record(1, error="E: m", fault=1), "raised E: m"),
         (Record(1, place=Place.ENDED, error="E: m", fault=1), "raised E: m"),
         (Record(1, place=Place.ENDED), "has ended its program after 0 steps"),
-        (Record(1, place=Place.DESTROYED, last="reduce"), "has destroyed its engine after 0 steps, last the reduce"),
+        (Record(1, place=Place.ENDED, error="E: m", steps=1), "has ended its program with E: m after 1 step"),
+        (Record(1, place=Place.DESTROYED, last="reduce"), "has let go of its engine after 0 steps, last the reduce"),
         (Record(1, error="because", fault=1, gave_up=True), "gave up: because"),
     ],
 )
@@ -125,6 +127,14 @@ def test_a_lost_connection_waits_for_a_culprit_but_not_for_ever() -> None:
     assert cause_of_loss(view(waiting(1), waiting(2)), 2.5) != ""
     assert cause_of_loss(view(store=math.inf, world=3), 0.0).startswith("rank 0 is stopped or dead, and with it")
     assert wanted(view(store=math.inf, world=3), WAITS) == (0,)
+
+
+def test_a_silence_that_may_mean_something_is_doubtful() -> None:
+    assert not doubtful(view(waiting(1), waiting(2)))
+    assert doubtful(view(waiting(1), waiting(2), silent={2: 1.5}))
+    assert not doubtful(view(waiting(1), waiting(2), silent={2: 2.5}))
+    assert doubtful(view(waiting(1), store=1.5))
+    assert doubtful(view(world=2))
 
 
 def test_where_lists_differ() -> None:

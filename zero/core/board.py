@@ -47,7 +47,7 @@ class Board(threading.Thread):
         self._ended = False
         store = dist.distributed_c10d._get_default_store()
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._keeper = _keeper(store, standing.rank)
+        self._keeper = _keeper(store)
         # Engines are made in one order on all ranks, so the n-th of each rank belong together.
         count = self._store.add(f"zero/engines/{standing.rank}", 1)
         self._prefix = f"zero/engine/{count}/"
@@ -61,7 +61,13 @@ class Board(threading.Thread):
         """What was read last."""
         now = time.monotonic()
         others = {rank: seen for rank, (seen, _) in self._seen.copy().items()}
-        return View(others, self._size, self.silence, math.inf if self._gone else now - self._answered, self._keeper)
+        store = math.inf if self._gone else now - self._answered
+        return View(others, self._size, self.silence, store, None if self.keeps else self._keeper)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the store goes when this process does."""
+        return self._keeper == self._standing.rank
 
     def ask(self) -> None:
         """Tell the others that this rank waits."""
@@ -129,9 +135,9 @@ class Board(threading.Thread):
         return f"{self._prefix}{rank}"
 
 
-def _keeper(store: dist.Store, rank: int) -> int | None:
+def _keeper(store: dist.Store) -> int | None:
     """The rank whose process answers for the store: rank 0, as torch makes it, unless a launcher or a file does."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, dist.TCPStore) and not launched and rank != 0 else None
+    return 0 if isinstance(store, dist.TCPStore) and not launched else None

@@ -15,15 +15,28 @@ import torch.distributed as dist
 from zero.core.board import Board
 from zero.core.standing import Loss, Standing, Waiting
 from zero.log import logger
-from zero.plan.whereabouts import UNKNOWN, cause, cause_of_loss, clipped, ranks_text, wanted, where, whereabouts
+from zero.plan.whereabouts import (
+    UNKNOWN,
+    cause,
+    cause_of_loss,
+    clipped,
+    doubtful,
+    ranks_text,
+    wanted,
+    where,
+    whereabouts,
+)
 
 TICK = 0.4  # seconds between two looks
 SAYS = 3.5  # seconds of a wait before the first line, so that it stands there before 5 have passed
+DOUBTS = 0.8  # seconds more for a rank that may be stopped to be known as such
 AGAIN = 60.0  # seconds between two lines
 READS = 0.3  # seconds of a wait before the other ranks' records are read
 SURE = 1.0  # seconds of a wait before another rank's exception ends it
 LEAVES = 10.0  # seconds that a thread has to leave a wait that was ended
 EXPLAINS = 6.0  # seconds that a wait which failed stays to be explained, at most
+TOLD = 0.2  # seconds after which a record has reached the store
+LINGERS = 1.0  # seconds after which other ranks have read it
 STOPPED = 10.0  # seconds between two looks from which on this process was stopped, and no wait can be judged by them
 NEAR = 1.0  # a wait that was lost this close to its time-out ended because of it, on another rank perhaps
 TAG = (1 << 30) + 1  # of a message that nobody sends
@@ -97,7 +110,7 @@ class Sentry(threading.Thread):
             elif age >= self._timeout:
                 text = f"{self._subject(waiting, age)}, the time-out (zero.timeout)"
                 self._give_up(waiting, f"{text}; {whereabouts(view, waiting.collective.text)}")
-            elif age >= SAYS:
+            elif age >= SAYS + DOUBTS or (age >= SAYS and not doubtful(view)):
                 self._say(waiting, age, now)
 
     def _subject(self, waiting: Waiting, age: float) -> str:
@@ -153,15 +166,15 @@ class Sentry(threading.Thread):
 
     def _judge(self, text: str, blames: tuple[int, ...]) -> None:
         standing = self._standing
-        standing.blames, standing.verdict = blames, text
+        standing.blames, standing.verdict, standing.error, standing.failing = blames, text, text, True
+        self._board.poke()
+        # Others read the reason before they see a connection close, and before the store is gone with this process.
+        time.sleep(LINGERS if self._board.keeps else TOLD)
         self.explained.set()
 
     def _give_up(self, waiting: Waiting, text: str) -> None:
         standing = self._standing
-        standing.error, standing.failing = text, True
         self._judge(text, wanted(self._board.view(), waiting.collective.text))
-        self._board.poke()
-        time.sleep(0.2)  # others read the reason before they see the connection close
         if standing.waiting is not waiting and standing.loss is None:
             # It has ended well in the last moment.
             standing.error, standing.failing, standing.verdict, standing.blames = "", False, "", ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -18,9 +19,9 @@ from functools import partial
 import torch.distributed as dist
 
 from zero.core.board import Board
-from zero.core.sentry import EXPLAINS, Sentry
+from zero.core.sentry import EXPLAINS, LINGERS, Sentry
 from zero.core.standing import Collective, Loss, Standing, Waiting
-from zero.plan.whereabouts import Place
+from zero.plan.whereabouts import Place, clipped
 
 DIRECTIONS = ("gather", "reduce", "replica gather")
 
@@ -127,7 +128,7 @@ class Watch:
             if not standing.verdict:
                 sentry.poke()
                 sentry.explained.wait(EXPLAINS)
-            if standing.verdict:
+            if standing.verdict and sentry.explained.wait(EXPLAINS):
                 return RuntimeError(standing.verdict)
         return RuntimeError(f"rank {standing.rank} could not end the {waiting.collective}: {line}")
 
@@ -141,12 +142,18 @@ def _end(pid: int, standing: Standing, board: Board, sentry: Sentry, place: Plac
     if pid != os.getpid():
         return
     standing.place = place
+    # The interpreter keeps here what it dies of.
+    fatal = getattr(sys, "last_value", None) if place is Place.ENDED else None
+    if place is Place.ENDED and not standing.failing:
+        standing.error = f"{type(fatal).__name__}: {clipped(str(fatal))}" if fatal is not None else ""
     sentry.end()
     board.end()
     # A thread that is inside the store's code when the interpreter goes may take the process down with it.
     for thread in (board, sentry):
         if thread is not threading.current_thread():
             thread.join(1.0)
+    if board.keeps and fatal is not None:
+        time.sleep(LINGERS)  # the store goes with this process, and nobody could read the reason
 
 
 def _forget(at_exit: Callable[[], None], *parts: object) -> None:

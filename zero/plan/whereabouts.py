@@ -120,9 +120,10 @@ def where(record: Record) -> str:
     if record.fault:
         return f"raised {record.error}{last}"
     if record.place is Place.ENDED:
-        return f"has ended its program after {_steps(record)}{last}"
+        fatal = f" with {record.error}" if record.error else ""
+        return f"has ended its program{fatal} after {_steps(record)}{last}"
     if record.place is Place.DESTROYED:
-        return f"has destroyed its engine after {_steps(record)}{last}"
+        return f"has let go of its engine after {_steps(record)}{last}"
     went_on = f"; earlier it raised {record.error} and went on" if record.error and not record.fault else ""
     if record.waits:
         return f"waiting for the {record.waits}, {_within(record.place)}after {_steps(record)}{went_on}"
@@ -154,6 +155,12 @@ def store_text(view: View) -> str:
     if view.keeper is None:
         return f"the store of the process group is out of reach ({since})"
     return f"rank {view.keeper} is stopped or dead, and with it the store of the process group ({since})"
+
+
+def doubtful(view: View) -> bool:
+    """Whether a rank or the store has been silent for a while, but not long enough to say so; or nothing is known."""
+    silent = [view.store, *(seen.silent for seen in view.others.values())]
+    return not view.others or any(view.silence / 2 < seconds < view.silence for seconds in silent)
 
 
 def wanted(view: View, waits: str) -> tuple[int, ...]:
