@@ -23,9 +23,7 @@ STEPS = 5  # of the optimizer
 SCALE = 256.0  # the loss scale of fp16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-FP16: Any = "fp16"
-FP16 = pytest.param("fp16", marks=pytest.mark.skip(reason="fp16 cannot be switched on yet"))
-PRECISIONS = ["fp32", "bf16", FP16]
+PRECISIONS = ["fp32", "bf16", "fp16"]
 # Three ranks: a sum that rounds at every addition, and shards that cut parameters elsewhere.
 AT_THREE = ["Experts", "RankExperts", "RankEncoder", "DictOutput"]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.core import comm
+from zero.core.external import register_external_parameter
 from zero.core.mesh import local_device
 from zero.core.owner import Owner, owner_of
 from zero.core.unit import State
@@ -56,10 +57,11 @@ class GatheredParameters:
         self._owners = sorted(owners.values(), key=lambda owner: (owner.unit.index, owner.index))
         self._units = list({id(owner.unit): owner.unit for owner in self._owners}.values())
         self._modifier_rank = modifier_rank
-        self._fwd_module = fwd_module
         self._were_full: list[bool] = []
         self._versions: list[int] = []
         self._known: list[list[torch.Tensor]] = []
+        for param in given if enabled and fwd_module is not None else ():
+            register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
