@@ -29,6 +29,7 @@ FLOORS = {
     "zero.plan": 1,
     "zero.launch": 1,
     "zero.kernels": 2,
+    "zero.watch": 2,
     "zero.core": 3,
     "zero.optim": 4,
     "zero.data": 4,
@@ -43,10 +44,6 @@ FLOORS = {
 }
 STEPS_OF_CORE = {
     "zero.core": 0,
-    "zero.core.standing": -3,
-    "zero.core.board": -2,
-    "zero.core.sentry": -1,
-    "zero.core.watch": 0,
     "zero.core.mesh": 1,
     "zero.core.comm": 2,
     "zero.core.agree": 3,

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from zero.core.mesh import Axis, local_device
-from zero.core.standing import Collective
 from zero.core.tree import sum_tree
-from zero.core.watch import Watch
 from zero.kernels.bucket import sum_rows
+from zero.watch.standing import Collective
+from zero.watch.watch import Watch
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
 PIECE = 1 << 20

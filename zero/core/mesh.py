@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zero.core.watch import Watch
 from zero.log import rank_zero
 from zero.plan.sharding import Sharding
+from zero.watch.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import time
 
 import torch.distributed as dist
 
-from zero.core.standing import Standing
 from zero.log import logger
 from zero.plan.whereabouts import Seen, View, record_of
+from zero.watch.standing import Standing
 
 PERIOD = 1.0  # seconds between two records of a rank in peace
 HURRY = 0.4  # while this rank reads or fails

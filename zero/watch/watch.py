@@ -18,10 +18,10 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zero.core.board import Board
-from zero.core.sentry import EXPLAINS, LINGERS, Sentry
-from zero.core.standing import Collective, Loss, Standing, Waiting
 from zero.plan.whereabouts import Place, clipped
+from zero.watch.board import Board
+from zero.watch.sentry import EXPLAINS, LINGERS, Sentry
+from zero.watch.standing import Collective, Loss, Standing, Waiting
 
 DIRECTIONS = ("gather", "reduce", "replica gather")
 

@@ -12,8 +12,6 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero.core.board import Board
-from zero.core.standing import Loss, Standing, Waiting
 from zero.log import logger
 from zero.plan.whereabouts import (
     UNKNOWN,
@@ -26,6 +24,8 @@ from zero.plan.whereabouts import (
     where,
     whereabouts,
 )
+from zero.watch.board import Board
+from zero.watch.standing import Loss, Standing, Waiting
 
 TICK = 0.4  # seconds between two looks
 SAYS = 3.5  # seconds of a wait before the first line, so that it stands there before 5 have passed
