@@ -18,11 +18,18 @@ from torch.utils.data import TensorDataset
 
 import zero
 from zero.data import RepeatingLoader
+from zero.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 TOGETHER = 4  # micro-batches of an optimizer step
 MICRO = 2
 STEPS = 6
 STAGES = (0, 1, 2, 3)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, Any]
 
 
@@ -63,42 +70,31 @@ def dataset() -> TensorDataset:
 def begin(stage: int, reduce: str, bf16: bool, units: tuple[str, ...], state: State | None) -> tuple[Any, Any]:
     """An engine and its loader, new or as `state` says."""
     torch.manual_seed(3)
-    model = Net()
-    for name, param in model.named_parameters() if state else ():
-        param.data.copy_(state["exact"][name])  # in fp32: masters are cut from them before they are rounded
     world = dist.get_world_size()
-    made = zero.initialize(model=model, config=settings(stage, reduce, bf16, world, units), training_data=dataset())
-    engine, optimizer, loader, _ = made
+    made = zero.initialize(model=Net(), config=settings(stage, reduce, bf16, world, units), training_data=dataset())
+    engine, _, loader, _ = made
     if state:
         engine.global_steps = state["step"]
         loader.load_state_dict(state["data"])
-        for unit in engine._sharded.trained:
-            rule, group = optimizer.rule, optimizer.param_groups[unit.plan.group]
-            known = rule.states(unit, group)
-            rule._states[unit.index] = known._replace(steps=state["step"])
-            for moment, key in zip(known.runs[0][1], ("exp_avg", "exp_avg_sq"), strict=True):
-                for piece in unit.plan.layout.fragments(unit.window):
-                    values = state[key][piece.name].view(-1)[piece.start : piece.start + piece.numel]
-                    moment.values[piece.at : piece.at + piece.numel] = values
+        for name, param in engine.module.named_parameters():
+            safe_set_full_fp32_param(param, state["exact"][name])
+            for key in MOMENTS:
+                safe_set_full_optimizer_state(param, state[key][name], key)
+            safe_set_full_optimizer_state(param, state["step"], "step")
     return engine, loader
 
 
-def pieces(engine: Any) -> dict[str, Any]:
-    """This rank's part of the state: key -> [(parameter, its shape, first element, values)]."""
-    found: dict[str, Any] = {"exact": [], "exp_avg": [], "exp_avg_sq": []}
-    rule = engine.optimizer.rule
-    for unit in engine._sharded.trained:
-        states = rule.states(unit, engine.optimizer.param_groups[unit.plan.group])
-        tensors = (unit.exact(), *(moment.values for moment in states.runs[0][1]))
-        shapes = {spec.name: param.shape for spec, param in zip(unit.plan.params, unit.params, strict=True)}
-        for key, tensor in zip(found, tensors, strict=True):
-            for name, start, at, numel in unit.plan.layout.fragments(unit.window):
-                found[key].append((name, shapes[name], start, tensor[at : at + numel].clone()))
+def whole_state(engine: Any) -> State:
+    """All that the run goes on from, whole on every rank."""
+    named = dict(engine.module.named_parameters())
+    found: State = {"exact": {name: safe_get_full_fp32_param(param) for name, param in named.items()}}
+    for key in MOMENTS:
+        found[key] = {name: safe_get_full_optimizer_state(param, key) for name, param in named.items()}
     return {**found, "step": engine.global_steps, "data": engine.training_dataloader.state_dict()}
 
 
 def run(stage: int, reduce: str, bf16: bool, steps: int, units: tuple[str, ...], state: State | None) -> dict[str, Any]:
-    """Train some steps more on this rank; its part of the state, the losses, and a SHA-256 of whole parameters."""
+    """Train some steps more on this rank; the state, the rank's losses, and a SHA-256 of whole parameters."""
     engine, loader = begin(stage, reduce, bf16, units, state)
     batches, losses, norms = iter(RepeatingLoader(loader)), [], []
     for _ in range(steps * engine.gradient_accumulation_steps()):
@@ -107,7 +103,7 @@ def run(stage: int, reduce: str, bf16: bool, steps: int, units: tuple[str, ...],
         losses.append(loss.item())
         engine.step()
         norms.append(engine.get_global_grad_norm())
-    found = pieces(engine)
+    found = whole_state(engine)
     engine.destroy()
     weights = digest({name: param.detach() for name, param in engine.module.named_parameters()})
     return {**found, "losses": losses, "norm": norms[-1], "weights": weights}
@@ -125,20 +121,11 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def merged(ranks: list[dict[str, Any]]) -> State:
-    """The whole state out of the ranks' parts."""
-    whole: State = {"step": ranks[0]["step"], "data": ranks[0]["data"], "losses": [], "norm": ranks[0]["norm"]}
-    for key in ("exact", "exp_avg", "exp_avg_sq"):
-        whole[key] = {}
-        for part in ranks:
-            for name, shape, start, values in part[key]:
-                tensor = whole[key].setdefault(name, torch.full(shape, torch.nan))
-                tensor.view(-1)[start : start + values.numel()] = values
-        assert not any(tensor.isnan().any() for tensor in whole[key].values()), "a part of the state is missing"
-    assert len({part["weights"] for part in ranks}) == 1, "ranks ended with different parameters"
-    for turn in zip(*(part["losses"] for part in ranks), strict=True):  # micro-batches in their order
-        whole["losses"] += turn
-    whole["hash"] = (ranks[0]["weights"], *(digest(whole[key]) for key in ("exact", "exp_avg", "exp_avg_sq")))
-    return whole
+    """The state, on which all ranks must agree, with the losses of all micro-batches in their order."""
+    hashes = [(part["weights"], *(digest(part[key]) for key in ("exact", *MOMENTS))) for part in ranks]
+    assert len(set(hashes)) == 1, "ranks ended with different states"
+    losses = [loss for turn in zip(*(part["losses"] for part in ranks), strict=True) for loss in turn]
+    return {**ranks[0], "losses": losses, "hash": hashes[0]}
 
 
 def trained(pool: Any, world: int, cases: list[tuple], states: list[State] | None = None) -> list[State]:
