@@ -51,7 +51,7 @@ def hit_master(engine: Any) -> None:
 
 def hit_moment(engine: Any) -> None:
     unit = unit_of(engine)
-    for name, held, tensor in engine.optimizer.rule.tensors(unit, engine.optimizer.param_groups[0]):
+    for name, held, tensor in engine.optimizer.rule.tensors(unit):
         if name == "exp_avg_sq" and tensor.numel() == held.numel:
             flip(tensor, unit.plan.layout.spans[NAME].start - held.start + 3, 1)
 

@@ -132,7 +132,7 @@ def test_no_sum_is_left_at_minus_zero():
     assert partials.take() is None
     partials.put(Leaf(0), torch.tensor([-0.0, 1.0]))
     partials.put(Leaf(2, 1), torch.tensor([-0.0, -1.0]))
-    assert partials.nbytes == 16
+    assert len(partials.values) == 2
     total = partials.take()
     assert total.tolist() == [0.0, 0.0]
     assert not torch.signbit(total).any()
@@ -202,10 +202,10 @@ def test_the_script_keeps_its_own_random_numbers():
 def after_an_exception(stage: int) -> list[Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     engine, *_ = zero.initialize(model=make_net(), config=config(stage, world, accumulation=2, zero=TREE))
-    for step in range(4):
+    for step in range(5):
         tokens, targets = batch(step, 2 * world)
-        if step == 1:
-            with pytest.raises(Exception, match=""):
+        if step == 1:  # the micro-batch before it is lost, too: the window begins anew
+            with pytest.raises(ValueError, match="batch_size"):
                 engine(tokens, targets[:, :1])
         engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
         engine.step()

@@ -14,6 +14,7 @@ instead of taking one unit's bytes for another's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ PIECE = 1 << 20
 
 # Our messages must not meet those that a user sends with small tags of their own.
 FIRST_TAG = 1 << 20
+DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -172,25 +174,31 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
 def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = "") -> torch.Tensor:
     """This rank's `numel` elements of rank `source`'s `values` [at most axis.size x numel]; blocking.
 
-    Beyond the values come zeros. On the other ranks only the dtype of `values` matters. The result lies where the
+    Beyond the values come zeros. On the other ranks only dtype and shape of `values` matter. The result lies where the
     backend works: NCCL on the GPU, gloo in main memory. `unit`: for messages.
     """
     device = local_device() if axis.native else torch.device("cpu")
-    own = torch.empty(numel, dtype=values.dtype, device=device)
-    rows = None
-    if axis.rank == source:
-        flat = values.reshape(-1)
-        rows = []
-        for rank in range(axis.size):
-            start = min(rank * numel, flat.numel())
-            row = flat.narrow(0, start, min(numel, flat.numel() - start)).to(device)
-            rows.append(row if row.numel() == numel else torch.cat([row, row.new_zeros(numel - row.numel())]))
-    # As bytes: not every backend knows every dtype.
-    parts = None if rows is None else [row.contiguous().view(torch.uint8) for row in rows]
+    own = torch.zeros(numel, dtype=values.dtype, device=device)
+    flat = values.reshape(-1)
+    pieces = [min(rank * numel, flat.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
+    count = pieces[axis.rank + 1] - pieces[axis.rank]
     collective = axis.watch.begin("scatter", unit)
     with axis.watch.sending(collective):
-        work = dist.scatter(own.view(torch.uint8), parts, group=axis.group, group_src=source, async_op=True)
-    axis.watch.wait((work,), collective)
+        # Messages, and not the backend's scatter, whose thread would hold on to the values for a while longer. As
+        # bytes: not every backend knows every dtype.
+        if axis.rank == source:
+            rows = [flat[start:stop].to(device).view(torch.uint8) for start, stop in pairwise(pieces)]
+            own[:count] = flat[pieces[source] : pieces[source + 1]]
+            works = [
+                dist.isend(row, group=axis.group, group_dst=rank, tag=DEAL_TAG)
+                for rank, row in enumerate(rows)
+                if rank != source and row.numel()
+            ]
+        elif count:
+            works = [dist.irecv(own[:count].view(torch.uint8), group=axis.group, group_src=source, tag=DEAL_TAG)]
+        else:
+            works = []
+    axis.watch.wait(works, collective)
     return own
 
 

@@ -68,16 +68,17 @@ class Gatherer:
         self._calls.append(call)
         for unit in units:
             self._depth[unit.index] += 1
-        self.use(units)
+        try:
+            self.use(units)
+        except BaseException:
+            self._close(call)
+            raise
         return call
 
     def leave(self, call: Call, output: Any = None) -> None:
         """The module has finished its forward, or raised. What of its parameters it returned, its caller reads."""
         held = self._inside(output)
-        if call in self._calls:
-            self._calls.remove(call)
-            for unit in call.units:
-                self._depth[unit.index] -= 1
+        self._close(call)
         self._hand_on(held)
         if in_backward():
             return  # what it recomputes it is about to read again; it is released when its gradient is there
@@ -102,13 +103,13 @@ class Gatherer:
         """Make these units readable now."""
         fresh = [unit for unit in units if unit.index not in self._live]
         for unit in fresh:
+            unit.gather()  # may refuse, and has not been used then
             self._live.add(unit.index)
             self._ahead.discard(unit.index)
             self._done.pop(unit.index, None)
             self._position = advance(self._order, self._position, unit.index)
             if torch.is_grad_enabled() or in_backward():
                 self._uses.append(unit.index)
-            unit.gather()
         for unit in units:
             unit.wait()
         if fresh:
@@ -181,6 +182,12 @@ class Gatherer:
         if not torch.is_grad_enabled():
             self._resume = self._position if self._uses else START
             self._position = START
+
+    def _close(self, call: Call) -> None:
+        if call in self._calls:
+            self._calls.remove(call)
+            for unit in call.units:
+                self._depth[unit.index] -= 1
 
     def _leave(self, unit: Unit) -> None:
         graph = torch.is_grad_enabled()

@@ -149,6 +149,7 @@ class Reducer:
         """After an exception: forget the gradients and the backward that brought them."""
         self.drop()
         self._close()
+        self.leaf = Leaf()  # the window begins anew
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""

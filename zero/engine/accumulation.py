@@ -25,7 +25,7 @@ class Place(enum.Enum):
 
 @dataclass
 class Window:
-    """The accumulation window: `boundary` as the user set it, None to count micro-steps from `start`."""
+    """The accumulation window: `boundary` as the user set it, None to count micro-steps from its `start`."""
 
     boundary: bool | None = None
     start: int = 0
@@ -143,7 +143,8 @@ class Accumulation(Queries):
         if self.optimizer is not None:
             self.optimizer.bind(self._sharded, 1.0 / (self._sharded.mesh.world_size * steps))
         self._sharded.accumulate_over(steps)
-        self._begin_window()
+        self._window.start = self.micro_steps
+        self._mark_boundary()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward on one rank, and `train_batch_size`; loaders that exist keep theirs."""
@@ -168,9 +169,9 @@ class Accumulation(Queries):
             yield boundary
             self.micro_steps += 1
             if window.place is Place.COALESCED:
-                window.place, window.start = Place.OPEN, self.micro_steps
+                window.place = Place.OPEN
             if boundary:
-                window.rounds = reducer.rounds
+                window.start, window.rounds = self.micro_steps, reducer.rounds
         finally:
             if window.place is Place.STEPPING:
                 window.place = Place.OPEN
@@ -178,7 +179,7 @@ class Accumulation(Queries):
 
     def _begin_window(self) -> None:
         """Count micro-batches from the first again: the gradients of those before are gone, and a mean needs all."""
-        self._window.start = self.micro_steps
+        self.micro_steps = self._window.start
         self._mark_boundary()
 
     def _mark_boundary(self) -> None:

@@ -196,7 +196,9 @@ def cause_of_loss(view: View, seconds: float) -> str:
     own = [seen.record for seen in _faults(view) if not seen.record.gave_up]
     if own:
         return f"rank {own[0].rank} {where(own[0])}"
-    silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence)
+    ended = sorted(rank for rank, seen in view.others.items() if seen.record.place in (Place.ENDED, Place.DESTROYED))
+    # Who has ended is silent, too, but said so before.
+    silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence and rank not in ended)
     gave_up = [seen.record for seen in _faults(view) if seen.record.gave_up]
     if silent:
         return f"{ranks_text(silent)} gone: {_silence(view.others[silent[0]])}"
@@ -204,7 +206,6 @@ def cause_of_loss(view: View, seconds: float) -> str:
         return store_text(view)
     if seconds < 1.25 * view.silence and not gave_up:
         return ""
-    ended = sorted(rank for rank, seen in view.others.items() if seen.record.place in (Place.ENDED, Place.DESTROYED))
     if ended:
         return f"{ranks_text(ended)} {where(view.others[ended[0]].record)}"
     if gave_up:
