@@ -9,6 +9,7 @@ this process the exit codes to FOLDER/codes.json.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -28,7 +29,8 @@ import zero
 
 WORLD = 3
 TIMEOUT = 8.0  # of the waits, in the JSON
-SECONDS = 240  # after which everything is killed
+SLOW = 8.0  # how long the slow rank computes, in a case that has more time
+SECONDS = 120  # after which everything is killed; shortly before, each process says where it is
 
 
 class Case(NamedTuple):
@@ -67,7 +69,7 @@ class Trouble(nn.Module):
             os.kill(os.getpid(), signal.SIGSTOP)
         if self.what == "slow":
             self.what = ""
-            time.sleep(5.5)
+            time.sleep(SLOW)
         if self.what in ("raise", "alone"):
             self.what = ""
             raise ValueError("bad sample 17")
@@ -92,7 +94,8 @@ class TroubledNet(Net):
 
 def run(case: Case, rank: int) -> None:
     """One rank."""
-    settings = config(case.stage, WORLD, zero={"timeout": TIMEOUT})
+    faulthandler.dump_traceback_later(SECONDS - 20)
+    settings = config(case.stage, WORLD, zero={"timeout": 5 * SLOW if case.what == "slow" else TIMEOUT})
     model = TroubledNet()
     engine, *_ = zero.initialize(model=model, config=settings)
     trouble = model.blocks[1].norm[0]

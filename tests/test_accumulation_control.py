@@ -239,4 +239,4 @@ def test_the_boundary_set_by_hand_stays_until_none():
         engine.step()
     assert engine.global_steps == 3
     engine.set_gradient_accumulation_boundary(None)
-    assert engine.is_gradient_accumulation_boundary()  # micro-steps were counted all the time
+    assert not engine.is_gradient_accumulation_boundary()  # counting begins where the last step was taken

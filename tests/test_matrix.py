@@ -19,7 +19,7 @@ from models import config
 import zero
 
 STAGES = (0, 1, 2, 3)
-STEPS = 5  # of the optimizer
+STEPS = 3  # of the optimizer
 SCALE = 256.0  # the loss scale of fp16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

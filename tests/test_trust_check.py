@@ -241,11 +241,10 @@ def command(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProces
 
 
 def test_a_script_that_depends_on_the_stage(tmp_path):
-    options = ("--nproc", "1", "--steps", "2", "--accumulation", "1", "--stages", "1,2,3")
+    options = ("--nproc", "1", "--steps", "2", "--accumulation", "1", "--stages", "2,3")
     ended = command(tmp_path, SCRIPT, *options, "script", "50")
     assert ended.returncode == 1, ended.stderr
     table = {line[:7]: line for line in ended.stdout.splitlines() if line.startswith("stage")}
-    assert table["stage 1"].endswith(("same bits", "within rounding"))
     assert table["stage 2"].endswith("FAILED: exit status 1")
     assert table["stage 3"].endswith("DIFFERS: first parameter 'norm.weight'")
     assert "NOT all is well." in ended.stdout

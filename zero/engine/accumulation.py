@@ -58,7 +58,7 @@ class Accumulation(Queries):
         return (self.micro_steps - window.start + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide the boundary yourself, until told otherwise; None goes back to counting."""
+        """Decide the boundary yourself, until told otherwise; None goes back to counting, from the last step on."""
         self._need_managed("set_gradient_accumulation_boundary()")
         self._window.boundary = is_boundary
         self._mark_boundary()

@@ -37,6 +37,7 @@ LEAVES = 10.0  # seconds that a thread has to leave a wait that was ended
 EXPLAINS = 6.0  # seconds that a wait which failed stays to be explained, at most
 TOLD = 0.2  # seconds after which a record has reached the store
 LINGERS = 1.0  # seconds after which other ranks have read it
+OUTLIVES = 3.0  # seconds that the store stays after a program that failed, for ranks on busy machines
 STOPPED = 10.0  # seconds between two looks from which on this process was stopped, and no wait can be judged by them
 NEAR = 1.0  # a wait that was lost this close to its time-out ended because of it, on another rank perhaps
 TAG = (1 << 30) + 1  # of a message that nobody sends

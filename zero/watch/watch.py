@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zero.plan.whereabouts import Place, clipped
 from zero.watch.board import Board
-from zero.watch.sentry import EXPLAINS, LINGERS, Sentry
+from zero.watch.sentry import EXPLAINS, OUTLIVES, Sentry
 from zero.watch.standing import Collective, Loss, Standing, Waiting
 
 DIRECTIONS = ("gather", "reduce", "replica gather")
@@ -153,7 +153,7 @@ def _end(pid: int, standing: Standing, board: Board, sentry: Sentry, place: Plac
         if thread is not threading.current_thread():
             thread.join(1.0)
     if board.keeps and fatal is not None:
-        time.sleep(LINGERS)  # the store goes with this process, and nobody could read the reason
+        time.sleep(OUTLIVES)  # the store goes with this process, and nobody could read the reason
 
 
 def _forget(at_exit: Callable[[], None], *parts: object) -> None:
