@@ -68,7 +68,7 @@ def config(stage: int, world: int, *, micro: int = 2, accumulation: int = 1, **m
     }
 
 
-def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 10) -> dict[str, Any]:
+def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     """Train a Net under the engine on this rank's share of the global batches; losses are of the rank."""
     import torch.distributed as dist
 
@@ -92,7 +92,7 @@ def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 1
 
 
 def reference(
-    model: nn.Module, world: int, settings: dict[str, Any], dtype: torch.dtype, steps: int = 10, bf16: bool = False
+    model: nn.Module, world: int, settings: dict[str, Any], dtype: torch.dtype, steps: int = 6, bf16: bool = False
 ) -> dict[str, Any]:
     """The same training in plain torch, in one process: losses[micro-step][rank] and final parameters.
 
