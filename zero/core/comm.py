@@ -106,6 +106,11 @@ class Inbox(NamedTuple):
     pending: Pending | None = None  # None: nothing was sent
     pairwise: bool = False  # add the rows as a binary tree
 
+    def arrive(self) -> None:
+        """Wait for everything, where there is a single row and so nothing to add."""
+        for works in (*self.arrivals, self.departures) if self.pending is not None else ():
+            self.pending.wait(works)
+
     def sum(self, out: torch.Tensor, accumulate: bool) -> None:
         """out [n] fp32 = (out if accumulate) + rows[0] + rows[1] + ..., each piece as soon as it is here.
 

@@ -50,7 +50,7 @@ class FirstNotFinite:
         """
         found, count = self._found or self._scan(), len(self._names)
         key = math.inf if found is None else found[0] * count + found[1]
-        device = self._units[0].shard.device
+        device = self._units[0].full.device
         mine = torch.tensor([key], dtype=torch.float64, device=device)
         least = comm.gather_scalars(mine, self._axis, "search for what is not finite").min().item()
         if math.isinf(least):
@@ -62,7 +62,7 @@ class FirstNotFinite:
         )
 
     def _all_finite(self) -> bool:
-        total = torch.zeros((), dtype=torch.float64, device=self._units[0].shard.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._units[0].full.device)
         for unit in self._units:
             for tensor in unit.gradients.tensors():
                 sum_squares_into(tensor, total, accumulate=True)

@@ -15,6 +15,7 @@ import torch
 
 from zero.core import comm
 from zero.core.comm import Inbox, Transfer
+from zero.core.host_sum import HostSum
 from zero.core.mesh import Mesh
 from zero.core.tree import Leaf, Partials
 from zero.plan.units import UnitPlan
@@ -41,7 +42,8 @@ class Gradients:
     shard: the reduced sum over all ranks and micro-batches so far [layout.numel / shard axis], in `dtypes.kept`, or
            None. It is a plain sum of what landed: the mean over ranks and micro-batches, the loss scale and clipping
            are taken care of by the optimizer's one factor;
-    leaf:  which backward is being reduced; it matters only to the tree.
+    leaf:  which backward is being reduced; it matters only to the tree;
+    rest:  where the reduced sum adds up instead of in the memory of this device, or None.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Gradients:
         self.plan = plan
         self.flat: torch.Tensor | None = None
         self.leaf = Leaf()
+        self.rest: HostSum | None = None
         self._sum: torch.Tensor | None = None
         self._partials: Partials | None = None  # not None: micro-batches are added as a tree
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
@@ -79,18 +82,23 @@ class Gradients:
         """The reduced sum, see above. Whoever reads it ends the tree: what comes later is added to it as a whole."""
         if self._partials is not None:
             self._sum = self._partials.take(self._sum)
-        return self._sum
+        return self._rested if self._sum is None else self._sum
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gradients alive on this rank, kept memory included."""
-        held = (self.flat, *self._sums(), self._kept)
+        """Bytes of gradients alive on this rank, kept memory included; what rests in host memory is not."""
+        partials = self._partials.values if self._partials is not None else ()
+        held = (self.flat, self._sum, *partials, self._kept)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def reduced(self) -> bool:
         """Whether sums over all ranks are held; unlike a look at `shard`, it ends no tree."""
-        return bool(self._sums())
+        return (self.rest is not None and self.rest.held) or bool(self._sums())
+
+    @property
+    def _rested(self) -> torch.Tensor | None:
+        return self.rest.tensor() if self.rest is not None and self.rest.held else None
 
     @property
     def complete(self) -> bool:
@@ -174,8 +182,9 @@ class Gradients:
             self._transfer = comm.gather(total, axis, self._tag + 1)
         elif self._sum is not None and self._partials is None and self._dtypes.kept == torch.float32:
             inbox.sum(self._sum, True)
-        elif self._mesh.world_size == 1 and inbox.flat.dtype == self._dtypes.kept:
-            self._hold(inbox.flat)
+        elif len(inbox.rows) == 1 and (self.rest is not None or inbox.rows[0].dtype == self._dtypes.kept):
+            inbox.arrive()
+            self._hold(inbox.rows[0])
         else:
             numel = inbox.flat.numel() // self._mesh.shard.size
             total = self._memory(numel, torch.float32)
@@ -196,11 +205,21 @@ class Gradients:
         if self._sum is not None and self._mesh.shard.size == 1:
             self._kept = self._sum
         self.flat = self._sum = None
+        if self.rest is not None:
+            self.rest.clear()
         self._dtypes = self._base
         if self._partials is not None:
             self._partials = Partials()
         self._filled.clear()
         self._arrived.clear()
+
+    def hand_over(self) -> torch.Tensor:
+        """The reduced sum, for whoever uses it up; nothing of ours writes into it before `drop` and the next backward.
+
+        What rests in host memory is the storage itself, which the next sum will use: that one must wait.
+        """
+        total, self._sum = self.shard, None
+        return total
 
     def forget_memory(self) -> None:
         """Let go of memory that was kept for the next step."""
@@ -226,7 +245,8 @@ class Gradients:
 
     def _sums(self) -> list[torch.Tensor]:
         """The reduced sum, and those of a tree that is not finished: `shard` would end it."""
-        held = [] if self._sum is None else [self._sum]
+        total = self._rested if self._sum is None else self._sum
+        held = [] if total is None else [total]
         return held if self._partials is None else [*held, *self._partials.values]
 
     def _local_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,6 +257,8 @@ class Gradients:
         """Keep a sum over all ranks, or add it to what there is: in fp32, rounded once to what it is kept in."""
         if self._partials is not None:
             self._partials.put(self.leaf, total)
+        elif self.rest is not None:
+            self.rest.add(total)
         elif self._sum is None:
             self._sum = total.to(self._dtypes.kept)
         else:

@@ -11,8 +11,8 @@ views which autograd saved in between are valid again when backward reaches them
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -20,45 +20,21 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.comm import Transfer
+from zero.core.edits import Edits
 from zero.core.gradients import GradientDtypes, Gradients
+from zero.core.home import Home
+from zero.core.lane import follow
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, owner_of
 from zero.core.released import absent, released_class
-from zero.core.tensors import different, holders_of, memory_of
-from zero.plan.layout import Fragment, Span
+from zero.core.state import LEGAL, State
+from zero.core.tensors import holders_of, memory_of
+from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
 
-class State(enum.Enum):
-    """What is in memory of a unit's parameters.
-
-    SHARDED:   the own shard. Where parameters are cut, nothing else; where they are not, a full copy that
-               the optimizer has outdated.
-    GATHERING: the shard, and a full buffer that is being filled.
-    FULL:      the shard and a valid full buffer; parameters may be read.
-    AWAY:      nothing; somebody keeps the values elsewhere and resized the storages to 0.
-    """
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    FULL = "full"
-    AWAY = "away"
-
-
-LEGAL = {
-    (State.SHARDED, "gather"): State.GATHERING,
-    (State.GATHERING, "wait"): State.FULL,
-    (State.FULL, "release"): State.SHARDED,
-    (State.FULL, "invalidate"): State.SHARDED,
-    (State.SHARDED, "put away"): State.AWAY,
-    (State.FULL, "put away"): State.AWAY,
-    (State.AWAY, "take back"): State.SHARDED,
-    (State.AWAY, "show"): State.FULL,
-}
-
-
-class Unit:
+class Unit(Edits):
     """Parameters with one flat buffer, one shard, one gradient.
 
     full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
@@ -67,17 +43,24 @@ class Unit:
     holds:  how many readers (`GatheredParameters`) keep it full for now;
     edited: indices of the parameters that such readers will write back, one entry for each reader;
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
+    home:   where its shard, its state and its gradient rest;
+    pending: the update of the last step, while it may still run beside us: a future of the event after which the
+            device has its result, or None;
     whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
     optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
     """
 
     _away = staticmethod(released_class)
 
-    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool) -> None:
+    def __init__(
+        self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool, home: Home
+    ) -> None:
         self.plan = plan
         self.index = index
         self.params = list(params)
-        self.cut = cut and mesh.shard.size > 1
+        self.home = home
+        self.cut = cut and (mesh.shard.size > 1 or home.shards_away)
+        self.pending: Future[Any] | None = None
         self.state = State.FULL
         self.gradients: Gradients | None = None
         self.holds = 0
@@ -90,6 +73,7 @@ class Unit:
         self._mesh = mesh
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
+        self._filled: Any = None  # the event after which the own part of the full buffer is there
         self._kinds = [type(param) for param in params]
         self._versions = [param._version for param in params]
 
@@ -123,8 +107,8 @@ class Unit:
         self._kinds = [type(param) for param in self.params]  # of released ones, only now
         own = self.window
         self.full = flat if source == dtype else rounded(flat, dtype)
-        self.shard = self.full.narrow(0, *own).clone() if self.cut else self.full.narrow(0, *own)
-        self.master = Master(self.shard, flat.narrow(0, *own), remainder) if trained else None
+        self.shard = self.home.keep_shard(self.full.narrow(0, *own)) if self.cut else self.full.narrow(0, *own)
+        self.master = self._make_master(flat.narrow(0, *own), remainder) if trained else None
         self._views = self._views_of(self.full)
         self._holders = holders_of(self.full)
         self._absent = [absent(param.shape, dtype, device) for param in self.params]
@@ -136,30 +120,48 @@ class Unit:
         if trained:
             shapes = [param.shape for param in self.params]
             self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtypes, device, 3 * self.index + 1)
+            self.gradients.rest = self.home.gradients
 
     def gather(self) -> None:
         """Start to bring the full parameters; a no-op when they are there or on their way."""
+        self.settle()
         if self.state is State.AWAY:
             raise self.absence()
-        if self.state is not State.SHARDED:
-            return
+        if self.state is State.SHARDED:
+            self.send()
+
+    def send(self) -> None:
+        """Start the gather whatever still updates: for `gather`, and for the update itself when it has ended."""
         if self.cut:
             self._allocate()
-            self.full.narrow(0, *self.window).copy_(self.shard)
+            self._fill()
         self._transfer = comm.gather(self.full, self._axis, 3 * self.index)
         self._move("gather")
 
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
-        if self.state is State.FULL:
-            self._uncover()
-            return
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.wait()
-        self._move("wait")
-        if self.cut:
-            self._show()
+        self.settle()
+        if self.state is not State.FULL:
+            follow(self._filled, self.full.device)
+            transfer, self._transfer = self._transfer, None
+            if transfer is not None:
+                transfer.wait()
+            self._move("wait")
+            if self.cut:
+                self._show()
+        self._uncover()
+
+    def defer(self, pending: Future[Any]) -> None:
+        """An update of the shard runs beside us. Where parameters are not cut they look released until it is over."""
+        self.pending = pending
+        if not self.cut:
+            self._veil()
+
+    def settle(self) -> None:
+        """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
+        if self.pending is not None:
+            follow(self.pending.result(), self.full.device)
+            self.pending = None
 
     def release(self, spare: bool = True) -> None:
         """Give the memory of the full parameters back, where parameters are cut; else they stay.
@@ -174,9 +176,7 @@ class Unit:
     def cover(self) -> None:
         """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
         if self.cut and self.state is State.FULL and not (self.whole or self.holds or self._covered):
-            self._covered = True
-            for param, kind in zip(self.params, self._kinds, strict=True):
-                param.__class__ = self._away(kind)
+            self._veil()
 
     def invalidate(self) -> None:
         """The shard is about to change: whatever full copy there is must be gathered again.
@@ -184,6 +184,7 @@ class Unit:
         Tells autograd too, so that a graph built before the change raises, as it does in plain torch. What the
         user wrote into parameters until now is in the masters afterwards.
         """
+        self.settle()
         if self.cut:
             if self.holds:
                 raise RuntimeError(
@@ -202,6 +203,7 @@ class Unit:
         """Nobody may read parameters or shard until `take_back`; their storages may be given back between the two."""
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
+        self.settle()
         self._release(True)
         if not self.cut:
             self.wait()
@@ -228,6 +230,8 @@ class Unit:
 
     def summon(self) -> bool:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
+        if not self.cut and self.state is not State.AWAY:
+            self.wait()  # for an update that runs; nobody else has to do anything for it
         shown = self.state is State.FULL and not self._covered
         return shown or (self.bring is not None and self.bring(self))
 
@@ -249,107 +253,9 @@ class Unit:
                 unit.holds -= 1
 
     def reduce(self) -> None:
-        """Start to turn the full gradient into its reduced shard."""
+        """Start to turn the full gradient into its reduced shard, once an update has done with the last one."""
+        self.settle()
         self.gradients.reduce()
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
-        if self.cut:
-            return  # released ones refuse every change themselves
-        for spec, param, view in zip(self.plan.params, self.params, self._views, strict=True):
-            if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
-                raise RuntimeError(
-                    f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was {view.dtype} "
-                    f"{tuple(view.shape)} on {view.device} and is now {param.dtype} {tuple(param.shape)} on "
-                    f"{param.device}; move and convert a model before initialize(), which then decides"
-                )
-
-    def take_edits(self) -> None:
-        """Where parameters were written in place since we looked last, take what stands there as their exact values.
-
-        It is seen by autograd's version counters, which `param.data` goes around: a write through that reaches an
-        fp32 master never, one that is kept as remainders at once. Each rank looks at its own shard, so all ranks
-        must write the same. While parameters are cut only GatheredParameters can write them; it calls `overwrite`.
-        """
-        if self.cut or self.master is None:
-            return
-        for index, spec in enumerate(self.plan.params):
-            if wrong := self.reattach(index):
-                raise RuntimeError(
-                    f"the data of parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was "
-                    f"replaced by a tensor of another shape or dtype ({wrong}); the replacement is undone"
-                )
-        versions = [param._version for param in self.params]
-        both = zip(self.plan.params, versions, self._versions, strict=True)
-        self._follow({spec.name for spec, now, before in both if now != before})
-        self._versions = versions
-
-    def exact(self) -> torch.Tensor:
-        """The masters of this rank's shard as fp32 [n], edits from outside included; to be read only."""
-        self.take_edits()
-        return self.master.values()
-
-    def known(self, index: int) -> list[torch.Tensor]:
-        """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
-        pieces = (piece for piece in self._fragments() if piece.name == self.plan.params[index].name)
-        found = [self.shard.narrow(0, piece.at, piece.numel) for piece in pieces]
-        # Where parameters are not cut, they are the shard: a write reaches it at once.
-        return found if self.cut else [part.clone() for part in found]
-
-    def overwrite(self, index: int, source: int, known: Sequence[torch.Tensor] | None = None) -> None:
-        """Replace parameter `index` by its value on rank `source` everywhere: full copy, shard and master.
-
-        With `known`, elements that still have those values keep their exact masters.
-        """
-        view = self._views[index]
-        for axis in (self._mesh.shard, self._mesh.replica):
-            comm.broadcast(view, source, axis, self.plan.name)
-        name = self.plan.params[index].name
-        pieces = [piece for piece in self._fragments() if piece.name == name]
-        for position, piece in enumerate(pieces):
-            values = view.reshape(-1).narrow(0, piece.start, piece.numel)
-            changed = None if known is None else different(values, known[position])
-            if self.cut:
-                self.shard.narrow(0, piece.at, piece.numel).copy_(values)
-            if self.master is not None:
-                self.master.follow(piece.at, piece.numel, changed)
-        self._versions[index] = self.params[index]._version
-
-    def written_back(self, index: int) -> int:
-        """The version of parameter `index` when what stood in it was last taken as its exact value."""
-        return self._versions[index]
-
-    def reattach(self, index: int) -> str | None:
-        """After a write from outside: have parameter `index` be our view again if `param.data` was replaced.
-
-        Its values are taken. Returns what is wrong instead if it has another shape or dtype, which is undone.
-        """
-        param, view = self.params[index], self._views[index]
-        same = param.shape == view.shape and param.dtype == view.dtype and param.device == view.device
-        if same and param.data_ptr() == view.data_ptr() and param.stride() == view.stride():
-            return None
-        values, fits = param.detach(), param.shape == view.shape and param.dtype == view.dtype
-        param.data = view
-        if fits:
-            view.copy_(values)
-            torch.autograd.graph.increment_version(param)
-            return None
-        return f"{values.dtype} {tuple(values.shape)} where {view.dtype} {tuple(view.shape)} was"
-
-    def renew(self, index: int, values: torch.Tensor) -> None:
-        """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
-
-        Shard and master hold them already. Autograd is told, so that a graph built before raises, as in plain torch.
-        """
-        if self.state is State.GATHERING:
-            self.wait()
-        if not self.cut or self.state is State.FULL:
-            self._views[index].view(-1).copy_(values)
-        if self.cut and self.state is State.SHARDED:
-            self._versions[index] += 1
-        elif not self.holds:  # GatheredParameters would take it for a change that is lost
-            torch.autograd.graph.increment_version((self.params[index],))
-            self._versions[index] = self.params[index]._version
 
     def dissolve(self) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers."""
@@ -360,6 +266,24 @@ class Unit:
             del param._zero_owner
         if self.gradients is not None:
             self.gradients.drop()
+        for store in (self.home.states, self.home.kept):
+            store.close()
+
+    def _make_master(self, exact: torch.Tensor, remainder: bool) -> Master:
+        """The master of `exact`, fp32 [n], where the step is computed; beside it a copy of the shard if that is away."""
+        home = self.home
+        shard = self.shard.to(home.updates, copy=True) if home.mirrored else self.shard
+        master = Master(shard, exact.to(home.updates), remainder)
+        home.states.put([*([shard] if home.mirrored else []), *master.tensors()])
+        return master
+
+    def _fill(self) -> None:
+        """Copy the shard to its place in the full buffer, from wherever it rests."""
+        with self.home.up.behind():
+            self.home.kept.lend()
+            self.full.narrow(0, *self.window).copy_(self.shard, non_blocking=True)
+            self.home.kept.flush(written=False)
+        self._filled = self.home.up.mark()
 
     def _release(self, spare: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
@@ -380,15 +304,6 @@ class Unit:
                 self._views = self._views_of(self.full)
         self.full.untyped_storage().resize_(0)
 
-    def _fragments(self) -> tuple[Fragment, ...]:
-        return self.plan.layout.fragments(self.window)
-
-    def _follow(self, names: Collection[str]) -> None:
-        if names and self.master is not None:
-            for fragment in self._fragments():
-                if fragment.name in names:
-                    self.master.follow(fragment.at, fragment.numel)
-
     def _move(self, verb: str) -> None:
         after = LEGAL.get((self.state, verb))
         if after is None:
@@ -400,6 +315,11 @@ class Unit:
     def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         spans = self.plan.layout.spans.values()
         return [full.narrow(0, *span).view(param.shape) for param, span in zip(self.params, spans, strict=True)]
+
+    def _veil(self) -> None:
+        self._covered = True
+        for param, kind in zip(self.params, self._kinds, strict=True):
+            param.__class__ = self._away(kind)
 
     def _uncover(self) -> None:
         if self._covered:

@@ -38,7 +38,7 @@ def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequ
     """
     mark = float(zlib.crc32(f"{what} {owner.name}".encode()))
     values = torch.tensor(
-        [mark, -mark, problem is not None, *flags], dtype=torch.float64, device=owner.unit.shard.device
+        [mark, -mark, problem is not None, *flags], dtype=torch.float64, device=owner.unit.full.device
     )
     mesh = owner.unit.mesh
     for axis in (mesh.shard, mesh.replica):
@@ -66,6 +66,7 @@ def check_idle(owner: Owner, what: str) -> Exception | None:
 def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
     """The whole [numel] out of every rank's piece `own`; collective, moves nothing but the parameter's own bytes."""
     axis, numel = owner.unit.mesh.shard, owner.unit.plan.layout.spans[owner.name].numel
+    own = own.to(owner.unit.full.device)
     full = torch.empty(numel, dtype=own.dtype, device=own.device)
     for rank in range(axis.size):
         part = piece(owner, rank)
@@ -79,7 +80,7 @@ def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
 
 def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:
     """The `values` of rank 0, on its own storage and on the parameter's device; collective."""
-    values = values.detach().to(owner.unit.shard.device, copy=True).contiguous()
+    values = values.detach().to(owner.unit.full.device, copy=True).contiguous()
     for axis in (owner.unit.mesh.shard, owner.unit.mesh.replica):
         comm.broadcast(values, 0, axis)
     return values
@@ -95,7 +96,8 @@ def exact_piece(owner: Owner) -> torch.Tensor:
     """This rank's piece of the exact values, fp32 [n], a copy. Edits of the user are in it."""
     owner.unit.take_edits()
     part = piece(owner)
-    return owner.unit.master.values(part.at, part.numel).clone()
+    with owner.unit.borrow():
+        return owner.unit.master.values(part.at, part.numel).clone()
 
 
 def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = None) -> None:
@@ -106,10 +108,11 @@ def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = No
     unit, part = owner.unit, piece(owner)
     unit.take_edits()
     if part.numel:
-        unit.master.write(part.at, own)
+        unit.write_exact(part.at, own)
     if whole is None:
         seen = not unit.cut or unit.state is not State.SHARDED
-        rounding = unit.shard.narrow(0, part.at, part.numel)
+        with unit.borrow():
+            rounding = unit.shard.narrow(0, part.at, part.numel).clone()
         unit.renew(owner.index, assemble(owner, rounding) if seen else rounding)
     else:
         unit.renew(owner.index, rounded(whole, unit.shard.dtype))
@@ -160,7 +163,8 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
 def write_frozen(owner: Owner, whole: torch.Tensor) -> None:
     """Replace the values of a parameter that has no master by `whole`, any shape, the same on all ranks."""
     unit, part = owner.unit, piece(owner)
-    values = whole.reshape(-1).to(unit.shard.device, unit.shard.dtype)
+    values = whole.reshape(-1).to(unit.full.device, unit.shard.dtype)
     if part.numel:
-        unit.shard.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
+        with unit.borrow(written=True):
+            unit.shard.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
     unit.renew(owner.index, values)

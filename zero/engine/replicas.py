@@ -159,7 +159,7 @@ class Replicas:
         return self._sheet("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()])
 
     def _sheet(self, place: str, labels: list[str], hashes: list[torch.Tensor]) -> Sheet:
-        device = self._sharded.units[0].shard.device
+        device = self._sharded.units[0].full.device
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         return Sheet(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
 

@@ -179,6 +179,7 @@ def step(
     grad_scale: float,
     key: int = 0,
     first: int = 0,
+    threads: int | None = None,
 ) -> None:
     """Take one optimizer step in place on a shard of n elements; the formulas stand at the top of this file.
 
@@ -198,6 +199,7 @@ def step(
             be rounded by the same bits.
         first: index of the first element in the unit, a multiple of 256: so a shard, and every piece of it, is rounded
             as in the whole unit.
+        threads: how many threads share the work on a CPU; None for torch's number. No bit depends on it.
 
     The tensors are written through their addresses: autograd's version counters do not move.
 
@@ -210,7 +212,7 @@ def step(
     if arguments is not None and master.is_cpu:
         module = load()
         if module is not None:
-            threads = torch.get_num_threads()
+            threads = threads or torch.get_num_threads()
             module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
             return
     elif arguments is not None and (module := cuda.kernels(master.device)) is not None:

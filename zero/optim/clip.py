@@ -31,7 +31,7 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
     mine = 0.0
     for unit in units:
         mine += sum_squares(unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank])
-    device = units[0].shard.device if units else "cpu"
+    device = units[0].full.device if units else "cpu"
     values = torch.tensor([mine, float(late)], dtype=torch.float64, device=device)
     total, anywhere = 0.0, False
     for value, told in comm.gather_scalars(values, mesh.reduced_over).tolist():

@@ -31,7 +31,7 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
     element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN when an element is.
     """
     axis = mesh.reduced_over
-    device = units[0].shard.device if units else torch.device("cpu")
+    device = units[0].full.device if units else torch.device("cpu")
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
     largest = torch.tensor([largest_of(parts), float(late)], dtype=torch.float64, device=device)
     # As Python numbers, where NaN has to be looked for: max() would pass it over.

@@ -16,6 +16,7 @@ from zero.optim.clip import clip_factor, global_norm
 from zero.optim.exact_norm import exact_norm
 from zero.optim.rules import Rule
 from zero.optim.scaler import LossScaler
+from zero.optim.updates import Update, Updates, host_threads
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -36,13 +37,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rule = rule
         self.loss_scaler = loss_scaler or LossScaler()
         self.overflow = False
-        self.updating = False  # still true after a step that raised: some weights are new, others old
         self.grad_norm: float | None = None
         self._clipping = clipping
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
         self._sharded: Sharded | None = None
         self._mean = 1.0
+        self._updating = False
+        self._updates: Updates | None = None  # of units that the host updates
         super().__init__(groups, dict(rule.defaults))
 
     def bind(self, sharded: Sharded, mean: float) -> None:
@@ -53,6 +55,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit.optimizer = weakref.ref(self)
         sharded.reducer.scale = self.loss_scale
         sharded.reducer.finite.enabled = self._check_overflow
+        if self._updates is None and any(unit.home.away for unit in sharded.trained):
+            self._updates = Updates(self.rule, host_threads())
+            for unit in sharded.trained:
+                self.rule.begin(unit, self.param_groups[unit.plan.group])
+
+    @property
+    def updating(self) -> bool:
+        """Whether some weights are new and others old: inside a step, and for good after one that failed half-way."""
+        return self._updating or self.failure is not None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What an update that ran beside the training loop has failed with, or None."""
+        return self._updates.failure if self._updates is not None else None
+
+    @property
+    def host_threads(self) -> int:
+        """How many threads the host's updates use; 0 where the host updates nothing."""
+        return self._updates.threads if self._updates is not None else 0
+
+    def settle(self) -> None:
+        """Wait until no update runs beside us any more; raises what one of them raised."""
+        for unit in self._sharded.trained if self._sharded is not None else ():
+            unit.settle()
 
     @property
     def loss_scale(self) -> float:
@@ -127,7 +153,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def unbind(self) -> None:
         """Let go of the units and of all state; `step()` raises from now on."""
-        self._sharded = None
+        if self._updates is not None:
+            self._updates.close()
+        self._sharded = self._updates = None
         self.rule.forget()
 
     @torch.no_grad()
@@ -187,13 +215,41 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _update(self, sharded: Sharded, factor: float) -> None:
         for group in self.param_groups:
             self.rule.check(group)  # a wrong hyperparameter must not leave half of the units updated
-        self.updating = True
+        self._updating = True
+        deferred = self._submit(sharded, factor)
         for unit in sharded.trained:
+            if unit.home.away:
+                continue
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
-            self.rule.update(unit, self.param_groups[unit.plan.group], factor)
+            grad = unit.gradients.shard
+            with unit.borrow(written=True):
+                self.rule.update(unit, grad.to(unit.home.updates), self.param_groups[unit.plan.group], factor)
+                unit.push()
             if not unit.cut or unit.whole:
                 unit.gather()  # travels while the next unit is updated
         for unit in sharded.trained:
-            if not unit.cut or unit.whole:
+            if (not unit.cut or unit.whole) and not (unit.home.away and deferred):
+                unit.gather()
                 unit.wait()
-        self.updating = False
+        self._updating = False
+
+    def _submit(self, sharded: Sharded, factor: float) -> bool:
+        """Start the updates that the host computes; whether what follows them may happen beside the training loop.
+
+        Where it may not, the caller gathers: NCCL wants one order of collectives on all ranks, and so does a check of
+        that order, but no thread beside the loop can keep it.
+        """
+        away = [unit for unit in sharded.trained if unit.home.away]
+        if not away:
+            return False
+        axis = sharded.mesh.shard
+        deferred = axis.size == 1 or not (axis.native or axis.watch.order is not None)
+        updates = []
+        for unit in away:
+            unit.invalidate()
+            gather = deferred and (not unit.cut or unit.whole)
+            group = dict(self.param_groups[unit.plan.group])  # a scheduler may change it while the update waits
+            updates.append(Update(unit, unit.gradients.hand_over(), group, factor, gather))
+        for update, pending in zip(updates, self._updates.submit(updates), strict=True):
+            update.unit.defer(pending)
+        return deferred

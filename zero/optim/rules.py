@@ -40,8 +40,14 @@ class Rule(Protocol):
     def check(self, group: Group) -> None:
         """Raise ValueError for hyperparameters that no step can be taken with; nothing was touched then."""
 
-    def update(self, unit: Unit, group: Group, factor: float) -> None:
-        """Apply one step with gradient = `factor` x `unit.gradients.shard`; writes master and shard."""
+    def begin(self, unit: Unit, group: Group) -> None:
+        """Make the state of the unit, so that it is where it rests before the first step."""
+
+    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+        """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
+
+        The state must be lent. `threads`: how many compute it on a CPU; default torch's.
+        """
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
@@ -132,12 +138,16 @@ class FusedRule:
         """See `Rule.check`."""
         self._formula(group)
 
-    def update(self, unit: Unit, group: Group, factor: float) -> None:
-        """One step of the formula on the unit's shard, with the hyperparameters of now; see `Rule.update`."""
+    def begin(self, unit: Unit, group: Group) -> None:
+        """See `Rule.begin`."""
+        self.states(unit, group)
+
+    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+        """One step of the formula on the unit's shard, with the hyperparameters of `group`; see `Rule.update`."""
         formula = self._formula(group)
         states = self.states(unit, group)
         self._states[unit.index] = states = states._replace(steps=states.steps + 1)
-        master, param, grad = unit.master.tensor, unit.master.rounding, unit.gradients.shard
+        master, param = unit.master.tensor, unit.master.rounding
         for run, moments in states.runs:
             part = slice(run.start, run.start + run.numel)
             fused_step(
@@ -151,6 +161,7 @@ class FusedRule:
                 # Stochastic rounding takes its bits by unit, step and place in the unit: all the same on every stage.
                 key=unit.index,
                 first=0 if run.format == "fp32" else states.first + run.start,
+                threads=threads,
             )
 
     def states(self, unit: Unit, group: Group) -> States:
@@ -159,12 +170,13 @@ class FusedRule:
         known = self._states.get(unit.index)
         if known is None or known.names != formula.state_names:
             window = unit.window
-            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.shard.device
+            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.home.updates
             kept = tuple(
                 (run, tuple(Moment.filled(run.numel, run.format, value, device, signed) for signed in formula.signed))
                 for run in runs(unit.plan, window, self.formats.moments)
             )
             self._states[unit.index] = known = States(formula.state_names, window.start, kept, 0)
+            unit.home.states.put([tensor for _, _, tensor in self.tensors(unit)])
         return known
 
     def nbytes(self, unit: Unit, group: Group) -> int:
@@ -187,23 +199,27 @@ class FusedRule:
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
         """See `Rule.number`."""
+        unit.settle()
         return self.states(unit, group).steps
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
         """See `Rule.set_number`."""
+        unit.settle()
         self._states[unit.index] = self.states(unit, group)._replace(steps=int(value))
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
         """See `Rule.read`."""
-        moment, signed = self._moment(unit, group, key, part)
-        return moment.decode(signed)[: part.numel].clone()
+        with unit.borrow():
+            moment, signed = self._moment(unit, group, key, part)
+            return moment.decode(signed)[: part.numel].clone()
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """See `Rule.write`."""
-        moment, signed = self._moment(unit, group, key, part)
-        padded = values.new_zeros(moment.numel)
-        padded[: part.numel] = values
-        moment.write(padded, signed)
+        with unit.borrow(written=True):
+            moment, signed = self._moment(unit, group, key, part)
+            padded = moment.values.new_zeros(moment.numel, dtype=torch.float32)
+            padded[: part.numel] = values
+            moment.write(padded, signed)
 
     def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
         """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""
@@ -235,10 +251,13 @@ class TorchRule:
     def check(self, group: Group) -> None:
         """See `Rule.check`; torch's classes look at their arguments at the start only."""
 
-    def update(self, unit: Unit, group: Group, factor: float) -> None:
-        """One step of the torch optimizer on the unit's shard; see `Rule.update`."""
+    def begin(self, unit: Unit, group: Group) -> None:
+        """See `Rule.begin`; torch's classes make their state in the first step."""
+
+    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+        """One step of the torch optimizer on the unit's shard, with torch's own threads; see `Rule.update`."""
         leaf, inner = self._instance(unit, group)
-        leaf.grad = unit.gradients.shard.to(leaf.dtype).mul_(factor)
+        leaf.grad = grad.to(leaf.dtype).mul_(factor)
         inner.step()
         leaf.grad = None
         unit.master.publish()
@@ -257,7 +276,7 @@ class TorchRule:
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """See `Rule.keys`; found by a step of the class on three throw-away elements."""
-        leaf = nn.Parameter(torch.zeros(3, device=unit.shard.device))
+        leaf = nn.Parameter(torch.zeros(3, device=unit.home.updates))
         leaf.grad = torch.zeros_like(leaf)
         trial = self._kind([leaf], **self._params)
         trial.param_groups[0].update(_hyperparameters(group))
@@ -268,12 +287,14 @@ class TorchRule:
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
         """See `Rule.number`."""
+        unit.settle()
         value = self._state(unit, group).get(key, 0)
         value = value.item() if isinstance(value, torch.Tensor) else value
         return int(value) if key == "step" else value
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
         """See `Rule.set_number`."""
+        unit.settle()
         state = self._state(unit, group)
         if isinstance(state.get(key), torch.Tensor):
             state[key].fill_(value)
@@ -282,13 +303,15 @@ class TorchRule:
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
         """See `Rule.read`."""
+        unit.settle()
         kept = self._state(unit, group).get(key)
         if kept is None:  # made in the first step, out of zeros; to make it now could change that step
-            return torch.zeros(part.numel, device=unit.shard.device)
+            return torch.zeros(part.numel, device=unit.home.updates)
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """See `Rule.write`."""
+        unit.settle()
         state = self._state(unit, group)
         if state.get(key) is None:
             state[key] = torch.zeros_like(unit.master.tensor)

@@ -81,7 +81,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
     else:
         problem = problem or misfit(what, value, found.shape, found.owner.name)
     agree(found.owner, f"{what} {optim_state_key}", problem)
-    device = unit.shard.device
+    device = unit.full.device
     if single:
         number = same_everywhere(found.owner, torch.as_tensor(value, dtype=torch.float64, device=device))
         rule.set_number(unit, found.group, optim_state_key, number.item())

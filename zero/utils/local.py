@@ -38,7 +38,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     owner = found.owner
     problem = misfit(what, value, (piece(owner).numel,), owner.name)
     agree(owner, what, problem or check_idle(owner, what))
-    own = value.to(device=owner.unit.shard.device, dtype=torch.float32, copy=True)
+    own = value.to(device=owner.unit.full.device, dtype=torch.float32, copy=True)
     if own.numel():
         comm.broadcast(own, 0, owner.unit.mesh.replica)
     write_exact(owner, own)
@@ -79,7 +79,7 @@ def safe_set_local_optimizer_state(
         return
     _raise(misfit(what, value, (part.numel,), found.owner.name))
     if part.numel:
-        rule.write(unit, found.group, optim_state_key, part, value.to(unit.shard.device, torch.float32))
+        rule.write(unit, found.group, optim_state_key, part, value.to(unit.full.device, torch.float32))
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def _raise(problem: Exception | None) -> None:
 
 
 def _nothing(found: Managed) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.float32, device=found.owner.unit.shard.device)
+    return torch.empty(0, dtype=torch.float32, device=found.owner.unit.full.device)
 
 
 def _reduced(owner: Owner, what: str) -> torch.Tensor | None:

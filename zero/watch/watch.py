@@ -37,6 +37,7 @@ class Watch:
         self.standing = Standing(rank)
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
+        self._counting = threading.Lock()
         self._board: Board | None = None
         self._sentry: Sentry | None = None
         self._close: weakref.finalize | None = None
@@ -62,8 +63,9 @@ class Watch:
     def begin(self, direction: str, unit: str = "") -> Collective:
         """This rank begins a collective."""
         standing = self.standing
-        standing.number += 1
-        standing.last = made = Collective(direction, unit, standing.number)
+        with self._counting:  # an update that runs beside the training loop sends, too
+            standing.number += 1
+            standing.last = made = Collective(direction, unit, standing.number)
         if self.order is not None:
             self.order.append(made.text)
         return made

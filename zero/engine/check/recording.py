@@ -111,7 +111,7 @@ def _of_unit(unit: Unit, axis: Any) -> Values:
         with torch.no_grad(), GatheredParameters(unit.params):
             return {name: param.detach().cpu().clone() for name, param in zip(names, unit.params, strict=True)}
     layout = unit.plan.layout
-    full = torch.empty(layout.numel, dtype=torch.float32, device=unit.shard.device)
+    full = torch.empty(layout.numel, dtype=torch.float32, device=unit.full.device)
     full.narrow(0, *unit.window).copy_(unit.exact())
     comm.gather(full, axis, 3 * unit.index).wait()
     shapes = [param.shape for param in unit.params]

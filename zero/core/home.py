@@ -1,0 +1,48 @@
+"""Where one unit lives: which memory its shard, its optimizer state and its gradient rest in, and who updates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from zero.core.host_sum import HostSum
+from zero.core.lane import Lane
+from zero.core.store import Resident, Store
+
+
+@dataclass(frozen=True)
+class Home:
+    """What a unit is told about its places.
+
+    updates:     the device that computes the optimizer's step: masters and moments are lent there;
+    shards:      the device on which the parameter shard is lent;
+    up:          a lane for copies to the device;
+    away:        the host computes the step, although the parameters are used on the device;
+    shards_away: the shard does not rest on the device between uses;
+    mirrored:    master and shard are on two devices, so that the master has a copy of the shard beside it;
+    states:      where masters and moments rest;
+    kept:        where the shard rests;
+    gradients:   where the reduced gradient rests; None: on the device.
+    """
+
+    updates: torch.device
+    shards: torch.device
+    up: Lane
+    away: bool = False
+    shards_away: bool = False
+    mirrored: bool = False
+    states: Store = field(default_factory=Resident)
+    kept: Store = field(default_factory=Resident)
+    gradients: HostSum | None = None
+
+    @staticmethod
+    def here(device: torch.device) -> Home:
+        """Everything on the device."""
+        return Home(device, device, Lane(torch.device("cpu")))
+
+    def keep_shard(self, own: torch.Tensor) -> torch.Tensor:
+        """A copy of `own` [n] where the shard rests."""
+        shard = own.to(self.shards, copy=True)
+        self.kept.put([shard])
+        return shard
