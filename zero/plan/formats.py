@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zero.plan.layout import ALIGNMENT, Span
 from zero.plan.units import UnitPlan
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int8": 1, "uint8": 1}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int16": 2, "int8": 1, "uint8": 1}
 BLOCK = 256  # elements that share one scale in 8bit, and one word of the random bits of stochastic rounding
 COMPACT_NUMEL = 4096  # parameters from this many elements on may have moments in fewer bits than fp32
 
@@ -31,22 +31,31 @@ class Formats(NamedTuple):
         """What starts in a flat buffer are multiples of, in elements: no block may have two parameters or ranks."""
         return ALIGNMENT if self.moments == "fp32" else BLOCK
 
-    def master_nbytes(self, numel: int, dtype: str) -> int:
-        """Bytes of `numel` masters beside parameters of `dtype`; none in fp32, where the parameter is the master."""
+    def master_dtype(self, dtype: str) -> str | None:
+        """What masters beside parameters of `dtype` are kept in; None in fp32, where the parameter is the master."""
         if ITEMSIZE[dtype] >= 4:
-            return 0
-        return (2 if self.remainder(dtype) else 4) * numel
+            return None
+        return "int16" if self.remainder(dtype) else "fp32"
+
+    def master_nbytes(self, numel: int, dtype: str) -> int:
+        """Bytes of `numel` masters beside parameters of `dtype`."""
+        kept = self.master_dtype(dtype)
+        return 0 if kept is None else ITEMSIZE[kept] * numel
 
     def remainder(self, dtype: str) -> bool:
         """Whether masters of parameters of `dtype` are kept as remainders, which only bf16 ones can be."""
         return self.master == "remainder" and dtype == "bf16"
 
+    def moment_arrays(self, numel: int, format: str) -> tuple[tuple[str, str, int], ...]:
+        """What one moment of `numel` elements is made of: kind ("moment" or "scales"), dtype and elements of each."""
+        if format == "8bit":
+            return ("moment", "uint8", numel), ("scales", "fp32", -(-numel // BLOCK))
+        return (("moment", format, numel),)
+
     def moments_nbytes(self, numel: int, format: str | None = None) -> int:
         """Bytes of all moments of `numel` elements, scales included, in `format` (default: that of the moments)."""
-        format = format or self.moments
-        if format == "8bit":
-            return self.states * (numel + 4 * -(-numel // BLOCK))
-        return self.states * ITEMSIZE[format] * numel
+        arrays = self.moment_arrays(numel, format or self.moments)
+        return self.states * sum(ITEMSIZE[dtype] * count for _, dtype, count in arrays)
 
 
 class Run(NamedTuple):

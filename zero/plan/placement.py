@@ -1,0 +1,83 @@
+"""Where the state of each unit rests between its uses: on the device, in host memory, or in files on a drive."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero.plan.units import UnitPlan
+
+_OFFLOAD = "zero_optimization.offload_"
+
+
+class Where(enum.Enum):
+    """A place of rest; the values are those of `device` in the JSON.
+
+    DEVICE: the memory of the device that computes;
+    HOST:   memory of the host, pinned where the device is a GPU;
+    FILE:   a file; in memory only while it is used.
+    """
+
+    DEVICE = "none"
+    HOST = "cpu"
+    FILE = "nvme"
+
+
+class Placement(NamedTuple):
+    """Of one unit: its optimizer state (masters and moments), and its shard of the parameters."""
+
+    optimizer: Where
+    params: Where
+
+
+def place(
+    units: Sequence[UnitPlan],
+    parts: int,
+    optimizer: Where,
+    params: Where,
+    ratio: float = 1.0,
+    max_in_cpu: int = 0,
+) -> list[Placement]:
+    """Choose for each unit where its state rests; the same on all ranks.
+
+    optimizer: where optimizer state goes; a unit that is not trained has none and stays on the device. `ratio`, in
+        [0, 1], is the part of the trained elements for which it goes there: as many whole units as fit in the rest
+        keep theirs on the device, the first ones first. Backward reaches those last, so that their update has the
+        least time to wait for gradients, transfers and host memory, and nothing else left to overlap with.
+    params: where shards of parameters go. Of those in files, units with together at most `max_in_cpu` elements of one
+        rank's shards (1 / `parts` of the unit) rest in host memory instead, the first ones first.
+
+    Padding counts as elements: it takes memory, too. A unit that does not fit any more is passed over, and smaller
+    ones after it may still fit. Raises ValueError for a ratio outside [0, 1] and for a negative `max_in_cpu`.
+    """
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{_OFFLOAD}optimizer.ratio: got {ratio!r}; wanted a number from 0 (none) to 1 (all)")
+    if max_in_cpu < 0:
+        raise ValueError(f"{_OFFLOAD}param.max_in_cpu: got {max_in_cpu!r}; wanted a number of elements, 0 or more")
+    trained = [unit.layout.numel if is_updated(unit) else 0 for unit in units]
+    stay = _fitting(trained, int((1 - ratio) * sum(trained)))
+    shards = [unit.layout.numel // parts for unit in units]
+    lifted = _fitting(shards, max_in_cpu) if params is Where.FILE else set()
+    return [
+        Placement(
+            Where.DEVICE if index in stay or not is_updated(unit) else optimizer,
+            Where.HOST if index in lifted else params,
+        )
+        for index, unit in enumerate(units)
+    ]
+
+
+def is_updated(unit: UnitPlan) -> bool:
+    """Whether the optimizer updates the unit, and so keeps state of it."""
+    return unit.requires_grad and unit.group >= 0
+
+
+def _fitting(sizes: Sequence[int], room: int) -> set[int]:
+    """Indices of those that fit into `room` when each one is taken, in order, unless it is too large for the rest."""
+    taken = set()
+    for index, size in enumerate(sizes):
+        if size <= room:
+            taken.add(index)
+            room -= size
+    return taken
