@@ -84,16 +84,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         false,
         "set optimizer.params.zero.moments to 'bf16' or '8bit' instead",
     ),
-    Unavailable(
-        f"{_ZERO}.offload_optimizer.device",
-        other_than("none"),
-        "offload is not available in this release; use 'none', and a higher stage to save memory",
-    ),
-    Unavailable(
-        f"{_ZERO}.offload_param.device",
-        other_than("none"),
-        "offload is not available in this release; use 'none'",
-    ),
+    Unavailable(f"{_ZERO}.offload_optimizer.super_offload", true, "is not available; leave it out"),
     Unavailable(f"{_ZERO}.elastic_checkpoint", true, "DeepSpeed's elastic checkpoints are not available; leave it out"),
     Unavailable(f"{_ZERO}.load_from_fp32_weights", false, "is not available in this release; leave it out"),
     Unavailable(
@@ -181,6 +172,9 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "there is nothing to set here",
         (
+            f"{_ZERO}.offload_optimizer.fast_init",
+            f"{_ZERO}.offload_optimizer.cpuadam_cores_perc",
+            f"{_ZERO}.offload_param.buffer_size",
             f"{_ZERO}.memory_efficient_linear",
             f"{_ZERO}.override_module_apply",
             f"{_ZERO}.log_trace_cache_warnings",

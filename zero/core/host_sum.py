@@ -10,7 +10,9 @@ from zero.core.lane import Lane
 class Landing:
     """Where sums that are to be added to others in host memory arrive; two, so that one comes while one is added."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, apart: bool) -> None:
+        """`apart`: the device has memory of its own, from which sums must be brought."""
+        self.apart = apart
         self.down = Lane(device)
         self._pinned = device.type == "cuda"
         self._places: list[torch.Tensor | None] = [None, None]
@@ -32,20 +34,25 @@ class Landing:
 class HostSum:
     """A sum over ranks and micro-batches [n] that adds up in host memory.
 
-    memory: [n] in the dtype in which it is kept;
+    memory: [n]: of 16 bits where they hold all of what comes, until a second sum comes that has to be added;
     held:   whether there is a sum.
     """
 
-    def __init__(self, memory: torch.Tensor, landing: Landing) -> None:
-        self.memory = memory
+    def __init__(self, memory: torch.Tensor, kept: torch.dtype, landing: Landing) -> None:
+        """`kept`: the dtype in which sums add up."""
+        self.memory = self._base = memory
         self.held = False
+        self._kept = kept
         self._landing = landing
         self._arrived: torch.cuda.Event | None = None
         self._staged: torch.Tensor | None = None  # what arrives to be added; None where it arrives in `memory` itself
 
     def add(self, total: torch.Tensor) -> None:
         """Begin to take `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
-        if total.device != self.memory.device:
+        if self.held and self.memory.dtype != self._kept:
+            self.land()
+            self.memory = self.memory.to(self._kept)  # for this step; nobody foresaw it
+        if self._landing.apart:
             self._bring(total)
         elif self.held:
             self.memory.add_(total)
@@ -61,6 +68,7 @@ class HostSum:
     def clear(self) -> None:
         """Forget the sum."""
         self.land()  # what is on its way still writes
+        self.memory = self._base
         self.held = False
 
     def land(self) -> None:

@@ -15,9 +15,11 @@ from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
 from zero.core.gradients import GradientDtypes
-from zero.core.hooks import Reads, attach
+from zero.core.home import Home
+from zero.core.hooks import Reads, attach, attach_waits
 from zero.core.leaf import z3_leaf_module
 from zero.core.mesh import Mesh
+from zero.core.offload import Offload, OffloadSettings
 from zero.core.owner import owner_of
 from zero.core.piece import Piece
 from zero.core.reducing import Reducer
@@ -75,8 +77,10 @@ class Sharded:
         mesh: Mesh,
         numerics: Numerics,
         limits: Limits,
+        offload: Offload | None = None,
     ) -> None:
         self.module = module
+        self.offload = offload
         self.numerics = numerics
         self.units = tuple(units)
         self.trained = tuple(unit for unit in units if unit.gradients is not None)
@@ -90,6 +94,7 @@ class Sharded:
         self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._handles = attach(self._reads, self.gatherer, self.reducer.begin)
+        self._waits = attach_waits(module, (unit for unit in self.trained if unit.home.away and not unit.cut))
 
     @property
     def handles(self) -> list[RemovableHandle]:
@@ -148,22 +153,29 @@ class Sharded:
             watch.order.clear()  # the comparison itself
 
     def nbytes(self) -> StateBytes:
-        """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state."""
+        """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state.
+
+        What was sent off the device is not among them; `offload.host` counts that.
+        """
         parameters = gradients = masters = 0
         for unit in self.units:
             parameters += unit.full.untyped_storage().nbytes()
-            parameters += unit.shard.nbytes if unit.cut else 0
+            parameters += unit.shard.nbytes if unit.cut and not unit.home.shards_away else 0
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
-                masters += unit.master.nbytes
+                masters += 0 if unit.home.away else unit.master.nbytes
         return StateBytes(parameters, gradients, masters)
 
     def dissolve(self) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own."""
         self.unhook(list(self._handles))
         self.reducer.detach()
+        for handle in self._waits:
+            handle.remove()
         for unit in self.units:
             unit.dissolve()
+        if self.offload is not None:
+            self.offload.close()
 
 
 def wrap(
@@ -175,10 +187,12 @@ def wrap(
     numerics: Numerics,
     patterns: Sequence[str] = (),
     limits: Limits | None = None,
+    places: OffloadSettings | None = None,
 ) -> Sharded:
     """Put the parameters of `module` into units on `device` and hook them up.
 
-    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay. Every rank takes rank 0's
+    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay, `places` where they and the
+    optimizer's state rest. Every rank takes rank 0's
     parameters and buffers; what was built under `zero.Init` is taken over from its shards. Raises ValueError for a
     parameter that cannot be managed.
     """
@@ -193,20 +207,34 @@ def wrap(
     mesh.watch.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
     whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
+    offload = None
+    if places is not None and places.enabled:
+        offload = Offload(places, plans, mesh, device, numerics.formats, _resting_dtype(numerics, mesh), numerics.accumulate)
     units = []
     for index, plan in enumerate(plans):
-        unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params)
+        home = Home.here(device) if offload is None else offload.home(index)
+        unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, home)
         dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
         unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
         unit.whole = unit.cut and index in whole
         unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
-    sharded = Sharded(module, units, sharding, mesh, numerics, limits)
+    sharded = Sharded(module, units, sharding, mesh, numerics, limits, offload)
     mesh.watch.tie(sharded)
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
+
+
+def _resting_dtype(numerics: Numerics, mesh: Mesh) -> str:
+    """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
+
+    Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
+    """
+    alone = mesh.world_size == 1 or mesh.shard.native
+    exact = numerics.accumulation == 1 and alone and not numerics.tree and numerics.communicate is None
+    return numerics.compute_dtype if exact and numerics.compute_dtype != "fp32" else numerics.accumulate
 
 
 def _specs(

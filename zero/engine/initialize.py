@@ -18,6 +18,7 @@ from zero.config.read import read
 from zero.core.agree import agree
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import init_distributed, local_device, make_mesh
+from zero.core.offload import OffloadSettings
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
 from zero.engine.agreement import description
@@ -33,6 +34,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Rule, make_rule
 from zero.plan.formats import Formats
 from zero.plan.order import Limits
+from zero.plan.placement import Where
 from zero.plan.sharding import Sharding
 from zero.plan.whereabouts import Place
 
@@ -115,6 +117,8 @@ def _make_engine(model: nn.Module, client: Any, model_parameters: Iterable[Any] 
     engine = Engine(sharded, zero_optimizer, settings, device)
     stage, held = settings.zero_optimization.stage, engine.state_nbytes()
     rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held, formats))
+    if zero_optimizer is not None and zero_optimizer.host_threads:
+        rank_zero(logging.INFO, "the host updates with %d thread(s) on each rank", zero_optimizer.host_threads)
     if settings.dump_state:
         rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
     engine._initialize = initialize
@@ -166,10 +170,26 @@ def _wrap(
         with mesh.watch.call(Place.INITIALIZE):
             what = "the ranks do not initialize the same engine"
             agree(description(model, groups, settings), mesh.reduced_over, device, what)
-            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits)
+            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, _places(settings))
     except BaseException:
         mesh.watch.close()
         raise
+
+
+def _places(settings: Config) -> OffloadSettings:
+    """Where state rests, from the sections `offload_optimizer` and `offload_param`."""
+    state, params = settings.zero_optimization.offload_optimizer, settings.zero_optimization.offload_param
+    return OffloadSettings(
+        optimizer=Where(state.device),
+        params=Where(params.device),
+        ratio=state.ratio,
+        max_in_cpu=params.max_in_cpu,
+        pinned=(state if state.device != "none" else params).pin_memory,
+        optimizer_folder=state.nvme_path,
+        params_folder=params.nvme_path,
+        optimizer_buffers=state.buffer_count,
+        params_buffers=params.buffer_count,
+    )
 
 
 def _group_timeout(source: str | Path | Mapping[str, Any]) -> timedelta:
