@@ -1,6 +1,6 @@
 // zero._cuda: the CUDA kernels for Python. Addresses and streams come as integers, everything was checked by
 // zero/kernels/*.py; what is checked here again is only what would send a kernel into the wrong type. Importing it
-// touches no device; a call launches on the given stream and never waits.
+// touches no device; a call that is given a stream launches there and never waits.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -72,6 +72,16 @@ void probe_of(int threads, int device, uintptr_t stream) {
   probe(threads, where(device, stream));
 }
 
+void host_register_of(uintptr_t address, int64_t nbytes, int device) {
+  py::gil_scoped_release nogil;
+  host_register(pointer<void>(address), nbytes, device);
+}
+
+void host_unregister_of(uintptr_t address, int device) {
+  py::gil_scoped_release nogil;
+  host_unregister(pointer<void>(address), device);
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace zero
@@ -92,4 +102,6 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, scratch, out, accumulate, device, stream)");
   m.def("move", &move_of, "(spans, pieces, count, flat, flat_dtype, scale, to_flat, device, stream)");
   m.def("probe", &probe_of, "(threads, device, stream)");
+  m.def("host_register", &host_register_of, "(address, nbytes, device)");
+  m.def("host_unregister", &host_unregister_of, "(address, device)");
 }

@@ -1,7 +1,7 @@
 // The one list of CUDA kernels, in plain C++: bind_cuda.cpp needs no header of CUDA.
 //
-// Every call only launches, on the stream that it is given: none allocates, copies to the host or waits. So any
-// sequence of them can be captured in a CUDA graph. A launch that fails throws std::runtime_error with CUDA's words.
+// Every call that takes a stream only launches on it: none allocates, copies to the host or waits. So any sequence of
+// them can be captured in a CUDA graph. What fails throws std::runtime_error with CUDA's words.
 //
 // Bits are those of the CPU kernels (up to the payload of a NaN), whatever the size of the grid and the alignment of
 // the arrays.
@@ -71,6 +71,11 @@ void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int
 
 // Launches a kernel that does nothing, on `threads` threads: throws when this device cannot run what was compiled.
 void probe(int threads, Where where);
+
+// Pins host memory, whole pages of it, so that devices copy from and to it by themselves while the host goes on; and
+// ends that. Both make `device` the current one of the calling thread. Pinning takes time for every page.
+void host_register(void* address, int64_t nbytes, int device);
+void host_unregister(void* address, int device);
 
 }  // namespace cuda
 }  // namespace zero

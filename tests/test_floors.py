@@ -53,6 +53,8 @@ STEPS_OF_CORE = {
     "zero.core.tensors": 1,
     "zero.core.tree": 1,
     "zero.core.hashing": 1,
+    "zero.core.available": 1,
+    "zero.core.slab": 2,
     "zero.core.owner": 4,
     "zero.core.unit": 5,
     "zero.core.piece": 6,

@@ -210,20 +210,57 @@ T __shfl_down_sync(unsigned, T value, int delta, int width = emulated::kWarp) {
 }
 
 // The host's side of CUDA. Two processors with room for one block each, so that kernels go around their loops.
-enum cudaError_t : int { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorInvalidDevice = 101 };
+enum cudaError_t : int {
+  cudaSuccess = 0,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorHostMemoryAlreadyRegistered = 712,
+  cudaErrorHostMemoryNotRegistered = 713
+};
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 using cudaStream_t = void*;
 
 inline const char* cudaGetErrorName(cudaError_t error) {
-  return error == cudaErrorInvalidDevice ? "cudaErrorInvalidDevice" : "cudaErrorInvalidConfiguration";
+  switch (error) {
+    case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+    case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
+    case cudaErrorHostMemoryNotRegistered: return "cudaErrorHostMemoryNotRegistered";
+    default: return "cudaErrorInvalidConfiguration";
+  }
 }
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorInvalidDevice ? "invalid device ordinal" : "invalid configuration argument";
+  switch (error) {
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
+    case cudaErrorHostMemoryNotRegistered: return "pointer does not correspond to a registered memory region";
+    default: return "invalid configuration argument";
+  }
 }
 inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = 2;
   return cudaSuccess;
+}
+constexpr unsigned cudaHostRegisterPortable = 1;
+inline std::vector<void*>& registered() {
+  static std::vector<void*> only;
+  return only;
+}
+inline cudaError_t cudaHostRegister(void* address, std::size_t, unsigned) {
+  for (void* known : registered()) {
+    if (known == address) return cudaErrorHostMemoryAlreadyRegistered;
+  }
+  registered().push_back(address);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostUnregister(void* address) {
+  for (void*& known : registered()) {
+    if (known != address) continue;
+    known = registered().back();
+    registered().pop_back();
+    return cudaSuccess;
+  }
+  return cudaErrorHostMemoryNotRegistered;
 }
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, std::size_t) {

@@ -67,3 +67,23 @@ def needed(device: torch.device) -> ModuleType:
     if module is None:
         raise RuntimeError(f"device: got {device}, which does not run the CUDA kernels; ask available() first")
     return module
+
+
+def pin_host(address: int, nbytes: int, device: torch.device) -> Callable[[], None]:
+    """Register host memory, whole pages from `address` on, with CUDA; returns what ends that, for any thread to call.
+
+    Copies between it and any device of this process then run by themselves. `device` must be there; a call takes
+    time for every page. Raises RuntimeError, with CUDA's text, where the memory cannot be registered.
+    """
+    module, index = load_cuda(), device.index
+    if module is None:
+        raise RuntimeError("the compiled module zero._cuda is missing")
+    index = torch.cuda.current_device() if index is None else index
+    with torch.cuda.device(index):  # as in launch()
+        module.host_register(address, nbytes, index)
+
+    def unpin() -> None:
+        with torch.cuda.device(index):
+            module.host_unregister(address, index)
+
+    return unpin

@@ -1,0 +1,131 @@
+"""How much more host memory this process may take: what the machine has left, and what limits leave of it.
+
+Everything is read from files under a root, so that it can be tried on files that were made up.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+UNLIMITED = sys.maxsize
+_PAGES_OF_FILES = ("inactive_file", "active_file")  # in memory.stat; the kernel takes them back when it needs memory
+
+
+class Version(NamedTuple):
+    """Names of one version of cgroups: its file system, the controller, its limits and usage, and a prefix of stats."""
+
+    filesystem: str
+    controller: str  # in /proc/self/cgroup; version 2 has one tree for all, and names none
+    limits: tuple[str, ...]
+    usage: str
+    prefix: str
+
+
+_V1 = Version("cgroup", "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_V2 = Version("cgroup2", "", ("memory.max", "memory.high"), "memory.current", "")
+
+
+class Available(NamedTuple):
+    """Bytes that may still be taken: by all processes of this host together, and by this process."""
+
+    host: int
+    process: int
+
+    def share(self, ranks_on_host: int) -> int:
+        """What each of `ranks_on_host` processes like this one may take."""
+        return min(self.host // ranks_on_host, self.process)
+
+
+def available(root: Path = Path("/")) -> Available:
+    """Ask the system: MemAvailable and the limits of cgroups bound the host, RLIMIT_AS bounds the process."""
+    text = _read(root / "proc/meminfo")
+    free = meminfo_available(text) if text else None
+    if free is None:  # not Linux
+        free = psutil.virtual_memory().available
+    limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.Process().memory_info().vms
+    process = UNLIMITED if limit == resource.RLIM_INFINITY else max(0, limit - taken)
+    return Available(min([free, *left_in_cgroups(root)]), process)
+
+
+def available_nbytes(ranks_on_host: int = 1) -> int:
+    """Bytes of host memory that each of `ranks_on_host` processes on this host may still take."""
+    return available().share(ranks_on_host)
+
+
+def meminfo_available(text: str) -> int | None:
+    """MemAvailable of /proc/meminfo, in bytes: what can be taken without swapping; None where it does not say."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
+
+
+def left_in_cgroups(root: Path) -> Iterator[int]:
+    """What each limit of a cgroup of this process, or of one above it, leaves; pages of files do not count as used."""
+    cgroups, mounts = (_read(root / "proc/self" / name) or "" for name in ("cgroup", "mountinfo"))
+    for version in (_V1, _V2):
+        for folder in cgroup_folders(cgroups, mounts, version):
+            left = _left(root / str(folder).lstrip("/"), version)
+            if left is not None:
+                yield left
+
+
+def cgroup_folders(cgroups: str, mounts: str, version: Version) -> list[Path]:
+    """Folders of the cgroup that counts this process's memory and of all above it, from the texts of /proc/self.
+
+    `cgroups` is /proc/self/cgroup, `mounts` /proc/self/mountinfo. A container sees only a part of the tree: then the
+    top of what is mounted stands for all above it.
+    """
+    lines = (line.split(":", 2) for line in cgroups.splitlines())
+    paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
+    own = paths.get(version.controller)
+    mount = _mount(mounts, version)
+    if own is None or mount is None:
+        return []
+    top, place = mount
+    inside = Path(own)
+    if ".." in inside.parts or not inside.is_relative_to(top):
+        return [place]
+    folder = place / inside.relative_to(top)
+    return [folder, *(above for above in folder.parents if above.is_relative_to(place))]
+
+
+def _mount(mounts: str, version: Version) -> tuple[Path, Path] | None:
+    """Which folder of the tree of cgroups is mounted, and where."""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3 or kind[0] != version.filesystem:
+            continue
+        if version is _V2 or "memory" in kind[2].split(","):
+            return Path(fields[3]), Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
+    return None
+
+
+def _left(folder: Path, version: Version) -> int | None:
+    limits = [_read(folder / name) or "" for name in version.limits]
+    numbers = [int(text) for text in limits if text.strip().isdigit()]
+    used = (_read(folder / version.usage) or "").strip()
+    if not numbers or not used.isdigit():
+        return None
+    stats = _numbers(_read(folder / "memory.stat") or "")
+    files = sum(stats.get(version.prefix + name, 0) for name in _PAGES_OF_FILES)
+    return max(0, min(numbers) - max(0, int(used) - files))
+
+
+def _numbers(text: str) -> Mapping[str, int]:
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file; None where there is none or it is not ours to read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
