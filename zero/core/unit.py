@@ -270,7 +270,7 @@ class Unit(Edits):
             store.close()
 
     def _make_master(self, exact: torch.Tensor, remainder: bool) -> Master:
-        """The master of `exact`, fp32 [n], where the step is computed; beside it a copy of the shard if that is away."""
+        """The master of `exact`, fp32 [n], where the step is computed; with a copy of the shard if need be."""
         home = self.home
         shard = self.shard.to(home.updates, copy=True) if home.mirrored else self.shard
         master = Master(shard, exact.to(home.updates), remainder)

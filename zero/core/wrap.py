@@ -209,7 +209,9 @@ def wrap(
     whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload = None
     if places is not None and places.enabled:
-        offload = Offload(places, plans, mesh, device, numerics.formats, _resting_dtype(numerics, mesh), numerics.accumulate)
+        offload = Offload(
+            places, plans, mesh, device, numerics.formats, _resting_dtype(numerics, mesh), numerics.accumulate
+        )
     units = []
     for index, plan in enumerate(plans):
         home = Home.here(device) if offload is None else offload.home(index)
