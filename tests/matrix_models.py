@@ -1,8 +1,8 @@
 """The models of the matrix: each with one thing that engines get wrong, small, and written as users write them.
 
-All take `(x, rank, step)`: float inputs [2, WIDTH], the rank, and the number of the micro-step. Inputs come in the
-dtype of the parameters. What decides (an expert, whether the encoder runs) is read off the inputs' signs or the
-step, so that no rounding changes it.
+All take `(x, rank, step)`: float inputs [2, WIDTH], the rank, and the number of the micro-step; some can do without
+the last. Inputs come in the dtype of the parameters. What decides (an expert, whether the encoder runs) is read off the
+inputs' signs or the step, so that no rounding changes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Base(nn.Module):
             x = block(x)
         return x
 
-    def forward(self, x: torch.Tensor, rank: int, step: int) -> Any:
+    def forward(self, x: torch.Tensor, rank: int, step: int = 0) -> Any:
         return loss_from(self.head(self.body(x)))
 
 
@@ -72,7 +72,7 @@ class Tied(nn.Module):
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor, rank: int, step: int) -> Any:
+    def forward(self, x: torch.Tensor, rank: int, step: int = 0) -> Any:
         x = self.embed((x > 0).long() * 3 + step % 7)
         for block in self.blocks:
             x = block(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 from collections.abc import Iterator
 from types import ModuleType
@@ -12,6 +14,7 @@ import torch
 from cuda_cases import ALL_STEPS, FORMULAS
 from cuda_emulation.build import build, compiler
 
+from zero.core.slab import Slab
 from zero.kernels import bucket, cuda, live, norm
 from zero.kernels.step import kernel_arguments
 
@@ -97,3 +100,26 @@ def test_a_launch_that_fails_says_which_and_why(module: ModuleType) -> None:
         module.probe(2048, 0, 0)
     with pytest.raises(RuntimeError, match=r"cudaSetDevice on device 5: CUDA error 101"):
         module.probe(32, 5, 0)
+
+
+def test_memory_of_the_host_is_registered_until_its_last_tensor_is_gone(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "load_cuda", lambda: emulated)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    device = torch.device("cuda", 0)
+    slab = Slab(4096, device, pinned=True)
+    address, taken = slab.address, slab.take(4096)
+    assert slab.pinned
+    assert not Slab(4096, device, pinned=False).pinned
+    slab.close()
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister on device 0: CUDA error 712, cudaErrorHostMemoryAlready"):
+        cuda.pin_host(address, 4096, device)
+    del slab, taken
+    gc.collect()
+    unpin = cuda.pin_host(address, 4096, device)  # it is free again
+    unpin()
+    with pytest.raises(RuntimeError, match=r"cudaHostUnregister on device 0: CUDA error 713"):
+        unpin()
+    with pytest.raises(RuntimeError, match="cudaErrorInvalidDevice"):
+        cuda.pin_host(address, 4096, torch.device("cuda", 1))

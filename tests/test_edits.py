@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from masters import exact, part
 from models import batch, config, make_net
 from torch import nn
 
 import zero
-from zero.core.owner import owner_of
 
 FILLED, COPIED, LATE = "blocks.1.up.weight", "embed.weight", "head.bias"
 
@@ -36,24 +36,6 @@ def start(stage: int, master: str) -> Any:
     for index in range(2):
         step(engine, index)
     return engine
-
-
-def exact(engine: Any) -> dict[str, torch.Tensor]:
-    """The masters of this rank's shards by parameter."""
-    found = {}
-    for unit in engine._sharded.trained:
-        values = unit.exact()
-        for piece in unit.plan.layout.fragments(unit.window):
-            found[piece.name] = values[piece.at : piece.at + piece.numel].clone()
-    return found
-
-
-def shard_of(engine: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole value."""
-    unit = owner_of(engine.module.get_parameter(name)).unit
-    pieces = unit.plan.layout.fragments(unit.window)
-    parts = [value.flatten()[piece.start : piece.start + piece.numel] for piece in pieces if piece.name == name]
-    return torch.cat(parts) if parts else value.flatten()[:0]
 
 
 def write(engine: Any) -> dict[str, torch.Tensor]:
@@ -89,7 +71,7 @@ def edited(stage: int, master: str, look: bool) -> dict[str, Any]:
     right = True
     if look:
         for name, value in exact(engine).items():
-            now = shard_of(engine, name, wanted[name]) if name in wanted else before[name]
+            now = part(engine, name, wanted[name]) if name in wanted else before[name]
             right = right and torch.equal(value, now)
     for index in (2, 3):
         step(engine, index)
@@ -114,7 +96,7 @@ def loaded(stage: int, master: str) -> list[bool]:
     engine = start(stage, master)
     values = {name: value.bfloat16() for name, value in make_net(seed=9, blocks=2).state_dict().items()}
     engine.module.load_state_dict(values)
-    return [torch.equal(value, shard_of(engine, name, values[name].float())) for name, value in exact(engine).items()]
+    return [torch.equal(value, part(engine, name, values[name].float())) for name, value in exact(engine).items()]
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from masters import exact, part
 from models import batch, config, make_net
 from torch import nn
 
@@ -32,23 +33,6 @@ def start(stage: int = 3, master: str = "fp32") -> Any:
         engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
         engine.step()
     return engine
-
-
-def exact(engine: Any) -> dict[str, torch.Tensor]:
-    """The masters of this rank's shards by parameter; a frozen one, or one that it has no part of, has none."""
-    found = {}
-    for unit in engine._sharded.trained:
-        values = unit.exact()
-        for piece in unit.plan.layout.fragments(unit.window):
-            found[piece.name] = values[piece.at : piece.at + piece.numel].clone()
-    return found
-
-
-def part(engine: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole value."""
-    unit = owner_of(engine.module.get_parameter(name)).unit
-    pieces = [piece for piece in unit.plan.layout.fragments(unit.window) if piece.name == name]
-    return torch.cat([value.flatten()[piece.start : piece.start + piece.numel] for piece in pieces] or [value[:0]])
 
 
 def masters_kept(stage: int, master: str) -> list[bool]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from matrix_models import Base, FrozenMiddle, Tied, Twice
 from models import WIDTH, Block, config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,30 +28,7 @@ def inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-class Blocks(nn.Module):
-    """Three blocks of which the subclasses do something odd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor, rank: int) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).square().mean()
-
-
-class Twice(Blocks):
-    """A block that runs twice in one forward."""
-
-    def forward(self, x: torch.Tensor, rank: int) -> Any:
-        for index in (0, 1, 0, 2):
-            x = self.blocks[index](x)
-        return self.head(x).square().mean()
-
-
-class Shared(Blocks):
+class Shared(Base):
     """The same module registered under two names, nested in another."""
 
     def __init__(self) -> None:
@@ -62,24 +40,7 @@ class Shared(Blocks):
         return self.head(x).square().mean() + self.blocks[2].inner(x).mean()
 
 
-class Tied(nn.Module):
-    """Embedding and head are one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor, rank: int) -> Any:
-        x = self.embed((x.abs() * 3).long().clamp(max=10))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).logsumexp(-1).mean()
-
-
-class Unused(Blocks):
+class Unused(Base):
     """A block that no rank uses, and a parameter of the root that none does."""
 
     def __init__(self) -> None:
@@ -101,7 +62,7 @@ class Extra(Block):
         return super().forward(x * self.extra if rank == 1 else x)
 
 
-class OneRankOnly(Blocks):
+class OneRankOnly(Base):
     """One parameter inside a block and one of the root that only rank 1 uses."""
 
     def __init__(self) -> None:
@@ -116,16 +77,7 @@ class OneRankOnly(Blocks):
         return self.head(self.blocks[2](x)).square().mean()
 
 
-class Frozen(Blocks):
-    """The middle block and one weight of the first are frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-        self.blocks[0].up.weight.requires_grad_(False)
-
-
-class Tiny(Blocks):
+class Tiny(Base):
     """Parameters of 0 and of 1 element, and a block with fewer elements than ranks."""
 
     def __init__(self) -> None:
@@ -150,7 +102,7 @@ class Output:
     features: list[torch.Tensor]
 
 
-class Structured(Blocks):
+class Structured(Base):
     """Blocks that return a dict, a tuple and a dataclass; the loss uses several of the tensors."""
 
     def __init__(self) -> None:
@@ -177,7 +129,7 @@ def wrap_output(kind: type) -> Callable[..., Any]:
     return hook
 
 
-class Stashed(Blocks):
+class Stashed(Base):
     """A loss made from something that a submodule left behind instead of returning it."""
 
     def forward(self, x: torch.Tensor, rank: int) -> Any:
@@ -188,7 +140,7 @@ class Stashed(Blocks):
         return seen[0].square().mean() + loss
 
 
-class Checkpointed(Blocks):
+class Checkpointed(Base):
     """Every block recomputed in backward; the first with reentrant checkpointing."""
 
     def forward(self, x: torch.Tensor, rank: int) -> Any:
@@ -198,7 +150,7 @@ class Checkpointed(Blocks):
         return self.head(x).square().mean()
 
 
-CASES = [Blocks, Twice, Shared, Tied, Unused, OneRankOnly, Frozen, Tiny, Structured, Stashed, Checkpointed]
+CASES = [Base, Twice, Shared, Tied, Unused, OneRankOnly, FrozenMiddle, Tiny, Structured, Stashed, Checkpointed]
 
 
 def build(kind: type[nn.Module]) -> nn.Module:
@@ -301,7 +253,7 @@ def test_loop(pool, loop):
     check(pool, Tied, loop, 1)
 
 
-@pytest.mark.parametrize("kind", [Unused, OneRankOnly, Shared, Frozen], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Unused, OneRankOnly, Shared, FrozenMiddle], ids=lambda kind: kind.__name__)
 def test_model_with_accumulation(pool, kind):
     check(pool, kind, two_backwards, 3)
 

@@ -6,7 +6,6 @@ import copy
 import io
 import os
 import pickle
-import socket
 import threading
 from typing import Any
 
@@ -370,7 +369,8 @@ def test_a_module_attached_later_runs(pool):
 def joined(port: int) -> tuple[int, bool]:
     """Without a process group, the environment tells which ranks there are; other threads build as ever."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(launched)
     built: list[nn.Module] = []
     try:
         with zero.Init():
@@ -381,11 +381,12 @@ def joined(port: int) -> tuple[int, bool]:
         plain = all(owner_of(param) is None for param in built[0].parameters())
         return dist.get_world_size(), plain and all(map(is_released, model.parameters()))
     finally:
-        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        for name in launched:
+            del os.environ[name]
 
 
 def test_it_joins_the_process_group_and_leaves_other_threads_alone(pool):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert pool.run(2, joined, port) == [(2, True)] * 2
+    # As under torchrun, the launcher keeps the store: a port that is only looked up can be somebody else's by the time
+    # that rank 0 listens there, and a store that rank 0 keeps ends with its group, while rank 1 may still need it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert pool.run(2, joined, store.port) == [(2, True)] * 2

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,8 @@ from zero.plan.host import MIB, PAGE
 from zero.plan.layout import round_up
 
 _TOUCHED = 16384  # pages in one go of one thread
+# madvise(2): MADV_HUGEPAGE and MADV_WIPEONFORK by number, since Python's mmap does not know the second.
+_ADVICE = (14, 18)
 _THREADS = 8  # that touch pages; more do not make a memory controller faster
 
 
@@ -145,11 +148,10 @@ def _map(nbytes: int) -> _Mapping:
             f"the system refused {nbytes / MIB:,.1f} MiB of host memory ({error}); this process may take "
             f"{available_nbytes() / MIB:,.1f} MiB"
         ) from error
-    for name in ("MADV_HUGEPAGE", "MADV_WIPEONFORK"):
-        if hasattr(mmap, name):
-            # A kernel that was built without huge pages says EINVAL, and small pages do as well.
-            with contextlib.suppress(OSError):
-                made.madvise(getattr(mmap, name))
+    for advice in _ADVICE if sys.platform == "linux" else ():
+        # A kernel that is too old, or was built without huge pages, says EINVAL; small pages do as well.
+        with contextlib.suppress(OSError):
+            made.madvise(advice)
     return made
 
 
