@@ -411,7 +411,7 @@ def test_the_old_name_of_the_workers_is_a_warning(said):
 )
 def test_numbers_of_aio(key, value, wanted):
     shown = f"'{value}'" if isinstance(value, str) else value
-    assert errors({"train_batch_size": 8, "aio": {key: value}}) == (f"aio.{key}: got {shown}, wanted {wanted}",)
+    assert errors({"train_batch_size": 8, "aio": {key: value}}) == f"aio.{key}: got {shown}, wanted {wanted}"
 
 
 def test_only_rank_zero_speaks(said, monkeypatch):

@@ -47,7 +47,8 @@ def integer(low: int | None = None, high: int | None = None, multiple_of: int = 
             raise refuse(wanted)
         return value
 
-    return Annotated[int, Field(ge=low, le=high, multiple_of=multiple_of), BeforeValidator(check)]
+    multiple = None if multiple_of == 1 else multiple_of
+    return Annotated[int, Field(ge=low, le=high, multiple_of=multiple), BeforeValidator(check)]
 
 
 def number(low: float | None = None, high: float | None = None) -> Any:
