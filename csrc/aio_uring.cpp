@@ -1,5 +1,5 @@
-// The workers that move blocks through io_uring, by its system calls alone (the man pages io_uring(7), io_uring_setup(2)
-// and io_uring_enter(2)).
+// The workers that move blocks through io_uring, by its system calls alone: the man pages io_uring(7),
+// io_uring_setup(2) and io_uring_enter(2).
 #include <stdexcept>
 
 #include "aio.h"
