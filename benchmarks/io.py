@@ -143,7 +143,7 @@ def main() -> int:
         if name != other:
             ours.setdefault(write, ratio.median)  # of the backend that is taken by default
     print(f"{machine_line()}\n{args.gib} GiB, block {args.block}, depth {args.depth}, workers {args.threads}; {text}\n")
-    print(table(["", "", "GB/s", f"of {other}"], rows))
+    print(table(["who", "what", "GB/s", f"of {other}"], rows))
     default = next(iter(seconds))[0]
     print(f"\n{default} reaches {ours[True]:.2f} writing and {ours[False]:.2f} reading; wanted {TARGET}")
     return 0 if all(ratio >= TARGET for ratio in ours.values()) else 1

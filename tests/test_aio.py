@@ -250,7 +250,8 @@ def test_released_memory_is_refused(aio: Aio, tmp_path: Path) -> None:
         ({"queue_depth": 0}, "queue_depth: got 0"),
         ({"queue_depth": 1 << 20}, "queue_depth: got 1048576; wanted 1 to 4096"),
         ({"block_size": 0}, "block_size: got 0"),
-        ({"block_size": ALIGN + 512}, "block_size: got 4608; wanted a positive multiple of 4096"),
+        ({"block_size": ALIGN + 512}, "block_size: got 4608; wanted a multiple of 4096 from 4096 to"),
+        ({"block_size": 1 << 40}, "block_size: got 1099511627776"),
         ({"backend": "libaio"}, "backend: got 'libaio'"),
     ],
 )

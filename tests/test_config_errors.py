@@ -402,9 +402,9 @@ def test_the_old_name_of_the_workers_is_a_warning(said):
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
-        ("block_size", 0, "a multiple of 4096 of at least 4096"),
-        ("block_size", 5000, "a multiple of 4096 of at least 4096"),
-        ("block_size", "1M", "a multiple of 4096 of at least 4096"),
+        ("block_size", 0, "a multiple of 4096 from 4096 to 1073741824"),
+        ("block_size", 5000, "a multiple of 4096 from 4096 to 1073741824"),
+        ("block_size", "1M", "a multiple of 4096 from 4096 to 1073741824"),
         ("queue_depth", 0, "an integer from 1 to 4096"),
         ("intra_op_parallelism", -1, "an integer from 1 to 256"),
     ],

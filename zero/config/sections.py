@@ -120,7 +120,7 @@ class ActivationCheckpointing(Section):
 class Aio(Section):
     """Asynchronous file access, for offload to nvme."""
 
-    block_size: integer(4096, multiple_of=4096) = 1_048_576
+    block_size: integer(4096, 2**30, multiple_of=4096) = 1_048_576
     """Bytes that a worker asks of the drive at once; `zero report --io DIR` finds what a drive likes."""
     queue_depth: integer(1, 4096) = 8
     """Blocks of each worker in flight."""

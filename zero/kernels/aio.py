@@ -19,7 +19,7 @@ from zero.kernels.scratch import ALIGN, Descriptor, ScratchFile, aligned
 __all__ = ["ALIGN", "BACKENDS", "Aio", "Request", "ScratchFile", "aligned"]
 
 BACKENDS = ("io_uring", "threads", "python")  # best first
-MAX_THREADS, MAX_DEPTH = 256, 4096
+MAX_THREADS, MAX_DEPTH, MAX_BLOCK = 256, 4096, 1 << 30
 
 
 class Request:
@@ -78,7 +78,7 @@ class Aio:
     Args:
         threads: workers; "intra_op_parallelism" of the JSON.
         queue_depth: blocks in flight per worker. Backends "threads" and "python" have one thread for each, at most 64.
-        block_size: bytes, a multiple of ALIGN.
+        block_size: bytes, a multiple of ALIGN, at most 1 GiB.
         backend: "io_uring", "threads" or "python"; None: the first of these that there is.
 
     Attributes:
@@ -96,8 +96,8 @@ class Aio:
         for name, value, most in (("threads", threads, MAX_THREADS), ("queue_depth", queue_depth, MAX_DEPTH)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name}: got {value}; wanted 1 to {most}")
-        if block_size < ALIGN or block_size % ALIGN:
-            raise ValueError(f"block_size: got {block_size}; wanted a positive multiple of {ALIGN} bytes")
+        if not ALIGN <= block_size <= MAX_BLOCK or block_size % ALIGN:
+            raise ValueError(f"block_size: got {block_size}; wanted a multiple of {ALIGN} from {ALIGN} to {MAX_BLOCK}")
         if backend not in (None, *BACKENDS):
             raise ValueError(f"backend: got {backend!r}; wanted one of {', '.join(map(repr, BACKENDS))}, or None")
         self._process = os.getpid()
