@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "support.h"
+#include "test_aio.h"
 
 namespace test {
 namespace {
@@ -317,6 +318,7 @@ int run() {
   Random random{20260101};
   int64_t count = 0;
   try {
+    std::printf("files: %lld requests\n", static_cast<long long>(test_files()));
     count += test_sum_squares(all, random);
     count += test_buckets(all, random);
     count += test_sums_of_rows(all, random);
