@@ -81,7 +81,7 @@ class Ring:
         self.lock = threading.Condition()
         self.failure: RuntimeError | None = None
         self.seen: Callable[[str, str], None] = _nobody
-        self._slots = [Slot(memory) for memory in memories]  # the one that was used longest ago first
+        self._slots = [Slot(memory) for memory in memories]  # the one that was claimed or used longest ago first
 
     def claim(self, holder: Any, wait: bool) -> Slot | None:
         """A slot for `holder`; None where there is none at once and the caller will not `wait`. The lock is held.
@@ -94,12 +94,12 @@ class Ring:
             found = next((slot for slot in spare if self._over(slot)), None)
             if found is None and not wait:
                 return None
-            if found is None and not spare:
-                # What was read ahead last is needed last.
-                found = next((slot for slot in reversed(idle) if self._over(slot)), None)
+            if found is None and not spare and idle and self._over(idle[-1]):
+                found = idle[-1]  # what was read ahead last is needed last
             if found is not None:
                 found.vacate()
                 found.holder = holder
+                self._touch(found)
                 return found
             if idle:
                 self.settle(spare[0] if spare else idle[-1])
@@ -121,8 +121,7 @@ class Ring:
 
     def used(self, slot: Slot) -> None:
         """It was used just now; the lock is held."""
-        self._slots.remove(slot)
-        self._slots.append(slot)
+        self._touch(slot)
         self.lock.notify_all()
 
     def check(self) -> None:
@@ -140,6 +139,10 @@ class Ring:
             self.fail(RuntimeError("the files of this engine are closed"))
             self._slots.clear()
             self.lock.notify_all()
+
+    def _touch(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
     def _over(self, slot: Slot) -> bool:
         """Whether nothing moves in the slot any more; raises RuntimeError for what failed there."""

@@ -223,6 +223,12 @@ def _make_optimizer(
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
         groups = [group for group in client.param_groups if group["params"]]
+    if settings.zero_optimization.offload_optimizer.device == "nvme" and not rule.foreseen:
+        raise ValueError(
+            "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "
+            "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "
+            "'optimizer' (without torch_adam, maximize and the like), or use device 'cpu'"
+        )
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check, make_loss_scaler(settings))
     return made, made.param_groups
