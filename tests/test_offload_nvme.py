@@ -1,9 +1,10 @@
-"""The promise: with state in files the numbers are those of a run without, bit by bit, and the drive works meanwhile."""
+"""The promise: with state in files the numbers are those of a run without, bit by bit; the drive works meanwhile."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_reads_begin_before_the_update_before_is_over(pool: Pool, tmp_path: Path
     assert len(units) > 6
     at = {event: place for place, event in reversed(list(enumerate(seen)))}
     ahead = 0
-    for before, unit in zip(units, units[1:], strict=False):
+    for before, unit in pairwise(units):
         # What is not read here was read ahead at the end of the step before.
         reads = [place for place, event in enumerate(seen[: at["update", unit]]) if event == ("read", unit)]
         assert all(place < at["done", before] for place in reads)

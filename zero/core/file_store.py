@@ -150,8 +150,8 @@ class FileStore:
     def explain(self, error: OSError) -> RuntimeError:
         """What to tell of a request of this store that failed."""
         return RuntimeError(
-            f"the state of {self} is lost: {error.strerror or error}. Make sure that the drive is sound and has room for what else "
-            "writes there, and start again from the last checkpoint"
+            f"the state of {self} is lost: {error.strerror or error}. Make sure that the drive is sound and has room for "
+            "what else writes there, and start again from the last checkpoint"
         )
 
     def close(self) -> None:
