@@ -207,6 +207,17 @@ def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(make: Mak
             use()
 
 
+def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
+    drive, stores, _ = make(2, 3)
+    stores[2].lend()
+    os.ftruncate(drive._file.fd, 0)
+    text = "unit 'u2' .*: the file was cut to 0 bytes. Make sure"
+    with pytest.raises(RuntimeError, match=text):  # else u1 would be zeros from now on
+        stores[2].flush()
+    with pytest.raises(RuntimeError, match=text):
+        stores[1].lend()
+
+
 def test_too_little_space_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=rf"offload_optimizer.nvme_path: .*wants {1 << 60} bytes.*{tmp_path}.*'cpu'"):
         Drive(str(tmp_path), "optimizer", 3, 1 << 60, [], Aio(), Requests())

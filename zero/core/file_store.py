@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -133,13 +135,15 @@ class FileStore:
             if slot.lent:
                 return
             self._hide()
-            changed = slot.written
-            if changed:
-                slot.written = slot.blank = False
-                self._write(slot)
-            elif slot.blank:  # nobody wrote what it was taken for
-                slot.vacate()
-            ring.used(slot)
+            changed, blank = slot.written, slot.blank
+            slot.written = slot.blank = False
+            try:
+                if changed:
+                    self._write(slot)
+                elif blank:  # nobody wrote what it was taken for
+                    slot.vacate()
+            finally:
+                ring.used(slot)
             if changed and not self._behind:
                 ring.settle(slot)
 
@@ -150,8 +154,8 @@ class FileStore:
     def explain(self, error: OSError) -> RuntimeError:
         """What to tell of a request of this store that failed."""
         return RuntimeError(
-            f"the state of {self} is lost: {error.strerror or error}. Make sure that the drive is sound and has room for "
-            "what else writes there, and start again from the last checkpoint"
+            f"the state of {self} is lost: {error.strerror or error}. Make sure that the drive is sound and has room "
+            "for what else writes there, and start again from the last checkpoint"
         )
 
     def close(self) -> None:
@@ -172,8 +176,15 @@ class FileStore:
             raise
 
     def _write(self, slot: Slot) -> None:
+        file, end = self._place.file, self._place.offset + self._place.nbytes
+        size = os.fstat(file.fd).st_size
+        if size < end:
+            # A write would make the file longer again, and what somebody has cut off would be read as zeros.
+            text = f"write of bytes {self._place.offset} to {end} of {file.path}: the file was cut to {size} bytes"
+            self._ring.fail(self.explain(OSError(errno.EIO, text)))
+            self._ring.check()
         self._ring.seen("write", self._place.unit)
-        slot.motions.append(self._aio.write(self._place.file, self._bytes(slot), self._place.offset))
+        slot.motions.append(self._aio.write(file, self._bytes(slot), self._place.offset))
 
     def _bytes(self, slot: Slot) -> torch.Tensor:
         return slot.memory.narrow(0, 0, self._place.nbytes)
