@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -176,15 +177,20 @@ class FileStore:
             raise
 
     def _write(self, slot: Slot) -> None:
-        file, end = self._place.file, self._place.offset + self._place.nbytes
-        size = os.fstat(file.fd).st_size
-        if size < end:
-            # A write would make the file longer again, and what somebody has cut off would be read as zeros.
-            text = f"write of bytes {self._place.offset} to {end} of {file.path}: the file was cut to {size} bytes"
+        self._check_length()
+        self._ring.seen("write", self._place.unit)
+        slot.motions.append(self._aio.write(self._place.file, self._bytes(slot), self._place.offset))
+
+    def _check_length(self) -> None:
+        """Raise RuntimeError where somebody has cut the file: a write would hide that, as the gap reads as zeros."""
+        file, start, nbytes, *_ = self._place
+        found = os.fstat(file.fd)
+        if stat.S_ISREG(found.st_mode) and found.st_size < start + nbytes:  # nothing else has a size
+            text = (
+                f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {found.st_size} bytes"
+            )
             self._ring.fail(self.explain(OSError(errno.EIO, text)))
             self._ring.check()
-        self._ring.seen("write", self._place.unit)
-        slot.motions.append(self._aio.write(file, self._bytes(slot), self._place.offset))
 
     def _bytes(self, slot: Slot) -> torch.Tensor:
         return slot.memory.narrow(0, 0, self._place.nbytes)
