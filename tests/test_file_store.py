@@ -211,7 +211,7 @@ def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
     drive, stores, _ = make(2, 3)
     stores[2].lend()
     os.ftruncate(drive._file.fd, 0)
-    text = "unit 'u2' .*: the file was cut to 0 bytes. Make sure"
+    text = "unit 'u2' .*: the file was cut to 0. Make sure"
     with pytest.raises(RuntimeError, match=text):  # else u1 would be zeros from now on
         stores[2].flush()
     with pytest.raises(RuntimeError, match=text):

@@ -186,9 +186,7 @@ class FileStore:
         file, start, nbytes, *_ = self._place
         found = os.fstat(file.fd)
         if stat.S_ISREG(found.st_mode) and found.st_size < start + nbytes:  # nothing else has a size
-            text = (
-                f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {found.st_size} bytes"
-            )
+            text = f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {found.st_size}"
             self._ring.fail(self.explain(OSError(errno.EIO, text)))
             self._ring.check()
 
