@@ -38,6 +38,9 @@ def step(engine: Any, number: int) -> None:
 
 def spoil(how: str, drive: Any) -> None:
     """Make the file of a drive one that cannot be written, cannot be read, or ends too early."""
+    with drive.ring.lock:
+        for slot in list(drive.ring._slots):
+            drive.ring.settle(slot)  # a write on its way would make the file longer again
     fd = drive._file.fd
     if how == "truncated":
         os.ftruncate(fd, 0)
