@@ -192,6 +192,20 @@ def test_threads_share_slots_without_waiting_for_each_other_for_ever(make: Make,
         store.flush(written=False)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told_instead_of_waiting_for_ever(make: Make) -> None:
+    drive, (store,), _ = make(1, 1)
+    with drive.ring.lock:  # as if another thread were at work in it
+        child = os.fork()
+        if child == 0:
+            try:
+                store.lend()
+            except RuntimeError as error:
+                os._exit(7 if "forked" in str(error) else 8)
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(make: Make, tmp_path: Path) -> None:
     drive, stores, _ = make(1, 2)
     stores[0].lend()

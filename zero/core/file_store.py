@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zero.core.slots import Reached, Ring, Slot
-from zero.core.store import ALIGNED
+from zero.core.store import ALIGNED, move
 from zero.kernels.aio import Aio, ScratchFile
 from zero.plan.layout import round_up
 
@@ -78,9 +78,7 @@ class FileStore:
         self.lend(blank=self._used == 0)
         try:
             for part in parts:
-                values = part.tensor.clone()
-                self._point(part)
-                part.tensor.copy_(values)
+                move(part.tensor, self._slot.memory, part.start * part.tensor.itemsize)
             self._parts += parts
             self._used = start
         finally:
@@ -89,7 +87,7 @@ class FileStore:
     def fetch(self) -> bool:
         """See `Store.fetch`."""
         ring = self._ring
-        with ring.lock:
+        with ring.entered():
             ring.check()
             if self._slot is None:
                 if not self._ahead or (slot := ring.claim(self, wait=False)) is None:
@@ -101,7 +99,7 @@ class FileStore:
     def lend(self, blank: bool = False) -> None:
         """See `Store.lend`."""
         ring = self._ring
-        with ring.lock:
+        with ring.entered():
             ring.check()
             if self._slot is None:
                 slot = ring.claim(self, wait=True)
@@ -109,6 +107,7 @@ class FileStore:
                     self._take(slot, blank)
                 else:  # another thread brought it while this one waited for a slot
                     slot.holder = None
+                    ring.used(slot)
             slot = self._slot
             slot.lent += 1
             slot.lender = threading.get_ident()

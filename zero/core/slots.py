@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -79,6 +80,7 @@ class Ring:
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self.lock = threading.Condition()
+        self._process = os.getpid()
         self.failure: RuntimeError | None = None
         self.seen: Callable[[str, str], None] = _nobody
         self._slots = [Slot(memory) for memory in memories]  # the one that was claimed or used longest ago first
@@ -89,6 +91,7 @@ class Ring:
         Raises RuntimeError where the calling thread itself has all of them, and would wait for ever.
         """
         while True:
+            self.check()
             idle = [slot for slot in self._slots if not slot.lent]
             spare = [slot for slot in idle if not slot.wanted]
             found = next((slot for slot in spare if self._over(slot)), None)
@@ -106,6 +109,15 @@ class Ring:
             else:
                 self._check_lenders(holder)
                 self.lock.wait()
+
+    def entered(self) -> threading.Condition:
+        """The lock, to be taken. RuntimeError in a forked process: a thread that is not there may hold it for ever."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"state in files can be used by the process that opened them ({self._process}) only, and this is "
+                f"process {os.getpid()}, forked from it; read parameters before the fork"
+            )
+        return self.lock
 
     def settle(self, slot: Slot) -> None:
         """Wait until nothing moves in the slot; the lock is held, and let go meanwhile. Raises what failed."""
@@ -156,7 +168,6 @@ class Ring:
         return not slot.motions
 
     def _check_lenders(self, holder: Any) -> None:
-        self.check()
         me = threading.get_ident()
         if all(slot.lender == me for slot in self._slots):
             raise RuntimeError(
