@@ -170,7 +170,7 @@ def _together(file: File) -> list[str]:
             f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
             "with zero.reduce 'tree', whose sums are fp32"
         )
-    return lines + _param_dtype(file) + _dynamic_scale(file)
+    return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file)
 
 
 def _param_dtype(file: File) -> list[str]:
@@ -188,6 +188,15 @@ def _param_dtype(file: File) -> list[str]:
     )
     fix = f"set it to '{dtype}'" + (f", or switch on {wanted}.enabled instead" if wanted != "fp32" else "")
     return [f"data_types.param_dtype: got '{wanted}', but {here}; {fix}"]
+
+
+def _files(file: File) -> list[str]:
+    """What is wrong with state on a drive."""
+    return [
+        f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive"
+        for name in ("offload_optimizer", "offload_param")
+        if (section := getattr(file.zero_optimization, name)).device == "nvme" and not section.nvme_path
+    ]
 
 
 def _dynamic_scale(file: File) -> list[str]:

@@ -272,7 +272,9 @@ class Unit(Edits):
     def _make_master(self, exact: torch.Tensor, remainder: bool) -> Master:
         """The master of `exact`, fp32 [n], where the step is computed; with a copy of the shard if need be."""
         home = self.home
-        shard = self.shard.to(home.updates, copy=True) if home.mirrored else self.shard
+        # The shard itself may be in a file by now.
+        own = self.full.narrow(0, *self.window)
+        shard = own.to(home.updates, copy=True) if home.mirrored else self.shard
         master = Master(shard, exact.to(home.updates), remainder)
         home.states.put([*([shard] if home.mirrored else []), *master.tensors()])
         return master
@@ -282,8 +284,8 @@ class Unit(Edits):
         with self.home.up.behind():
             self.home.kept.lend()
             self.full.narrow(0, *self.window).copy_(self.shard, non_blocking=True)
-            self.home.kept.flush(written=False)
-        self._filled = self.home.up.mark()
+            self._filled = self.home.up.mark()
+            self.home.kept.flush(written=False, after=self._filled)
 
     def _release(self, spare: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.read import read
 from zero.core.agree import agree
+from zero.core.drive import Requests
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.offload import OffloadSettings
@@ -179,6 +180,7 @@ def _wrap(
 def _places(settings: Config) -> OffloadSettings:
     """Where state rests, from the sections `offload_optimizer` and `offload_param`."""
     state, params = settings.zero_optimization.offload_optimizer, settings.zero_optimization.offload_param
+    aio = settings.aio
     return OffloadSettings(
         optimizer=Where(state.device),
         params=Where(params.device),
@@ -189,6 +191,9 @@ def _places(settings: Config) -> OffloadSettings:
         params_folder=params.nvme_path,
         optimizer_buffers=state.buffer_count,
         params_buffers=params.buffer_count,
+        requests=Requests(
+            aio.intra_op_parallelism, aio.queue_depth, aio.block_size, state.pipeline_read, state.pipeline_write
+        ),
     )
 
 
@@ -218,6 +223,12 @@ def _make_optimizer(
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
         groups = [group for group in client.param_groups if group["params"]]
+    if settings.zero_optimization.offload_optimizer.device == "nvme" and not rule.foreseen:
+        raise ValueError(
+            "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "
+            "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "
+            "'optimizer' (without torch_adam, maximize and the like), or use device 'cpu'"
+        )
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check, make_loss_scaler(settings))
     return made, made.param_groups

@@ -36,6 +36,7 @@ class Rule(Protocol):
 
     defaults: dict[str, Any]
     formats: Formats
+    foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
 
     def check(self, group: Group) -> None:
         """Raise ValueError for hyperparameters that no step can be taken with; nothing was touched then."""
@@ -125,6 +126,8 @@ class FusedRule:
 
     `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.
     """
+
+    foreseen = True
 
     def __init__(self, kind: str, params: Arguments, compute_dtype: str) -> None:
         self._formula = _FORMULAS[kind]
@@ -239,6 +242,8 @@ class FusedRule:
 
 class TorchRule:
     """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
+
+    foreseen = False
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
         self._kind = kind

@@ -1,0 +1,228 @@
+"""The promise: with state in files the numbers are those of a run without, bit by bit; the drive works meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import batch, config, make_net, train
+from ranks import Pool
+
+import zero
+import zero.core.offload
+from zero.config import ConfigError
+
+STEPS = 4
+EIGHT_BIT = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "zero": {"moments": "8bit"}}},
+    "bf16": {"enabled": True},
+}
+
+
+def files(folder: str, **more: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": folder, **more}
+
+
+def trained(
+    stage: int, world: int, accumulation: int, sections: Sequence[dict[str, Any]], apart: bool, more: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One run for each of the `sections` of zero_optimization; `apart`: as if the device had memory of its own."""
+    more = {"gradient_clipping": 0.5, **more}
+    width = 48 if "optimizer" in more else 12
+    found = []
+    for section in sections:
+        settings = config(stage, world, accumulation=accumulation, **more)
+        settings["zero_optimization"] |= section
+        before = zero.core.offload.has_own_memory
+        try:
+            if apart:
+                zero.core.offload.has_own_memory = lambda device: True
+            found.append(train(make_net(width=width), world, settings, steps=STEPS))
+        finally:
+            zero.core.offload.has_own_memory = before
+    return found
+
+
+def check(pool: Pool, *args: Any, sections: list[dict[str, Any]], apart: bool = False, **more: Any) -> None:
+    world = args[1]
+    plain = {} if not apart else {"offload_optimizer": {"device": "none"}}
+    for runs in pool.run(world, trained, *args, [plain, *sections], apart, more):
+        for section, run in zip(sections, runs[1:], strict=True):
+            assert run["losses"] == runs[0]["losses"], section
+            assert run["norms"] == runs[0]["norms"], section
+            for name, param in runs[0]["params"].items():
+                assert torch.equal(param, run["params"][name]), (section, name)
+
+
+@pytest.mark.parametrize(("stage", "world", "accumulation"), [(1, 1, 1), (1, 2, 3), (2, 2, 1), (2, 1, 3)])
+def test_the_optimizer_in_files(pool: Pool, tmp_path: Path, stage: int, world: int, accumulation: int) -> None:
+    sections = [{"offload_optimizer": files(str(tmp_path), buffer_count=count)} for count in (1, 2, 4)]
+    sections.append({"offload_optimizer": files(str(tmp_path), pipeline_read=False, pipeline_write=False, ratio=0.5)})
+    check(pool, stage, world, accumulation, sections=sections)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("apart", [False, True])
+def test_parameters_in_files(pool: Pool, tmp_path: Path, world: int, apart: bool) -> None:
+    folder = str(tmp_path)
+    sections = [
+        {"offload_param": files(folder, max_in_cpu=0)},
+        {"offload_param": files(folder, max_in_cpu=500, buffer_count=1), "offload_optimizer": files(folder)},
+        {"offload_param": files(folder, max_in_cpu=0, buffer_count=2), "offload_optimizer": {"device": "cpu"}},
+        {"offload_param": {"device": "cpu"}, "offload_optimizer": files(folder, buffer_count=1)},
+        {"offload_optimizer": files(folder)},
+    ]
+    check(pool, 3, world, 2, sections=sections, apart=apart)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_remainders_and_moments_of_8_bit(pool: Pool, tmp_path: Path, apart: bool) -> None:
+    folder = str(tmp_path)
+    sections = [
+        {"offload_optimizer": files(folder)},
+        {"offload_optimizer": files(folder, buffer_count=2), "offload_param": files(folder, max_in_cpu=0)},
+    ]
+    check(pool, 3, 2, 1, sections=sections, apart=apart, **EIGHT_BIT)
+
+
+def engine_of(folder: str, **more: Any) -> Any:
+    settings = config(2, 1, zero_optimization={"stage": 2, "offload_optimizer": files(folder, **more)})
+    engine, *_ = zero.initialize(model=make_net(blocks=6), config=settings)
+    return engine
+
+
+def step(engine: Any, number: int) -> float:
+    loss = engine(*batch(number, 2))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def looked_into(folder: str, device: str) -> dict[str, Any]:
+    """What the accessors say, and losses after they have written, of a run with the state on `device`."""
+    settings = config(
+        3, 2, zero_optimization={"stage": 3, "offload_optimizer": {"device": device, "nvme_path": folder}}
+    )
+    net = make_net()
+    engine, *_ = zero.initialize(model=net, config=settings)
+    found: dict[str, Any] = {"losses": [step(engine, 0)]}
+    for name, param in net.named_parameters():
+        moment = zero.utils.safe_get_full_optimizer_state(param, "exp_avg")
+        found[name] = [zero.utils.safe_get_full_fp32_param(param), moment]
+        zero.utils.safe_set_full_fp32_param(param, found[name][0] * 0.5)
+        zero.utils.safe_set_full_optimizer_state(param, moment + 1, "exp_avg")
+    with zero.GatheredParameters(list(net.parameters()), modifier_rank=0), torch.no_grad():
+        net.head.bias.add_(1)
+    found["losses"] += [step(engine, number) for number in range(1, 4)]
+    engine.destroy()
+    return found
+
+
+def test_accessors_read_and_write_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
+    plain, ours = (pool.run(2, looked_into, str(tmp_path), device)[0] for device in ("none", "nvme"))
+    assert plain.keys() == ours.keys()
+    assert plain.pop("losses") == ours.pop("losses")
+    for name, values in plain.items():
+        assert all(torch.equal(one, other) for one, other in zip(values, ours[name], strict=True)), name
+
+
+def order_of_events(folder: str) -> list[tuple[str, str]]:
+    engine = engine_of(folder, buffer_count=4)
+    step(engine, 0)
+    engine.optimizer.settle()
+    seen: list[tuple[str, str]] = []
+    engine.optimizer._updates.seen = lambda what, unit: seen.append((what, unit))
+    engine._sharded.offload.drives["optimizer"].ring.seen = engine.optimizer._updates.seen
+    step(engine, 1)
+    engine.optimizer.settle()
+    units = [unit.plan.name for unit in engine._sharded.trained]
+    engine.destroy()
+    return [("units", " ".join(units)), *seen]
+
+
+def test_reads_begin_before_the_update_before_is_over(pool: Pool, tmp_path: Path) -> None:
+    (_, names), *seen = pool.run(1, order_of_events, str(tmp_path))[0]
+    units = names.split()
+    assert len(units) > 6
+    at = {event: place for place, event in reversed(list(enumerate(seen)))}
+    ahead = 0
+    for before, unit in pairwise(units):
+        # What is not read here was read ahead at the end of the step before.
+        reads = [place for place, event in enumerate(seen[: at["update", unit]]) if event == ("read", unit)]
+        assert all(place < at["done", before] for place in reads)
+        ahead += len(reads)
+        # The next update begins while this one's result is on its way to the drive.
+        assert at["update", before] < at["write", before] < at["done", before] < at["update", unit]
+    assert ahead >= len(units) - 4
+    # The next step's first units are read when there is nothing else to bring.
+    assert [unit for what, unit in seen if what == "read"][-1] in units[:4]
+
+
+def hidden_files(folder: str) -> tuple[list[str], list[int], tuple[int, ...], bool]:
+    folder = str(Path(folder) / "new" / "folder")
+    engine = engine_of(folder)
+    opened, listed = [], []
+    for number in range(8):
+        step(engine, number)
+        engine.optimizer.settle()
+        opened.append(len(os.listdir("/proc/self/fd")))
+        listed += os.listdir(folder)
+    unit = engine._sharded.trained[0]
+    shapes = tuple(len(tensor) for _, _, tensor in engine.optimizer.rule.tensors(unit))
+    drive = engine._sharded.offload.drives["optimizer"]
+    engine.destroy()
+    return listed, opened, shapes, drive._file._descriptor is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+def test_files_have_no_name_and_their_number_stays(pool: Pool, tmp_path: Path) -> None:
+    listed, opened, shapes, closed = pool.run(1, hidden_files, str(tmp_path))[0]
+    assert listed == []
+    assert len(set(opened)) == 1
+    assert set(shapes) == {0}
+    assert closed
+
+
+def refused(folder: str, kind: str, params: dict[str, Any], group: dict[str, Any]) -> str:
+    settings = config(1, 1, optimizer={"type": kind, "params": params})
+    settings["zero_optimization"]["offload_optimizer"] = files(folder)
+    net = make_net()
+    groups = [{"params": list(net.parameters()), **group}]
+    try:
+        engine, *_ = zero.initialize(model=net, model_parameters=groups, config=settings)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    try:
+        for number in range(2):
+            step(engine, number)
+            engine.optimizer.settle()
+    except RuntimeError as error:
+        return f"later: {error}"
+    return "nothing"
+
+
+def test_state_that_no_file_foresaw_is_refused(pool: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    said = pool.run(1, refused, folder, "RMSprop", {"lr": 1e-3}, {})[0]
+    assert "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch" in said
+    said = pool.run(1, refused, folder, "SGD", {"lr": 1e-3}, {})[0]
+    assert said.startswith("later: ")
+    assert "0 were reserved" in said and "SGD's momentum" in said
+    said = pool.run(1, refused, folder, "SGD", {"lr": 1e-3}, {"momentum": 0.5})[0]
+    assert said.startswith("RuntimeError: ")
+    assert "0 were reserved" in said
+    assert pool.run(1, refused, folder, "SGD", {"lr": 1e-3, "momentum": 0.1}, {})[0] == "nothing"
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_a_path_is_required(name: str) -> None:
+    settings = config(3, 1)
+    settings["zero_optimization"][name] = {"device": "nvme", "nvme_path": None}
+    with pytest.raises(ConfigError, match=f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs"):
+        zero.config.load(settings, 1)
