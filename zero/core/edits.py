@@ -10,6 +10,7 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.home import Home
+from zero.core.lane import reached
 from zero.core.master import Master
 from zero.core.mesh import Axis, Mesh
 from zero.core.state import State
@@ -34,6 +35,9 @@ class Edits:
     _mesh: Mesh
     _versions: list[int]
     _views: list[torch.Tensor]
+    full: torch.Tensor
+    _filled: torch.cuda.Event | None
+    _copied: torch.cuda.Event | None
 
     def check_parameters(self) -> None:
         """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
@@ -85,11 +89,14 @@ class Edits:
     def borrow(self, written: bool = False) -> Iterator[None]:
         """Inside, shard, master and moments may be read, and with `written` changed, wherever they rest."""
         self.settle()
+        self.land()
         stores = (self.home.states, self.home.kept)
         with contextlib.ExitStack() as stack:
             for store in stores:
                 store.lend()
                 stack.callback(store.flush, written)
+            if not (self.home.states.permanent and self.home.kept.permanent):
+                stack.callback(self.land)  # what was pushed must be there before its memory is given back
             yield
 
     def write_exact(self, start: int, values: torch.Tensor) -> None:
@@ -103,6 +110,16 @@ class Edits:
         if self.home.mirrored:
             part = slice(start, None if numel is None else start + numel)
             self.shard[part].copy_(self.master.shard[part], non_blocking=True)
+            if self.shard.device != self.master.shard.device:
+                self._copied = reached(self.full.device)
+
+    def land(self) -> None:
+        """Wait until no copy between device and host reads or writes the shard in host memory any more."""
+        self.home.up.collect()
+        for event in (self._filled, self._copied):
+            if event is not None:
+                event.synchronize()
+        self._copied = None
 
     def known(self, index: int) -> list[torch.Tensor]:
         """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""

@@ -236,14 +236,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _submit(self, sharded: Sharded, factor: float) -> bool:
         """Start the updates that the host computes; whether what follows them may happen beside the training loop.
 
-        Where it may not, the caller gathers: NCCL wants one order of collectives on all ranks, and so does a check of
-        that order, but no thread beside the loop can keep it.
+        Where it may not, the caller gathers: no thread beside the loop can keep the ranks' order of collectives.
         """
         away = [unit for unit in sharded.trained if unit.home.away]
         if not away:
             return False
-        axis = sharded.mesh.shard
-        deferred = axis.size == 1 or not (axis.native or axis.watch.order is not None)
+        deferred = not sharded.mesh.shard.ordered
         updates = []
         for unit in away:
             unit.invalidate()

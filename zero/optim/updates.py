@@ -72,6 +72,7 @@ class Updates:
         for later in self._ahead:
             if not (later.home.states.fetch() and later.home.kept.fetch()):
                 break  # no room to read further ahead
+        unit.land()
         home.states.lend()
         home.kept.lend()
         self._ahead.remove(unit)
@@ -84,9 +85,8 @@ class Updates:
             home.up.drain()  # what is pushed lies in memory that the next unit will use
         home.states.flush()
         home.kept.flush()
-        with home.up.open():
-            if update.gather:
-                unit.send()
+        if update.gather:
+            unit.send(pushed=True)
         self.seen("done", unit.plan.name)
         return home.up.mark()
 
