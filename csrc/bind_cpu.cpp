@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bind_aio.h"
 #include "bind_step.h"
 #include "cpu_kernels.h"
 
@@ -103,4 +104,5 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, threads)");
   m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
+  bind_aio(m);
 }

@@ -376,7 +376,7 @@ def test_the_warning_comes_with_an_error_too(said):
 
 
 def test_keys_without_effect_are_said_once_in_one_line(said):
-    given = zero(stage=3, overlap_comm=True, reduce_bucket_size=5e8) | {"aio": {"block_size": 4096}}
+    given = zero(stage=3, overlap_comm=True, reduce_bucket_size=5e8) | {"aio": {"single_submit": True}}
     load(given, 1)
     load(given, 1)
     assert said() == [
@@ -384,9 +384,34 @@ def test_keys_without_effect_are_said_once_in_one_line(said):
             "INFO",
             "keys of the config that have no effect: zero_optimization.reduce_bucket_size, "
             "zero_optimization.overlap_comm (the units decide what is reduced and gathered together); "
-            "aio (not used yet)",
+            "aio.single_submit (blocks go to the drive together, while others are on their way)",
         )
     ]
+
+
+def test_the_old_name_of_the_workers_is_a_warning(said):
+    load({"train_batch_size": 8, "aio": {"thread_count": 4, "block_size": 4096}}, 1)
+    assert said() == [
+        (
+            "WARNING",
+            "aio: 'thread_count' has no effect, here as in DeepSpeed; write aio.intra_op_parallelism for workers",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("block_size", 0, "a multiple of 4096 of at least 4096"),
+        ("block_size", 5000, "a multiple of 4096 of at least 4096"),
+        ("block_size", "1M", "a multiple of 4096 of at least 4096"),
+        ("queue_depth", 0, "an integer from 1 to 4096"),
+        ("intra_op_parallelism", -1, "an integer from 1 to 256"),
+    ],
+)
+def test_numbers_of_aio(key, value, wanted):
+    shown = f"'{value}'" if isinstance(value, str) else value
+    assert errors({"train_batch_size": 8, "aio": {key: value}}) == f"aio.{key}: got {shown}, wanted {wanted}"
 
 
 def test_only_rank_zero_speaks(said, monkeypatch):

@@ -50,6 +50,8 @@ def _add_report(commands) -> None:
     parser = commands.add_parser("report", help=about, description=f"{about}. {ends}", allow_abbrev=False)
     parser.add_argument("--no-measure", action="store_true", help="leave out the two seconds of measuring")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    about = "instead measure the drive of this folder (about 20 seconds) and propose the section aio of the config"
+    parser.add_argument("--io", metavar="DIR", help=about)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,9 +99,28 @@ def _schema() -> int:
 
 
 def _report(given: argparse.Namespace) -> int:
+    if given.io is not None:
+        return _report_drive(given)
     from zero import report
 
     return report.run(measured=not given.no_measure, as_json=given.json)
+
+
+def _report_drive(given: argparse.Namespace) -> int:
+    if given.no_measure:
+        print("zero report: error: --io measures; leave out --no-measure", file=sys.stderr)
+        return 2
+    from zero.report import drive
+
+    try:
+        return drive.run(given.io, as_json=given.json)
+    except BrokenPipeError:  # not of the drive
+        raise
+    except OSError as error:
+        print(f"zero report: error: --io: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(given: argparse.Namespace) -> int:

@@ -81,7 +81,7 @@ def build_file(setup: ModuleType, cxx: list[str]) -> str:
         "rule link",
         "  command = $cxx $in $flags -o $out",
     ]
-    objects = [entry for entry in setup.cpu_objects() if entry[0] != "bind_cpu.cpp"]
+    objects = [entry for entry in setup.cpu_objects() if not entry[0].startswith("bind_")]
     objects.append(("tests/test_kernels.cpp", "test_kernels.o", []))
     for source, name, extra in objects:
         lines.append(f"build {name}: compile {setup.ninja_escape(str(ROOT / 'csrc' / source))}")

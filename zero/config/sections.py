@@ -16,6 +16,7 @@ from zero.config.values import (
     Text,
     Texts,
     choice,
+    integer,
 )
 
 
@@ -119,16 +120,16 @@ class ActivationCheckpointing(Section):
 class Aio(Section):
     """Asynchronous file access, for offload to nvme."""
 
-    block_size: Positive = 1_048_576
-    """Bytes of one request."""
-    queue_depth: Positive = 8
-    """Requests in flight."""
-    intra_op_parallelism: Positive = 1
-    """Threads that share one read or write."""
+    block_size: integer(4096, multiple_of=4096) = 1_048_576
+    """Bytes that a worker asks of the drive at once; `zero report --io DIR` finds what a drive likes."""
+    queue_depth: integer(1, 4096) = 8
+    """Blocks of each worker in flight."""
+    intra_op_parallelism: integer(1, 256) = 1
+    """Workers."""
     single_submit: Bool = False
-    """Submit requests one by one."""
+    """Submit blocks one by one; here what waits goes together."""
     overlap_events: Bool = True
-    """Submit while earlier requests complete."""
+    """Submit while earlier blocks complete; here this is always so."""
     use_gds: Bool = False
     """Read from the drive into GPU memory directly."""
     thread_count: Positive = 1

@@ -90,6 +90,11 @@ class Tidy:
         self._written: dict[tuple, tuple] = {}
         self.values = self._section(values, File, (), ())
         self._old_zero_keys()
+        aio = self.values.get("aio") if isinstance(self.values, dict) else None
+        if isinstance(aio, dict) and "thread_count" in aio:
+            self.warnings.append(
+                "aio: 'thread_count' has no effect, here as in DeepSpeed; write aio.intra_op_parallelism for workers"
+            )
 
     def written(self, path: tuple) -> tuple:
         """`path` as the user wrote it."""

@@ -111,6 +111,7 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("activation_checkpointing.cpu_checkpointing", true, _RECOMPUTE),
     Unavailable("activation_checkpointing.synchronize_checkpoint_boundary", true, _RECOMPUTE),
     Unavailable("activation_checkpointing.profile", true, _RECOMPUTE),
+    Unavailable("aio.use_gds", true, "GPUDirect is not available; what is read goes through host memory"),
     Unavailable("checkpoint.load_universal", true, "DeepSpeed's universal checkpoints are not available; leave it out"),
     Unavailable("checkpoint.use_node_local_storage", true, "is not available in this release; use a shared folder"),
     Unavailable("checkpoint.parallel_write.pipeline_stage", true, "is not available; leave it out"),
@@ -163,12 +164,12 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "not used yet",
         (
-            "aio",
             "activation_checkpointing.number_checkpoints",
             "timers",
             "checkpoint.tag_validation",
         ),
     ),
+    Idle("blocks go to the drive together, while others are on their way", ("aio.single_submit", "aio.overlap_events")),
     Idle(
         "there is nothing to set here",
         (

@@ -33,20 +33,22 @@ def _range(noun: str, low: float | None, high: float | None) -> str:
     return noun
 
 
-def integer(low: int | None = None, high: int | None = None) -> Any:
+def integer(low: int | None = None, high: int | None = None, multiple_of: int = 1) -> Any:
     """An integer in a range. A float without a fraction is one too: JSON people write 5e8."""
-    wanted = _range("an integer", low, high)
+    noun = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
+    wanted = _range(noun, low, high)
 
     def check(value: Any) -> Any:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int) or value % multiple_of:
             raise refuse(wanted)
         if (low is not None and value < low) or (high is not None and value > high):
             raise refuse(wanted)
         return value
 
-    return Annotated[int, Field(ge=low, le=high), BeforeValidator(check)]
+    multiple = None if multiple_of == 1 else multiple_of
+    return Annotated[int, Field(ge=low, le=high, multiple_of=multiple), BeforeValidator(check)]
 
 
 def number(low: float | None = None, high: float | None = None) -> Any:

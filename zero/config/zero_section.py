@@ -55,10 +55,11 @@ class OffloadOptimizer(Section):
     """The number of buffers between the drive and memory, at least the number of states."""
     pin_memory: Bool = True
     """Page-locked main memory, which copies faster to the GPU."""
-    pipeline_read: Bool = False
-    """Read the next piece from the drive while this one is computed."""
-    pipeline_write: Bool = False
-    """Write the last piece to the drive while this one is computed."""
+    pipeline_read: Bool = True
+    """Read the next piece from the drive while this one is computed. DeepSpeed's default is false, with which the
+    drive and the update take turns."""
+    pipeline_write: Bool = True
+    """Write the last piece to the drive while this one is computed; DeepSpeed's default is false."""
     fast_init: Bool = False
     """Fill the files on the drive without writing zeros first."""
     ratio: Fraction = 1.0

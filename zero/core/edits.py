@@ -86,18 +86,34 @@ class Edits:
             return values if self.home.states.permanent else values.clone()
 
     @contextlib.contextmanager
-    def borrow(self, written: bool = False) -> Iterator[None]:
-        """Inside, shard, master and moments may be read, and with `written` changed, wherever they rest."""
+    def borrow(self, written: bool = False, step: bool = False) -> Iterator[None]:
+        """Inside, shard, master and moments may be read, and with `written` changed, wherever they rest.
+
+        `step`: for the optimizer's step; see `lent`.
+        """
         self.settle()
-        self.land()
-        stores = (self.home.states, self.home.kept)
-        with contextlib.ExitStack() as stack:
-            for store in stores:
-                store.lend()
-                stack.callback(store.flush, written)
-            if not (self.home.states.permanent and self.home.kept.permanent):
-                stack.callback(self.land)  # what was pushed must be there before its memory is given back
+        with self.lent(written, step):
             yield
+
+    @contextlib.contextmanager
+    def lent(self, written: bool, step: bool) -> Iterator[None]:
+        """As `borrow`, for the update itself, which does not wait for itself.
+
+        `step`: a shard that the master has a copy of is written as a whole and not read. After an exception nothing
+        is written, so that what rests elsewhere is what it was.
+        """
+        done = False
+        self.land()
+        self.home.states.lend()
+        try:
+            self.home.kept.lend(blank=step and self.home.mirrored)
+            try:
+                yield
+                done = written
+            finally:
+                self.home.kept.flush(done)
+        finally:
+            self.home.states.flush(done)
 
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
@@ -109,13 +125,14 @@ class Edits:
         """Have the shard show what was written to the master, where that has a shard of its own."""
         if self.home.mirrored:
             part = slice(start, None if numel is None else start + numel)
-            self.shard[part].copy_(self.master.shard[part], non_blocking=True)
+            # What lies in a slot may be somebody else's as soon as it is given back.
+            resting = self.home.states.permanent and self.home.kept.permanent
+            self.shard[part].copy_(self.master.shard[part], non_blocking=resting)
             if self.shard.device != self.master.shard.device:
                 self._copied = reached(self.full.device)
 
     def land(self) -> None:
         """Wait until no copy between device and host reads or writes the shard in host memory any more."""
-        self.home.up.collect()
         for event in (self._filled, self._copied):
             if event is not None:
                 event.synchronize()

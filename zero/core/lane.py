@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -15,8 +13,6 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._later: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
-        self._collecting = threading.Lock()
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
@@ -40,33 +36,6 @@ class Lane:
     def mark(self) -> torch.cuda.Event | None:
         """The point that the lane has reached, for others to wait for."""
         return None if self._stream is None else self._stream.record_event()
-
-    def after(self, call: Callable[[], None]) -> None:
-        """Have `call` run when what was queued so far is over: now without a GPU, else by the next `collect`.
-
-        For host memory that a copy still reads: waiting for the copy at once would keep the host from queueing more work.
-        """
-        event = self.mark()
-        if event is None:
-            call()
-        else:
-            self._later.append((event, call))
-
-    def collect(self, wait: bool = True) -> None:
-        """Run the calls that `after` has heard of, in any thread, after their copies; or of those that are over only.
-
-        To be called before anything that may wait for such a call: for its host memory, or for somebody who does.
-        """
-        with self._collecting:
-            while self._later and (wait or self._later[0][0].query()):
-                event, call = self._later.popleft()
-                event.synchronize()
-                call()
-
-    def drain(self) -> None:
-        """Wait until all that was queued on it is over."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def keep(self, tensor: torch.Tensor) -> None:
         """The memory of a device tensor must not be reused before the lane has done with it."""

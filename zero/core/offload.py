@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import torch
 
+from zero.core.agree import agree
+from zero.core.drive import Drive, Requests, close_all
 from zero.core.home import Home
 from zero.core.host_sum import HostSum, Landing
 from zero.core.lane import Lane
 from zero.core.mesh import Mesh
 from zero.core.slab import Slab, check_room
 from zero.core.store import Resident, Store
+from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.plan.formats import Formats
 from zero.plan.host import (
@@ -33,7 +36,8 @@ class OffloadSettings(NamedTuple):
     """What `offload_optimizer` and `offload_param` of the JSON say.
 
     ratio: the part of the trained elements whose state leaves the device; max_in_cpu: elements of this rank's shards
-    that stay in memory although `params` says FILE; pinned: page-locked memory on a machine with a GPU.
+    that stay in memory although `params` says FILE; pinned: page-locked memory on a machine with a GPU; requests: how
+    drives are asked, where read_ahead and write_behind are those of the optimizer's state.
     """
 
     optimizer: Where = Where.DEVICE
@@ -45,6 +49,7 @@ class OffloadSettings(NamedTuple):
     params_folder: str | None = None
     optimizer_buffers: int = 4
     params_buffers: int = 5
+    requests: Requests = Requests()
 
     @property
     def enabled(self) -> bool:
@@ -83,7 +88,10 @@ class Offload:
             plans, self._parts, settings.optimizer, settings.params, settings.ratio, settings.max_in_cpu
         )
         self.host = self._count()
-        self._slab = self._take(mesh) if self.host.memory else None
+        self._slab: Slab | None = None
+        self._aio: Aio | None = None
+        self.drives: dict[str, Drive] = {}
+        self._open(mesh)
         self._up, self._landing = Lane(device), Landing(device, self._apart)
 
     def home(self, index: int) -> Home:
@@ -105,7 +113,8 @@ class Offload:
         )
 
     def close(self) -> None:
-        """Give the memory back as soon as nobody uses it."""
+        """Give files and memory back as soon as nobody uses them."""
+        close_all(list(self.drives.values()), self._aio)
         if self._slab is not None:
             self._slab.close()
 
@@ -120,17 +129,21 @@ class Offload:
     def _states(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.optimizer is Where.DEVICE or not is_updated(plan):
             return Resident()
-        kept = record(plan, self._rank, self._parts, self._formats, self._keeps_copy(placement))
+        nbytes = self._record_nbytes(plan, placement)
         if placement.optimizer is Where.HOST:
-            return Resident(self._slab.take(kept.nbytes))
-        raise NotImplementedError("files")
+            return Resident(self._slab.take(nbytes))
+        return self.drives["optimizer"].store(plan.name, nbytes)
 
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
             return Resident()
+        nbytes = parameter_nbytes(plan, self._parts)
         if placement.params is Where.HOST:
-            return Resident(self._slab.take(parameter_nbytes(plan, self._parts)))
-        raise NotImplementedError("files")
+            return Resident(self._slab.take(nbytes))
+        return self.drives["param"].store(plan.name, nbytes)
+
+    def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
+        return record(plan, self._rank, self._parts, self._formats, self._keeps_copy(placement)).nbytes
 
     def _sum(self, plan: UnitPlan) -> HostSum:
         dtype = _DTYPES[self._gradients]
@@ -151,12 +164,41 @@ class Offload:
             self._settings.params_buffers,
         )
 
-    def _take(self, mesh: Mesh) -> Slab:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)))
-        check_room(self.describe(), self.host.memory, ranks_here)
-        slab = Slab(self.host.memory, self._device, self._settings.pinned)
+    def _open(self, mesh: Mesh) -> None:
+        """Take memory and open files; RuntimeError on all ranks where one cannot."""
+        problem: RuntimeError | None = None
+        try:
+            if self.host.memory:
+                ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)))
+                check_room(self.describe(), self.host.memory, ranks_here)
+                self._slab = Slab(self.host.memory, self._device, self._settings.pinned)
+            self._open_files(mesh.rank)
+        except RuntimeError as error:
+            problem = error
+        said = "no problem" if problem is None else str(problem)
+        agree([said], mesh.reduced_over, self._device, "state cannot be kept off the device on all ranks")
+        if problem is not None:
+            raise problem
         rank_zero(logging.INFO, "host memory of each rank:\n%s", self.describe())
-        return slab
+
+    def _open_files(self, rank: int) -> None:
+        settings, asked = self._settings, self._settings.requests
+        both = list(zip(self._plans, self.placements, strict=True))
+        records = [
+            self._record_nbytes(plan, placement)
+            for plan, placement in both
+            if placement.optimizer is Where.FILE and is_updated(plan)
+        ]
+        shards = [parameter_nbytes(plan, self._parts) for plan, place in both if place.params is Where.FILE]
+        for kind, folder, sizes, count, way in (
+            ("optimizer", settings.optimizer_folder, records, settings.optimizer_buffers, asked),
+            ("param", settings.params_folder, shards, settings.params_buffers, Requests()),
+        ):
+            if sizes:
+                self._aio = self._aio or Aio(asked.threads, asked.queue_depth, asked.block_size)
+                slots = [self._slab.take(max(sizes)) for _ in range(count)]
+                self.drives[kind] = Drive(folder, kind, rank, sum(sizes), slots, self._aio, way)
+                rank_zero(logging.INFO, "%s state rests in %s (%s)", kind, folder, self._aio.backend)
 
 
 def has_own_memory(device: torch.device) -> bool:

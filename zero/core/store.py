@@ -30,11 +30,17 @@ class Store(Protocol):
     def fetch(self) -> bool:
         """Begin to bring them; False where there is no room for that now, and `lend` will wait for it."""
 
-    def lend(self) -> None:
-        """Wait until the tensors may be read and written, which they may until `flush`. Nests."""
+    def unfetch(self) -> None:
+        """What `fetch` has begun is not needed any more; others may have its room. Never waits."""
 
-    def flush(self, written: bool = True) -> None:
-        """Begin to put them back; unless `written`, they are as they were."""
+    def lend(self, blank: bool = False) -> None:
+        """Wait until the tensors may be read and written, which they may until `flush`. Nests.
+
+        `blank`: who asks reads nothing and writes all of them, or none.
+        """
+
+    def flush(self, written: bool = True, after: torch.cuda.Event | None = None) -> None:
+        """Begin to put them back; unless `written`, they are as they were. A device reads them until `after`."""
 
     def close(self) -> None:
         """Give everything back; the values are lost."""
@@ -64,10 +70,13 @@ class Resident:
         """See `Store.fetch`."""
         return True
 
-    def lend(self) -> None:
+    def unfetch(self) -> None:
+        """See `Store.unfetch`."""
+
+    def lend(self, blank: bool = False) -> None:
         """See `Store.lend`."""
 
-    def flush(self, written: bool = True) -> None:
+    def flush(self, written: bool = True, after: torch.cuda.Event | None = None) -> None:
         """See `Store.flush`."""
 
     def close(self) -> None:

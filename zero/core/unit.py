@@ -12,7 +12,6 @@ views which autograd saved in between are valid again when backward reaches them
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -143,14 +142,11 @@ class Unit(Edits):
         if self.updating:
             return False
         self.settle()
-        self.home.up.collect(wait=False)
         return self.home.kept.fetch()
 
     def unread(self) -> None:
         """Give up what `read` has begun."""
-        self.settle()
-        self.home.kept.lend()
-        self.home.kept.flush(written=False)
+        self.home.kept.unfetch()
 
     def send(self, pushed: bool = False) -> None:
         """Start the gather whatever still updates: for `gather`, and for an update that has ended and `pushed`."""
@@ -187,8 +183,6 @@ class Unit(Edits):
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
         if self.pending is not None:
-            if self.updating:
-                self.home.up.collect()  # it may wait for memory that we have in use
             follow(self.pending.result(), self.full.device)
             self.pending = None
 
@@ -303,20 +297,18 @@ class Unit(Edits):
         """The master of `exact`, fp32 [n], where the step is computed; with a copy of the shard if need be."""
         home = self.home
         # The shard itself may be in a file by now.
-        shard = self.full.narrow(0, *self.window).to(home.updates, copy=True) if home.mirrored else self.shard
+        own = self.full.narrow(0, *self.window)
+        shard = own.to(home.updates, copy=True) if home.mirrored else self.shard
         master = Master(shard, exact.to(home.updates), remainder)
         home.states.put([*([shard] if home.mirrored else []), *master.tensors()])
         return master
 
     def _fill(self) -> None:
         """Copy the shard to its place in the full buffer, from wherever it rests, on the lane."""
-        kept, up = self.home.kept, self.home.up
-        if not kept.fetch():
-            up.collect()  # memory that it may wait for
-        kept.lend()
+        self.home.kept.lend()
         self.full.narrow(0, *self.window).copy_(self.shard, non_blocking=True)
-        self._filled = up.mark()
-        up.after(functools.partial(kept.flush, False))
+        self._filled = self.home.up.mark()
+        self.home.kept.flush(written=False, after=self._filled)
 
     def _release(self, spare: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.read import read
 from zero.core.agree import agree
+from zero.core.drive import Requests
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.offload import OffloadSettings
@@ -180,6 +181,7 @@ def _wrap(
 def _places(settings: Config) -> OffloadSettings:
     """Where state rests, from the sections `offload_optimizer` and `offload_param`."""
     state, params = settings.zero_optimization.offload_optimizer, settings.zero_optimization.offload_param
+    aio = settings.aio
     return OffloadSettings(
         optimizer=Where(state.device),
         params=Where(params.device),
@@ -190,6 +192,9 @@ def _places(settings: Config) -> OffloadSettings:
         params_folder=params.nvme_path,
         optimizer_buffers=state.buffer_count,
         params_buffers=params.buffer_count,
+        requests=Requests(
+            aio.intra_op_parallelism, aio.queue_depth, aio.block_size, state.pipeline_read, state.pipeline_write
+        ),
     )
 
 

@@ -222,7 +222,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 continue
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             grad = unit.gradients.shard
-            with unit.borrow(written=True):
+            with unit.borrow(written=True, step=True):
                 self.rule.update(unit, grad.to(unit.home.updates), self.param_groups[unit.plan.group], factor)
                 unit.push()
             if not unit.cut or unit.whole:

@@ -44,10 +44,12 @@ class Updates:
         # One thread: it ends when nobody holds us any more.
         self._worker = ThreadPoolExecutor(1, "zero-updates")
         self._ahead: list[Unit] = []  # units whose state is wanted soon, in order
+        self._all: list[Unit] = []  # of the last step
 
     def submit(self, updates: Sequence[Update]) -> list[Future[Any]]:
         """Have these run; the future of each is that of the event after which the device has its result."""
-        self._ahead += [update.unit for update in updates]
+        self._all = [update.unit for update in updates]
+        self._ahead += self._all
         return [self._worker.submit(self._run, update) for update in updates]
 
     def close(self) -> None:
@@ -69,26 +71,25 @@ class Updates:
 
     def _update(self, update: Update) -> Any:
         unit, home = update.unit, update.unit.home
-        for later in self._ahead:
-            if not (later.home.states.fetch() and later.home.kept.fetch()):
-                break  # no room to read further ahead
-        unit.land()
-        home.states.lend()
-        home.kept.lend()
-        self._ahead.remove(unit)
-        self.seen("update", unit.plan.name)
-        grad = update.grad.to(home.updates)
-        self._rule.update(unit, grad, update.group, update.factor, self.threads)
-        with home.up.open():
-            unit.push()
-        if home.mirrored and not home.states.permanent:
-            home.up.drain()  # what is pushed lies in memory that the next unit will use
-        home.states.flush()
-        home.kept.flush()
+        self._read_ahead()
+        with unit.lent(written=True, step=True):
+            self._ahead.remove(unit)
+            self._read_ahead()  # meanwhile others may have been written
+            self.seen("update", unit.plan.name)
+            grad = update.grad.to(home.updates)
+            self._rule.update(unit, grad, update.group, update.factor, self.threads)
+            with home.up.open():
+                unit.push()
         if update.gather:
             unit.send(pushed=True)
         self.seen("done", unit.plan.name)
         return home.up.mark()
+
+    def _read_ahead(self) -> None:
+        """Begin to bring the state of as many units as there is room for, in order; behind the last one the first."""
+        for later in (*self._ahead, *self._all):
+            if not later.home.states.fetch():
+                break
 
 
 def host_threads() -> int:

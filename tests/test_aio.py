@@ -1,0 +1,397 @@
+"""The promise: what is written into a scratch file is read back, on every backend; what fails says where and why.
+
+Nothing is left behind, not even by a process that is killed, and no request outlives its memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero.kernels import native
+from zero.kernels.aio import ALIGN, BACKENDS, Aio, Request, ScratchFile, aligned
+
+BLOCK = 4 * ALIGN
+LINUX = sys.platform == "linux"
+
+
+def make(backend: str, **arguments: int) -> Aio:
+    try:
+        return Aio(backend=backend, **{"queue_depth": 3, "block_size": BLOCK, **arguments})
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=BACKENDS)
+def aio(request: pytest.FixtureRequest) -> Iterator[Aio]:
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+def noise(nbytes: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return aligned(nbytes).random_(0, 256, generator=generator)
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def content(fd: int, nbytes: int) -> str:
+    """The digest of a file, read without what is tested here."""
+    back = aligned(nbytes)
+    assert os.preadv(fd, [back.numpy()], 0) == nbytes
+    return digest(back)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "nbytes", [0, ALIGN, BLOCK - ALIGN, BLOCK, BLOCK + ALIGN, 7 * BLOCK, 50 * BLOCK + ALIGN, 1 << 22]
+)
+def test_what_is_written_is_read(aio: Aio, tmp_path: Path, nbytes: int, direct: bool) -> None:
+    file = ScratchFile(tmp_path, nbytes + 2 * ALIGN, "state", direct=direct)
+    data, back = noise(nbytes), noise(nbytes, 1)
+    whole = aligned(file.nbytes).fill_(7)
+    aio.write(file, data, ALIGN).wait()
+    reading = aio.read(file, back, ALIGN)
+    reading.wait()
+    assert reading.done
+    assert digest(back) == digest(data)
+    aio.read(file, whole, 0).wait()  # and nothing else was written
+    assert not whole[:ALIGN].any() and not whole[-ALIGN:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_any_dtype_and_shape(aio: Aio, tmp_path: Path, dtype: torch.dtype) -> None:
+    data = noise(2 * BLOCK)
+    data = data.remainder_(2) if dtype == torch.bool else data
+    file = ScratchFile(tmp_path, data.nbytes, "state")
+    tensor, back = (of.view(dtype).view(8, -1) for of in (data, aligned(data.nbytes)))
+    aio.write(file, tensor, 0).wait()
+    aio.read(file, back, 0).wait()
+    assert digest(back.view(torch.uint8)) == digest(data)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_requests_in_flight_in_two_files(backend: str, threads: int, tmp_path: Path) -> None:
+    aio = make(backend, threads=threads, queue_depth=2)
+    sizes = [ALIGN * (1 + index * 7 % 13) for index in range(60)]
+    offsets = [sum(sizes[:index]) for index in range(60)]
+    files = [ScratchFile(tmp_path, sum(sizes), name) for name in ("even", "odd")]
+    data = [noise(nbytes, index) for index, nbytes in enumerate(sizes)]
+    writes = [aio.write(files[i % 2], data[i], offsets[i]) for i in range(60)]
+    for request in reversed(writes):
+        request.wait()
+    back = [aligned(nbytes) for nbytes in sizes]
+    reads = [aio.read(files[i % 2], back[i], offsets[i]) for i in range(60)]
+    aio.close()  # waits for them
+    assert all(request.done for request in reads)
+    for request in reads:
+        request.wait()
+    assert list(map(digest, back)) == list(map(digest, data))
+
+
+def test_several_python_threads_share_one(aio: Aio, tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path, 8 * 4 * BLOCK, "state")
+    wrong: list[object] = []
+
+    def work(index: int) -> None:
+        try:
+            for turn in range(20):
+                data, back = noise(4 * BLOCK, 100 * index + turn), aligned(4 * BLOCK)
+                aio.write(file, data, index * data.nbytes).wait()
+                aio.read(file, back, index * data.nbytes).wait()
+                if digest(data) != digest(back):
+                    wrong.append((index, turn))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_requests_nobody_keeps_are_done_all_the_same(aio: Aio, tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path, 64 * BLOCK, "state")
+    for index in range(64):
+        aio.write(file, noise(BLOCK, index), index * BLOCK)  # the tensor has no other owner either
+    aio.close()
+    back = aligned(file.nbytes)
+    again = Aio(block_size=BLOCK)
+    again.read(file, back, 0).wait()
+    again.close()
+    assert digest(back) == digest(torch.cat([noise(BLOCK, index) for index in range(64)]))
+
+
+def test_dropping_everything_in_flight_waits(tmp_path: Path) -> None:
+    for backend in BACKENDS:
+        aio = make(backend)
+        file = ScratchFile(tmp_path, 1 << 22, "state")
+        aio.write(file, noise(1 << 22), 0)
+        watched = os.dup(file.fd)
+        del aio, file
+        gc.collect()
+        assert content(watched, 1 << 22) == digest(noise(1 << 22)), backend
+        os.close(watched)
+
+
+# Errors.
+
+
+def failure(request: Request) -> OSError:
+    with pytest.raises(OSError) as caught:
+        request.wait()
+    assert request.done
+    return caught.value
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_drive_names_the_file(aio: Aio, tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path, 8 * BLOCK, "blocks.3.moments")
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, file.fd)
+    os.close(full)
+    error = failure(aio.write(file, noise(4 * BLOCK), 2 * BLOCK))
+    path = str(tmp_path / "blocks.3.moments")
+    assert (error.errno, error.filename) == (errno.ENOSPC, path)
+    where = f"write of bytes {2 * BLOCK} to {6 * BLOCK} of {path} failed at byte {2 * BLOCK}"
+    assert f"{where}: {os.strerror(errno.ENOSPC)}" in str(error)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("end", [0, BLOCK, BLOCK + ALIGN, 2 * BLOCK + 100, 5 * BLOCK + ALIGN + 1])
+def test_a_file_that_was_cut_says_where_it_ends(aio: Aio, tmp_path: Path, end: int, direct: bool) -> None:
+    file = ScratchFile(tmp_path, 6 * BLOCK, "state", direct=direct)
+    data, back = noise(6 * BLOCK), aligned(6 * BLOCK)
+    aio.write(file, data, 0).wait()
+    os.ftruncate(file.fd, end)
+    error = failure(aio.read(file, back, 0))
+    assert error.errno == errno.EIO
+    assert f"read of bytes 0 to {6 * BLOCK} of {file.path} failed at byte {end}: the file ends there" in str(error)
+    assert torch.equal(back[:end], data[:end]), "all before that byte is there"
+
+
+def test_the_next_request_after_a_failed_one_is_well(aio: Aio, tmp_path: Path) -> None:
+    cut, whole = (ScratchFile(tmp_path, 40 * BLOCK, name) for name in ("cut", "whole"))
+    os.ftruncate(cut.fd, 0)
+    first, data = aio.read(cut, aligned(cut.nbytes), 0), noise(whole.nbytes)
+    second = aio.write(whole, data, 0)
+    failure(first)
+    failure(first)  # and it stays so
+    second.wait()
+    aio.close()  # it was told already
+
+
+def test_an_error_nobody_waited_for_is_raised_by_close(aio: Aio, tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path, BLOCK, "state")
+    os.ftruncate(file.fd, 0)
+    aio.read(file, aligned(BLOCK), 0)
+    with pytest.raises(OSError, match=r"state failed at byte 0: the file ends there"):
+        aio.close()
+    aio.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "offset", "words"),
+    [
+        (aligned(BLOCK)[:-1], 0, "tensor: got 16383 bytes"),
+        (aligned(2 * BLOCK)[64 : 64 + BLOCK], 0, "an address 64 bytes past a multiple of 4096"),
+        (aligned(BLOCK), 512, "offset: got 512"),
+        (aligned(BLOCK), -ALIGN, "offset: got -4096"),
+        (aligned(BLOCK), BLOCK + ALIGN, "within the 32768 bytes of the file"),
+        (aligned(BLOCK).view(2, -1).t(), 0, "wanted a contiguous tensor on the CPU"),
+        (torch.empty(BLOCK, device="meta"), 0, "wanted a contiguous tensor on the CPU"),
+        (b"bytes", 0, "got bytes; wanted a contiguous tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused(aio: Aio, tmp_path: Path, tensor: Tensor, offset: int, words: str) -> None:
+    file = ScratchFile(tmp_path, 2 * BLOCK, "state")
+    for begin in (aio.read, aio.write):
+        with pytest.raises(ValueError, match=words):
+            begin(file, tensor, offset)
+
+
+def test_released_memory_is_refused(aio: Aio, tmp_path: Path) -> None:
+    file, tensor = ScratchFile(tmp_path, BLOCK, "state"), torch.empty(BLOCK, dtype=torch.uint8)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="whose storage was released"):
+        aio.read(file, tensor, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"threads": 0}, "threads: got 0"),
+        ({"queue_depth": 0}, "queue_depth: got 0"),
+        ({"queue_depth": 1 << 20}, "queue_depth: got 1048576; wanted 1 to 4096"),
+        ({"block_size": 0}, "block_size: got 0"),
+        ({"block_size": ALIGN + 512}, "block_size: got 4608; wanted a positive multiple of 4096"),
+        ({"backend": "libaio"}, "backend: got 'libaio'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Aio(**arguments)
+
+
+def test_closed_ones_are_refused(aio: Aio, tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path, 64 * BLOCK, "state")
+    data = noise(file.nbytes)
+    writing = aio.write(file, data, 0)
+    watched = os.dup(file.fd)
+    file.close()  # the request goes on: nobody else may get its descriptor
+    file.close()
+    writing.wait()
+    assert content(watched, data.nbytes) == digest(data)
+    os.close(watched)
+    with pytest.raises(ValueError, match=r"state, which is closed"):
+        aio.read(file, data, 0)
+    aio.close()
+    with pytest.raises(RuntimeError, match="this Aio is closed"):
+        aio.read(ScratchFile(tmp_path, BLOCK, "state"), aligned(BLOCK), 0)
+
+
+def test_the_best_backend_is_taken_or_says_why() -> None:
+    aio = Aio()
+    assert aio.backend == BACKENDS[0] or aio.why
+    if native.load() is not None:
+        assert aio.backend != "python"
+    aio.close()
+
+
+# Processes.
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told(aio: Aio, tmp_path: Path) -> None:
+    file, data = ScratchFile(tmp_path, 32 * BLOCK, "state"), noise(32 * BLOCK)
+    writing = aio.write(file, data, 0)
+    child = os.fork()
+    if child == 0:
+        told = 0
+        signal.alarm(60)  # rather than hang
+        for call in (lambda: aio.read(file, data, 0), writing.wait):
+            try:
+                call()
+            except RuntimeError as error:
+                told += "forked from it" in str(error)
+        aio.close()
+        aio._pool = None  # the compiled pool goes, without workers to wait for
+        gc.collect()
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    writing.wait()
+    back = aligned(data.nbytes)
+    aio.read(file, back, 0).wait()
+    assert digest(back) == digest(data)
+
+
+@pytest.mark.skipif(not LINUX, reason="counts descriptors in /proc")
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    gc.collect()
+    for backend in BACKENDS:
+        before = open_fds()
+        aio = make(backend)
+        files = [ScratchFile(tmp_path, BLOCK, str(index)) for index in range(5)]
+        for file in files:
+            aio.write(file, aligned(BLOCK), 0)
+        files[0].close()
+        aio.close()
+        del aio, files, file
+        assert open_fds() == before, backend
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from zero.kernels.aio import Aio, ScratchFile, aligned
+file = ScratchFile(Path(sys.argv[1]), 64 << 20, "state")
+aio, data = Aio(block_size=1 << 16), aligned(64 << 20).fill_(1)
+while True:
+    request = aio.write(file, data, 0)
+    sys.stdout.write("writing\\n")
+    sys.stdout.flush()
+    request.wait()
+"""
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(2):
+            assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        assert os.listdir(tmp_path) == []
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+# Files.
+
+
+def test_a_scratch_file_has_no_name_and_its_space_is_reserved(tmp_path: Path) -> None:
+    file = ScratchFile(tmp_path, 1_000_000, "state")
+    assert os.listdir(tmp_path) == []
+    assert (file.path, file.nbytes) == (tmp_path / "state", 245 * ALIGN)
+    assert os.fstat(file.fd).st_size == file.nbytes
+    if LINUX:
+        assert os.fstat(file.fd).st_blocks * 512 >= file.nbytes
+        assert os.get_inheritable(file.fd) is False
+
+
+def test_without_the_file_systems_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system that has neither unnamed files nor O_DIRECT."""
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    file = ScratchFile(tmp_path, BLOCK, "state")
+    assert not file.direct and os.listdir(tmp_path) == []
+    aio, back = Aio(), aligned(BLOCK)
+    aio.write(file, noise(BLOCK), 0).wait()
+    aio.read(file, back, 0).wait()
+    aio.close()
+    assert digest(back) == digest(noise(BLOCK))
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    system = os.statvfs(tmp_path)
+    free = system.f_bavail * system.f_frsize
+    wanted = 2 * free + (1 << 40)
+    with pytest.raises(OSError, match=rf"wants {wanted} bytes, \d+ are free") as caught:
+        ScratchFile(tmp_path, wanted, "state")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ScratchFile(tmp_path / "nowhere", BLOCK, "state")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        ScratchFile(tmp_path / "file", BLOCK, "state")
+    with pytest.raises(ValueError, match="nbytes: got -1"):
+        ScratchFile(tmp_path, -1, "state")

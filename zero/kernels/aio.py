@@ -1,0 +1,239 @@
+"""Reads and writes of scratch files that go on beside the program: through io_uring, threads, or threads of Python."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from zero.kernels.aio_plain import SHORT, PlainPool
+from zero.kernels.checks import describe
+from zero.kernels.native import load
+from zero.kernels.scratch import ALIGN, Descriptor, ScratchFile, aligned
+
+__all__ = ["ALIGN", "BACKENDS", "Aio", "Request", "ScratchFile", "aligned"]
+
+BACKENDS = ("io_uring", "threads", "python")  # best first
+MAX_THREADS, MAX_DEPTH = 256, 4096
+
+
+class Request:
+    """A read or write on its way. Keeps its tensor and its file alive, and in place, until it is done.
+
+    Dropping it does not stop it.
+    """
+
+    def __init__(self, aio: Aio, pool_request: Any, what: str, file: ScratchFile, tensor: Tensor, offset: int) -> None:
+        self._aio = weakref.ref(aio)  # which has this object in its list
+        self._process, self._pool_request, self._what = aio._process, pool_request, what
+        self._path, self._nbytes, self._offset = str(file.path), tensor.nbytes, offset
+        self._held: tuple[Tensor, Descriptor] | None = (tensor, file.descriptor)
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return bool(self._pool_request.done())
+
+    def wait(self) -> None:
+        """Wait until the tensor and the file hold what was asked for; may be called again, and by several threads.
+
+        Raises:
+            OSError: with the errno, the bytes of the file that were asked for, how far it came, and the path. All bytes
+                before that point were moved; of those behind it, some may have been. A file that ends before a read
+                does is EIO.
+            RuntimeError: in a process forked from the one that began it.
+        """
+        _check_process(self._process)
+        self._pool_request.wait()
+        aio = self._aio()
+        if aio is not None:
+            aio._forget(self)
+        self._held = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of :meth:`wait` if there is one by now."""
+        error, reached = self._pool_request.outcome()
+        if error == 0:
+            return
+        first, last, at = self._offset, self._offset + self._nbytes, self._offset + reached
+        if error == SHORT:
+            reason = "the file ends there" if self._what == "read" else "the file takes no more"
+        else:
+            reason = os.strerror(error)
+        text = f"{self._what} of bytes {first} to {last} of {self._path} failed at byte {at}: {reason}"
+        raise OSError(errno.EIO if error == SHORT else error, text, self._path)
+
+
+class Aio:
+    """Workers that move data between memory and scratch files, several requests at once, first come, first served.
+
+    A request is cut into blocks. May be used from several Python threads; waiting releases the GIL.
+
+    Args:
+        threads: workers; "intra_op_parallelism" of the JSON.
+        queue_depth: blocks in flight per worker. Backends "threads" and "python" have one thread for each, at most 64.
+        block_size: bytes, a multiple of ALIGN.
+        backend: "io_uring", "threads" or "python"; None: the first of these that there is.
+
+    Attributes:
+        backend: the one in use.
+        why: why it is none of those before it; empty where it was asked for or is the first.
+
+    Raises:
+        ValueError: for an argument out of range.
+        RuntimeError: the backend that was asked for is not there; says why.
+    """
+
+    def __init__(
+        self, threads: int = 1, queue_depth: int = 8, block_size: int = 1 << 20, backend: str | None = None
+    ) -> None:
+        for name, value, most in (("threads", threads, MAX_THREADS), ("queue_depth", queue_depth, MAX_DEPTH)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name}: got {value}; wanted 1 to {most}")
+        if block_size < ALIGN or block_size % ALIGN:
+            raise ValueError(f"block_size: got {block_size}; wanted a positive multiple of {ALIGN} bytes")
+        if backend not in (None, *BACKENDS):
+            raise ValueError(f"backend: got {backend!r}; wanted one of {', '.join(map(repr, BACKENDS))}, or None")
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._flying: dict[Request, None] = {}  # begun, and nobody has waited yet; oldest first
+        self._failed: list[Request] = []  # the same, and known to have failed
+        self._told = self._closed = False  # told: an error has reached the caller
+        self._pool: Any = None
+        self._pool, self.backend, self.why = _pool(threads, queue_depth, block_size, backend)
+
+    def read(self, file: ScratchFile, tensor: Tensor, offset: int) -> Request:
+        """Begin to fill a tensor from a file. Nobody may touch the tensor before :meth:`Request.wait` returned.
+
+        Args:
+            file: open, not closed before this call.
+            tensor: contiguous, on the CPU, any dtype, address and nbytes multiples of ALIGN. Its storage may not be
+                resized while the request is on its way.
+            offset: in bytes, a multiple of ALIGN; the span must lie within the file.
+
+        Raises:
+            ValueError: for anything else, or a closed file. Nothing was begun then.
+            RuntimeError: after :meth:`close`, or in a process forked from the one that made this object.
+        """
+        return self._begin(False, file, tensor, offset)
+
+    def write(self, file: ScratchFile, tensor: Tensor, offset: int) -> Request:
+        """Begin to write a tensor into a file; arguments and errors as :meth:`read`. The tensor may be read meanwhile.
+
+        Requests that overlap in the file have no order.
+        """
+        return self._begin(True, file, tensor, offset)
+
+    def close(self) -> None:
+        """Wait for what is in flight and end the workers. Again, or in a forked process: nothing.
+
+        Raises:
+            OSError: that of a failed request, where none has reached anybody by :meth:`Request.wait`.
+        """
+        if self._process != os.getpid() or self._pool is None:
+            return
+        with self._lock:
+            self._closed = True
+        # The list is kept until the end: an interrupt must not free what the workers still write into.
+        for request in list(self._flying):
+            request._pool_request.wait()
+        self._pool.close()
+        with self._lock:
+            self._sweep()
+            self._pool = None
+        if not self._told:
+            self._told = True
+            for request in self._failed:
+                request.check()
+
+    def __del__(self) -> None:
+        # The workers write into memory that must not go before they do.
+        try:
+            self.close()
+        except OSError as error:
+            logging.getLogger("zero").warning("nobody waited for this, and it failed: %s", error)
+        except AttributeError:  # __init__ raised
+            pass
+
+    def _begin(self, write: bool, file: ScratchFile, tensor: Tensor, offset: int) -> Request:
+        _check_process(self._process)
+        address = _check(file, tensor, offset)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this Aio is closed; nothing can be read or written with it any more")
+            self._sweep()
+            align = ALIGN if file.direct else 1
+            begun = self._pool.submit(write, file.fd, address, tensor.nbytes, offset, align)
+            request = Request(self, begun, "write" if write else "read", file, tensor, offset)
+            self._flying[request] = None
+        return request
+
+    def _sweep(self) -> None:
+        """Let go of what is done: nobody may ever wait for it, and its memory should be free to go."""
+        while self._flying and (oldest := next(iter(self._flying))).done:
+            del self._flying[oldest]
+            oldest._held = None
+            if oldest._pool_request.outcome()[0]:
+                self._failed.append(oldest)
+
+    def _forget(self, request: Request) -> None:
+        """Somebody waited for `request` and will be told of an error."""
+        with self._lock:
+            self._flying.pop(request, None)
+            if request._pool_request.outcome()[0]:
+                self._told = True
+
+
+def _check_process(made_in: int) -> None:
+    if made_in != os.getpid():
+        raise RuntimeError(
+            f"this Aio was made in process {made_in}, and this is process {os.getpid()}, forked from it, "
+            "which has none of its workers; make another one here"
+        )
+
+
+def _pool(threads: int, depth: int, block: int, backend: str | None) -> tuple[Any, str, str]:
+    """The workers, the backend that they are, and why they are none of a better one."""
+    if backend == "python":
+        return PlainPool(threads, depth, block), backend, ""
+    module = load()
+    if module is None:
+        why = "the compiled CPU kernels are missing"
+        if backend is not None:
+            raise RuntimeError(f"backend {backend!r}: {why}; use 'python', or install zero with a C++ compiler at hand")
+        return PlainPool(threads, depth, block), "python", why
+    if backend == "threads":
+        return module.AioPool(threads, depth, block, False), backend, ""
+    try:
+        return module.AioPool(threads, depth, block, True), "io_uring", ""
+    except RuntimeError as error:
+        if backend is not None:
+            raise RuntimeError(f"backend 'io_uring': not to be had here ({error}); use 'threads'") from error
+        return module.AioPool(threads, depth, block, False), "threads", f"no io_uring ({error})"
+
+
+def _check(file: ScratchFile, tensor: Tensor, offset: int) -> int:
+    """Raise ValueError unless the tensor and the place in the file will do; returns the address."""
+    if not isinstance(tensor, Tensor) or not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(f"tensor: got {describe(tensor)}; wanted a contiguous tensor on the CPU")
+    nbytes = tensor.nbytes
+    if nbytes and tensor.untyped_storage().nbytes() == 0:
+        raise ValueError(f"tensor: got {describe(tensor)}, whose storage was released; wanted one with its data")
+    address = tensor.data_ptr() if nbytes else 0
+    if address % ALIGN or nbytes % ALIGN:
+        raise ValueError(
+            f"tensor: got {nbytes} bytes at an address {address % ALIGN} bytes past a multiple of {ALIGN}; wanted both "
+            f"as multiples of {ALIGN}, as zero.kernels.aio.aligned({nbytes + -nbytes % ALIGN}) has them"
+        )
+    if offset % ALIGN or offset < 0 or offset + nbytes > file.nbytes:
+        raise ValueError(
+            f"offset: got {offset} for {nbytes} bytes of {file.path}; wanted a multiple of {ALIGN} with the span "
+            f"within the {file.nbytes} bytes of the file"
+        )
+    return address

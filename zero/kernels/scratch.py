@@ -1,0 +1,137 @@
+"""A file without a name, for what is worth nothing once the process is gone, and memory that such a file takes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# What addresses, sizes and places in a file are multiples of, in bytes: O_DIRECT asks for the size of a sector or of a
+# page, and there are drives with sectors of this size.
+ALIGN = 4096
+
+
+def aligned(nbytes: int) -> Tensor:
+    """A new tensor of `nbytes` bytes, uint8, shape [nbytes], whose address is a multiple of ALIGN; not filled."""
+    whole = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
+    first = -whole.data_ptr() % ALIGN
+    return whole[first : first + nbytes]
+
+
+class Descriptor:
+    """A file descriptor that is closed when the last object that needs it is gone."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
+        close(self.fd)
+
+
+class ScratchFile:
+    """An unnamed file in a folder, with its space reserved.
+
+    No other process, and no later run, can find it; its space comes back by itself when it is closed or the process
+    ends, however that happens.
+
+    Args:
+        folder: where it lies; must exist.
+        nbytes: size, rounded up to a multiple of ALIGN. What was never written reads as zeros.
+        name: for messages: `path` is ``folder / name``, which does not exist.
+        direct: read and write past the page cache (O_DIRECT). Where the file system has no such thing the attribute
+            `direct` is False.
+
+    Raises:
+        OSError: with the folder: it is missing or not writable, or has too little free space (ENOSPC; wanted and free
+            bytes are named).
+        ValueError: for a negative size.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, name: str, direct: bool = True) -> None:
+        if nbytes < 0:
+            raise ValueError(f"nbytes: got {nbytes}; wanted at least 0")
+        folder = Path(folder)
+        self.path = folder / name
+        self.nbytes = -(-nbytes // ALIGN) * ALIGN
+        descriptor = Descriptor(_unnamed(folder))
+        self.direct = direct and _set_direct(descriptor.fd)
+        _reserve(descriptor.fd, folder, self.nbytes)
+        self._descriptor: Descriptor | None = descriptor
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """What keeps the file open; ValueError once it is closed."""
+        if self._descriptor is None:
+            raise ValueError(f"file: got {self.path}, which is closed; wanted an open one")
+        return self._descriptor
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor; ValueError once the file is closed."""
+        return self.descriptor.fd
+
+    def close(self) -> None:
+        """Give the file and its space back, as soon as no request is on its way any more. Again: nothing."""
+        self._descriptor = None
+
+
+def _unnamed(folder: Path) -> int:
+    """Open a file that no folder lists, for reading and writing."""
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            # Not of this file system, or (the last) not of this kernel.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR):
+                raise
+    # Listed for a moment, empty, and under a name that nothing ever opens again.
+    fd, name = tempfile.mkstemp(prefix=".zero-", suffix=".scratch", dir=folder)
+    os.unlink(name)
+    return fd
+
+
+def _set_direct(fd: int) -> bool:
+    """Switch O_DIRECT on; whether the file system takes it."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _reserve(fd: int, folder: Path, nbytes: int) -> None:
+    """Make the file `nbytes` long, with space on the drive where the file system can promise it."""
+    system = os.fstatvfs(fd)
+    free = system.f_bavail * system.f_frsize
+    # Asked before it is tried, which would fill the drive for a moment and with it stop whoever else writes there.
+    code = errno.ENOSPC if nbytes > free and system.f_blocks > 0 else _allocate(fd, nbytes)
+    if code == 0:
+        return
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        os.ftruncate(fd, nbytes)
+        return
+    raise OSError(code, f"a scratch file wants {nbytes} bytes, {free} are free: {os.strerror(code)}", str(folder))
+
+
+def _allocate(fd: int, nbytes: int) -> int:
+    """fallocate(2), and 0 or an errno. Not posix_fallocate(3), which without a promise to be had writes every page."""
+    if nbytes == 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return errno.ENOSYS
+    while libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        if ctypes.get_errno() != errno.EINTR:
+            return ctypes.get_errno()
+    return 0
