@@ -197,10 +197,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.drop_gradients()
 
     def nbytes(self) -> int:
-        """Bytes of optimizer state on this rank, masters not counted."""
+        """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
         if self._sharded is None:
             return 0
-        return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in self._sharded.trained)
+        here = (unit for unit in self._sharded.trained if not unit.home.away)
+        return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     def _skip(self, sharded: Sharded) -> None:
         """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
