@@ -5,6 +5,7 @@ What is read, in which order, depends on the order of uses alone; what nobody co
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,40 @@ def test_another_order_than_foretold_waits_for_nobody(pool, tmp_path):
     found = [pool.run(2, unforeseen, str(tmp_path), slots) for slots in (1, 2, 5)]
     assert found[0] == found[1] == found[2]
     assert all(len(set(losses)) == 4 for losses in found[0])
+
+
+def held_up(folder: str, param: dict[str, Any]) -> tuple[bool, list[float]]:
+    """Whether the first block ran while the last one's update was held up until then; and losses."""
+    world = dist.get_world_size()
+    sections = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": param}
+    engine, *_ = zero.initialize(model=make_net(blocks=3), config=config(3, world, zero_optimization=sections))
+    ran, holding, waited, losses = threading.Event(), False, [], []
+
+    def hold(what: str, unit: str) -> None:
+        if what == "update" and unit == "blocks.2" and holding:
+            waited.append(ran.wait(20))
+
+    engine.optimizer._updates.seen = hold
+    engine.module.blocks[0].register_forward_hook(lambda *_: ran.set())
+    for index in range(5):
+        if index == 2:  # from here on it is known what comes
+            engine.optimizer.settle()
+            holding = True
+        loss = engine(*batch(index, 2))
+        engine.backward(loss)
+        ran.clear()
+        engine.step()
+        losses.append(loss.item())
+    ran.set()  # for the last update, behind which no forward comes
+    engine.destroy()
+    return all(waited) and len(waited) == 3, losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_comes_is_not_gathered_before_its_update_is_over(pool, tmp_path, world):
+    file = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    runs = [pool.run(world, held_up, str(tmp_path), param) for param in ({"device": "cpu"}, file)]
+    for (free, losses), (as_free, others) in zip(*runs, strict=True):
+        assert free, "a forward that could have begun waited for an update of units that come later"
+        assert as_free
+        assert losses == others
