@@ -252,7 +252,6 @@ def test_arguments(pool):
         ),
         ({"zero_quantized_weights": True}, "Init(zero_quantized_weights=...)"),
         ({"zero_quantized_nontrainable_weights": True}, "Init(zero_quantized_nontrainable_weights=...)"),
-        ({"remote_device": "nvme"}, "use 'cpu'"),
         ({"remote_device": "moon"}, "got 'moon'"),
         ({"dtype": torch.int8}, "Init(dtype=...)"),
         ({"dtype": "bf16"}, "Init(dtype=...)"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.order import START, Limits, Position, advance, fetched_ahead, stay_whole, used_again
+from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, stay_whole, used_again
 
 UNKNOWN = 99
 orders = st.lists(st.integers(0, 4), max_size=10)
@@ -160,6 +160,25 @@ def test_a_unit_stays_if_it_is_used_again_soon(unit: int, reuse: int, again: boo
     assert used_again(ORDER, Position(unit + 1, True), SIZES, limits, unit) == again
     assert not used_again(ORDER, Position(unit + 1, False), SIZES, limits, unit)
     assert not used_again(ORDER, Position(len(ORDER), True), SIZES, limits, unit)
+
+
+@pytest.mark.parametrize(
+    ("at", "files", "there", "limits", "found"),
+    [
+        (1, {0, 1, 2, 3}, {0}, Limits(), [1, 2, 3]),
+        (1, {0, 1, 2, 3}, {0}, Limits(read=2), [1, 2]),
+        (1, {0, 1, 2, 3}, {0, 1}, Limits(read=2), [2, 3]),  # what is there takes no slot
+        (1, {1, 3}, {0}, Limits(), [1, 3]),  # the others are in memory
+        (4, {0, 1, 2, 3}, {3}, Limits(read=2), [2, 1]),
+        (1, {0, 1, 2, 3}, {0}, Limits(ahead=1, live=1, read=3), [1, 2, 3]),  # the limits are of the device's memory
+        (1, {0, 1, 2, 3}, {0}, Limits(ahead=0), []),
+        (1, {0, 1, 2, 3}, {0}, Limits(read=0), []),
+        (8, {0, 1, 2, 3}, {0}, Limits(), []),
+    ],
+)
+def test_what_is_read_ahead_is_what_comes_and_is_not_there(at, files, there, limits, found) -> None:
+    assert read_ahead(ORDER, Position(at, True), limits, files, there) == found
+    assert read_ahead(ORDER, Position(at, False), limits, files, there) == []
 
 
 def test_small_units_stay_whole_up_to_a_sum() -> None:

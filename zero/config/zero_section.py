@@ -39,7 +39,7 @@ class OffloadParam(Section):
     buffer_size: Positive = 100_000_000
     """The size of one such buffer, in elements."""
     max_in_cpu: Count = 1_000_000_000
-    """The number of elements that stay in main memory although the device is nvme."""
+    """The number of elements of each rank's shards that stay in main memory although the device is nvme."""
     pin_memory: Bool = True
     """Page-locked main memory, which copies faster to the GPU."""
 

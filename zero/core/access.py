@@ -66,6 +66,9 @@ class GatheredParameters:
     def __enter__(self) -> None:
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
+            if not unit.read():
+                break
+        for unit in self._units:
             unit.gather()  # may refuse; then nobody holds it
             unit.holds += 1
         for unit in self._units:

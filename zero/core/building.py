@@ -118,7 +118,7 @@ class Builder:
         """Open a piece because somebody reads it; False when the block has ended."""
         if running() is not self:
             return False
-        self._close(lambda other: other != piece.home)
+        self._close(lambda other: other != piece.origin)
         piece.open()
         self._open.append(piece)
         return True
@@ -126,7 +126,7 @@ class Builder:
     def _close(self, of: Callable[[int], bool]) -> None:
         """Close the open pieces of these modules, but for those that somebody holds or that rank 0 refers to."""
         self._open = [piece for piece in self._open if piece.params]  # an engine may have taken some over
-        ready = [piece for piece in self._open if of(piece.home) and not piece.holds]
+        ready = [piece for piece in self._open if of(piece.origin) and not piece.holds]
         if not ready or self._mesh.world_size == 1:
             return
         busy = torch.tensor([piece.aliased for piece in ready], dtype=torch.uint8)
@@ -150,7 +150,7 @@ class Builder:
         if self._mesh.world_size > 1:
             self._cut([piece for piece in self._open if piece.params])
             for piece in self._pieces:
-                piece.settle(self._dtype, local_device(), self._rest)
+                piece.lay_down(self._dtype, local_device(), self._rest)
         else:
             for piece in list(self._pieces):
                 for param in piece.params:

@@ -10,6 +10,7 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.home import Home
+from zero.core.lane import reached
 from zero.core.master import Master
 from zero.core.mesh import Axis, Mesh
 from zero.core.state import State
@@ -34,6 +35,9 @@ class Edits:
     _mesh: Mesh
     _versions: list[int]
     _views: list[torch.Tensor]
+    full: torch.Tensor
+    _filled: torch.cuda.Event | None
+    _copied: torch.cuda.Event | None
 
     def check_parameters(self) -> None:
         """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
@@ -99,6 +103,7 @@ class Edits:
         is written, so that what rests elsewhere is what it was.
         """
         done = False
+        self.land()
         self.home.states.lend()
         try:
             self.home.kept.lend(blank=step and self.home.mirrored)
@@ -123,6 +128,15 @@ class Edits:
             # What lies in a slot may be somebody else's as soon as it is given back.
             resting = self.home.states.permanent and self.home.kept.permanent
             self.shard[part].copy_(self.master.shard[part], non_blocking=resting)
+            if self.shard.device != self.master.shard.device:
+                self._copied = reached(self.full.device)
+
+    def land(self) -> None:
+        """Wait until no copy between device and host reads or writes the shard in host memory any more."""
+        for event in (self._filled, self._copied):
+            if event is not None:
+                event.synchronize()
+        self._copied = None
 
     def known(self, index: int) -> list[torch.Tensor]:
         """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""

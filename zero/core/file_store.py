@@ -96,6 +96,13 @@ class FileStore:
             self._slot.wanted = not self._slot.lent
             return True
 
+    def unfetch(self) -> None:
+        """See `Store.unfetch`; what is in the slot stays there until another unit needs it."""
+        with self._ring.lock:
+            if self._slot is not None:
+                self._slot.wanted = False
+                self._ring.lock.notify_all()
+
     def lend(self, blank: bool = False) -> None:
         """See `Store.lend`."""
         ring = self._ring

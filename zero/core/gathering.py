@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zero.core.owner import owner_of
+from zero.core.reading import Readings
 from zero.core.released import Released
 from zero.core.tensors import memory_of, tensors_in
 from zero.core.unit import State, Unit
@@ -44,6 +45,7 @@ class Gatherer:
         self.units = units
         self.backwards = 0  # how many have ended: the number of the one that runs
         self._limits = limits
+        self._readings = Readings(units, limits)
         self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
         self._depth = [0] * len(units)  # calls that hold the unit open, nested ones counted
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
@@ -106,6 +108,7 @@ class Gatherer:
             unit.gather()  # may refuse, and has not been used then
             self._live.add(unit.index)
             self._ahead.discard(unit.index)
+            self._readings.over(unit)
             self._done.pop(unit.index, None)
             self._position = advance(self._order, self._position, unit.index)
             if torch.is_grad_enabled() or in_backward():
@@ -160,6 +163,7 @@ class Gatherer:
 
     def release_all(self, spare: bool = True) -> None:
         """Release every unit that no module holds open; `spare` as in `Unit.release`."""
+        self._readings.forget()
         for unit in self.units:
             if self._depth[unit.index] == 0:
                 self._forget(unit)
@@ -210,9 +214,13 @@ class Gatherer:
             kept=kept,
             travelling=self._ahead,
         )
-        for index in chosen:
-            self._ahead.add(index)
-            self.units[index].gather()
+        for unit in (self.units[index] for index in chosen):
+            # Left to a later moment: what is not read yet, and what would have us wait for an update.
+            if self._readings.asked(unit) and (unit.mesh.shard.ordered or not unit.updating):
+                self._ahead.add(unit.index)
+                self._readings.over(unit)
+                unit.gather()
+        self._readings.ask(self._order, self._position, {*in_use, *kept, *self._ahead})
 
     def _inside(self, output: Any) -> list[Unit]:
         """The units whose memory tensors of `output` share, as a parameter or a view of one does."""

@@ -30,6 +30,14 @@ class Axis:
     native: bool  # NCCL: take the backend's own reduce-scatter and all-gather
     watch: Watch = field(default_factory=Watch)
 
+    @property
+    def ordered(self) -> bool:
+        """Whether all ranks must begin collectives in one order: NCCL wants that, and so does a check of the order.
+
+        Our messages over gloo find each other by their tags.
+        """
+        return self.size > 1 and (self.native or self.watch.order is not None)
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -25,6 +25,7 @@ from zero.plan.host import (
     gradient_nbytes,
     host_bytes,
     host_table,
+    keeps_copy,
     parameter_nbytes,
     record,
 )
@@ -106,7 +107,7 @@ class Offload:
             up=self._up,
             away=away,
             shards_away=shards_away,
-            mirrored=is_updated(plan) and self._keeps_copy(placement),
+            mirrored=is_updated(plan) and keeps_copy(placement, self._apart),
             states=self._states(plan, placement),
             kept=self._shard_store(plan, placement),
             gradients=self._sum(plan) if away else None,
@@ -121,10 +122,6 @@ class Offload:
     def describe(self) -> str:
         """What rests off the device on this rank, as a table."""
         return host_table(self.host)
-
-    def _keeps_copy(self, placement: Placement) -> bool:
-        away, shards_away = placement.optimizer is not Where.DEVICE, placement.params is not Where.DEVICE
-        return placement.params is Where.FILE or (self._apart and away != shards_away)
 
     def _states(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.optimizer is Where.DEVICE or not is_updated(plan):
@@ -143,7 +140,7 @@ class Offload:
         return self.drives["param"].store(plan.name, nbytes)
 
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
-        return record(plan, self._rank, self._parts, self._formats, self._keeps_copy(placement)).nbytes
+        return record(plan, self._rank, self._parts, self._formats, keeps_copy(placement, self._apart)).nbytes
 
     def _sum(self, plan: UnitPlan) -> HostSum:
         dtype = _DTYPES[self._gradients]

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero.core import comm
-from zero.core.mesh import Mesh
+from zero.core.home import Home
+from zero.core.mesh import Mesh, local_device
 from zero.core.owner import Owner
 from zero.core.released import Released, absent
 from zero.core.unit import State, Unit
@@ -65,14 +66,14 @@ class Piece(Unit):
     Unlike that of other units, the memory of the values is let go and not resized: whoever kept a view of them
     may still read it.
 
-    home: the module that registered the parameter first, by number.
+    origin: the module that registered the parameter first, by number.
     """
 
     _away = staticmethod(built_class)
 
-    def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, home: int) -> None:
-        super().__init__(_plan(param, name, mesh), [param], index, mesh, cut=True)
-        self.home = home
+    def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
+        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, Home.here(local_device()))
+        self.origin = origin
         self.shard = self.full = self.master = None
         self._views: list[torch.Tensor] = []
         self.rename(name)
@@ -113,7 +114,7 @@ class Piece(Unit):
         if not self.opened:
             super().release(spare)
 
-    def settle(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
+    def lay_down(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
         """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
         if self.state is not State.SHARDED:
             return

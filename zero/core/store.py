@@ -30,6 +30,9 @@ class Store(Protocol):
     def fetch(self) -> bool:
         """Begin to bring them; False where there is no room for that now, and `lend` will wait for it."""
 
+    def unfetch(self) -> None:
+        """What `fetch` has begun is not needed any more; others may have its room. Never waits."""
+
     def lend(self, blank: bool = False) -> None:
         """Wait until the tensors may be read and written, which they may until `flush`. Nests.
 
@@ -66,6 +69,9 @@ class Resident:
     def fetch(self) -> bool:
         """See `Store.fetch`."""
         return True
+
+    def unfetch(self) -> None:
+        """See `Store.unfetch`."""
 
     def lend(self, blank: bool = False) -> None:
         """See `Store.lend`."""

@@ -11,6 +11,7 @@ views which autograd saved in between are valid again when backward reaches them
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -73,7 +74,8 @@ class Unit(Edits):
         self._mesh = mesh
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
-        self._filled: Any = None  # the event after which the own part of the full buffer is there
+        self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
+        self._copied: torch.cuda.Event | None = None  # after it what was pushed is in host memory
         self._kinds = [type(param) for param in params]
         self._versions = [param._version for param in params]
 
@@ -130,12 +132,33 @@ class Unit(Edits):
         if self.state is State.SHARDED:
             self.send()
 
-    def send(self) -> None:
-        """Start the gather whatever still updates: for `gather`, and for the update itself when it has ended."""
+    @property
+    def updating(self) -> bool:
+        """Whether `gather` would have to wait for an update that runs beside us."""
+        return self.pending is not None and not self.pending.done()
+
+    def read(self) -> bool:
+        """Begin to read a shard that rests in a file; False where memory for it, or an update, must be waited for."""
+        if self.updating:
+            return False
+        self.settle()
+        return self.home.kept.fetch()
+
+    def unread(self) -> None:
+        """Give up what `read` has begun."""
+        self.home.kept.unfetch()
+
+    def send(self, pushed: bool = False) -> None:
+        """Start the gather whatever still updates: for `gather`, and for an update that has ended and `pushed`."""
+        up, tag = self.home.up, 3 * self.index
         if self.cut:
-            self._allocate()
-            self._fill()
-        self._transfer = comm.gather(self.full, self._axis, 3 * self.index)
+            self._allocate()  # not on the lane: memory is reused in the order of the stream that took it
+            with up.behind():
+                self._fill()
+                self._transfer = comm.gather(self.full, self._axis, tag)
+        else:
+            with up.open() if pushed else contextlib.nullcontext():
+                self._transfer = comm.gather(self.full, self._axis, tag)
         self._move("gather")
 
     def wait(self) -> None:
@@ -266,6 +289,7 @@ class Unit(Edits):
             del param._zero_owner
         if self.gradients is not None:
             self.gradients.drop()
+        self.land()
         for store in (self.home.states, self.home.kept):
             store.close()
 
@@ -280,12 +304,11 @@ class Unit(Edits):
         return master
 
     def _fill(self) -> None:
-        """Copy the shard to its place in the full buffer, from wherever it rests."""
-        with self.home.up.behind():
-            self.home.kept.lend()
-            self.full.narrow(0, *self.window).copy_(self.shard, non_blocking=True)
-            self._filled = self.home.up.mark()
-            self.home.kept.flush(written=False, after=self._filled)
+        """Copy the shard to its place in the full buffer, from wherever it rests, on the lane."""
+        self.home.kept.lend()
+        self.full.narrow(0, *self.window).copy_(self.shard, non_blocking=True)
+        self._filled = self.home.up.mark()
+        self.home.kept.flush(written=False, after=self._filled)
 
     def _release(self, spare: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):

@@ -164,6 +164,8 @@ class Sharded:
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
                 masters += 0 if unit.home.away else unit.master.nbytes
+                # Beside a master on the device, of a shard that is not.
+                masters += unit.master.shard.nbytes if unit.home.mirrored and not unit.home.away else 0
         return StateBytes(parameters, gradients, masters)
 
     def dissolve(self) -> None:

@@ -49,7 +49,8 @@ class Init:
     enabled:       False: do nothing;
     dtype:         round floating-point parameters to this dtype when the block ends. Default: as built, so that the
                    masters are exact whatever the JSON computes in; DeepSpeed takes the JSON's 16-bit dtype here;
-    remote_device: "cpu": shards lie in main memory until `initialize` takes them; default: on this rank's device;
+    remote_device: "cpu" or "nvme": shards lie in main memory until `initialize` takes them, which then puts them where
+                   the JSON says; default: on this rank's device;
     pin_memory:    page-lock them there;
     mem_efficient_linear: accepted, without effect.
 
@@ -145,7 +146,7 @@ def _rest(given: str | torch.device | None, pinned: bool, name: str = "Init(remo
     if given in (None, "none"):
         return Rest(device)
     if given == "nvme":
-        raise ValueError(f"{name}: got 'nvme'; parameters cannot rest in files in this release; use 'cpu'")
+        return Rest(torch.device("cpu"))  # for a short while, and not for copies: the files are those of an engine
     try:
         wanted = torch.device(given)
     except (RuntimeError, TypeError):

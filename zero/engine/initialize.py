@@ -165,6 +165,7 @@ def _wrap(
         section.stage3_max_reuse_distance,
         section.stage3_param_persistence_threshold,
         section.stage3_model_persistence_threshold,
+        section.offload_param.buffer_count,
     )
     mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order)
     try:

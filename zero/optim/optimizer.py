@@ -197,10 +197,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._sharded.drop_gradients()
 
     def nbytes(self) -> int:
-        """Bytes of optimizer state on this rank, masters not counted."""
+        """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
         if self._sharded is None:
             return 0
-        return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in self._sharded.trained)
+        here = (unit for unit in self._sharded.trained if not unit.home.away)
+        return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     def _skip(self, sharded: Sharded) -> None:
         """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
@@ -236,14 +237,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _submit(self, sharded: Sharded, factor: float) -> bool:
         """Start the updates that the host computes; whether what follows them may happen beside the training loop.
 
-        Where it may not, the caller gathers: NCCL wants one order of collectives on all ranks, and so does a check of
-        that order, but no thread beside the loop can keep it.
+        Where it may not, the caller gathers: no thread beside the loop can keep the ranks' order of collectives.
         """
         away = [unit for unit in sharded.trained if unit.home.away]
         if not away:
             return False
-        axis = sharded.mesh.shard
-        deferred = axis.size == 1 or not (axis.native or axis.watch.order is not None)
+        deferred = not sharded.mesh.shard.ordered
         updates = []
         for unit in away:
             unit.invalidate()

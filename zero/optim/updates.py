@@ -80,9 +80,8 @@ class Updates:
             self._rule.update(unit, grad, update.group, update.factor, self.threads)
             with home.up.open():
                 unit.push()
-        with home.up.open():
-            if update.gather:
-                unit.send()
+        if update.gather:
+            unit.send(pushed=True)
         self.seen("done", unit.plan.name)
         return home.up.mark()
 

@@ -79,11 +79,12 @@ def _arrays(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirrored: b
 
 
 def keeps_copy(placement: Placement, mirrored: bool) -> bool:
-    """Whether a unit's record has a copy of its shard: only where the shard itself does not rest in host memory.
+    """Whether there is a copy of a unit's shard beside its master: where the two do not rest in the same memory.
 
-    `mirrored`: the device is not the host.
+    It is part of the record, or on the device with a master there. `mirrored`: the device is not the host.
     """
-    return placement.params is Where.FILE or (mirrored and placement.params is Where.DEVICE)
+    apart = (placement.optimizer is Where.DEVICE) != (placement.params is Where.DEVICE)
+    return placement.params is Where.FILE or (mirrored and apart)
 
 
 def gradient_nbytes(unit: UnitPlan, parts: int, accumulate_dtype: str) -> int:

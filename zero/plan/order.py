@@ -16,7 +16,9 @@ class Limits:
     live:         nothing more is fetched ahead once so many are whole or on their way;
     reuse:        a unit that is used again within so many elements of the order is kept in between;
     whole:        units of at most so many stay whole between uses, 0: none ...
-    whole_in_all: ... as long as they have at most so many together, in order of registration.
+    whole_in_all: ... as long as they have at most so many together, in order of registration;
+    read:         so many shards, in units, may be on their way from files to host memory. They take none of the
+                  device's, so this reaches further than `ahead`; with `ahead` 0 none are.
     """
 
     ahead: int = 50_000_000
@@ -24,6 +26,7 @@ class Limits:
     reuse: int = 0
     whole: int = 0
     whole_in_all: int = sys.maxsize
+    read: int = 5
 
 
 class Position(NamedTuple):
@@ -80,6 +83,22 @@ def fetched_ahead(
         found.append(unit)
         on_their_way += sizes[unit]
         live += sizes[unit]
+    return found
+
+
+def read_ahead(
+    order: Sequence[int], position: Position, limits: Limits, files: Collection[int], there: Collection[int]
+) -> list[int]:
+    """The units whose shards are to be read from files now, in order. None where the last use was not foreseen.
+
+    files: units whose shards rest in files; there: whole, or on their way to be, so that nothing need be read.
+    """
+    found: list[int] = []
+    for unit in order[position.index :] if position.known and limits.ahead else ():
+        if len(found) == limits.read:
+            break
+        if unit in files and unit not in there and unit not in found:
+            found.append(unit)
     return found
 
 
