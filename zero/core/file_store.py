@@ -98,7 +98,7 @@ class FileStore:
 
     def unfetch(self) -> None:
         """See `Store.unfetch`; what is in the slot stays there until another unit needs it."""
-        with self._ring.lock:
+        with self._ring.entered():
             if self._slot is not None:
                 self._slot.wanted = False
                 self._ring.lock.notify_all()
