@@ -57,6 +57,7 @@ STEPS_OF_CORE = {
     "zero.core.slab": 2,
     "zero.core.lane": 1,
     "zero.core.store": 1,
+    "zero.core.threads": 1,
     "zero.core.host_sum": 2,
     "zero.core.home": 3,
     "zero.core.state": 3,
