@@ -58,6 +58,8 @@ STEPS_OF_CORE = {
     "zero.core.lane": 1,
     "zero.core.store": 1,
     "zero.core.threads": 1,
+    "zero.core.measured": 1,
+    "zero.core.ratio": 6,
     "zero.core.host_sum": 2,
     "zero.core.home": 3,
     "zero.core.state": 3,
