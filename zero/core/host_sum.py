@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from zero.core.lane import Lane
+from zero.core.threads import host_threads
+from zero.kernels.bucket import sum_rows
 from zero.kernels.norm import sum_squares_into
 
 
 class Landing:
-    """Where sums that are to be added to others in host memory arrive; two, so that one comes while one is added."""
+    """Where sums that are to be added to others in host memory arrive; two, so that one comes while one is added.
+
+    worker: the thread that adds them, so that whoever runs the backward goes on; it ends when nobody holds us any more.
+    """
 
     def __init__(self, device: torch.device, apart: bool) -> None:
         """`apart`: the device has memory of its own, from which sums must be brought."""
         self.apart = apart
+        self.worker = ThreadPoolExecutor(1, "zero-landing")  # starts its thread when it is first used
         self.down = Lane(device)
         self._pinned = device.type == "cuda"
         self._places: list[torch.Tensor | None] = [None, None]
@@ -51,7 +58,7 @@ class HostSum:
         self._kept = kept
         self._landing = landing
         self._arrived: torch.cuda.Event | None = None
-        self._staged: torch.Tensor | None = None  # what arrives to be added; None where it arrives in `memory` itself
+        self._adding: Future[None] | None = None  # what arrives elsewhere and is added then
 
     def add(self, total: torch.Tensor) -> None:
         """Begin to take `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
@@ -104,19 +111,29 @@ class HostSum:
         self._shown = False
 
     def land(self) -> None:
-        """Wait for what is on its way, and add it."""
+        """Wait for what is on its way."""
         arrived, self._arrived = self._arrived, None
-        staged, self._staged = self._staged, None
+        adding, self._adding = self._adding, None
         if arrived is not None:
             arrived.synchronize()
-        if staged is not None:
+        if adding is not None:
+            adding.result()
+
+    def _add(self, staged: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        """Add what is brought to `staged` [n] once it has arrived."""
+        if arrived is not None:
+            arrived.synchronize()
+        if self.memory.dtype == torch.float32:
+            # With all threads: torch has one where a launcher set OMP_NUM_THREADS.
+            sum_rows([staged], self.memory, True, host_threads())
+        else:
             self.memory.add_(staged)
 
     def _bring(self, total: torch.Tensor) -> None:
         self.land()
         lane, target = self._landing.down, self.memory
         if self.held:
-            target = self._staged = self._landing.place(self, total.numel(), total.dtype)
+            target = self._landing.place(self, total.numel(), total.dtype)
         # Converted on the device, where it is: the bytes that travel are those of the target.
         sent = total.to(target.dtype)
         if self._came is None:
@@ -126,4 +143,8 @@ class HostSum:
         with lane.behind():
             target.copy_(sent, non_blocking=True)
         lane.keep(sent)
-        self._arrived = lane.mark()
+        arrived = lane.mark()
+        if self.held:
+            self._adding = self._landing.worker.submit(self._add, target, arrived)
+        else:
+            self._arrived = arrived
