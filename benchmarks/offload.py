@@ -23,6 +23,7 @@ from offload_variants import OURS, TITLES, Sizes, absent, make
 from zero.core.measured import measure
 from zero.core.threads import host_threads
 from zero.plan import ratio as plan
+from zero.plan.formats import ITEMSIZE
 from zero.plan.pipeline import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict
 
 GIB = 2**30
@@ -203,6 +204,21 @@ def row(name: str, turns: Sequence[Turn], base: Sequence[Turn], sizes: Sizes) ->
     return [*cells, peak, f"{last.host / GIB:.1f}", off, f"{last.loss:.6f}"]
 
 
+def rates(one: Turn) -> str:
+    """What the machine was measured to do in this turn."""
+    found, formats, itemsize = one.work.rates, one.work.sizes.formats, ITEMSIZE[one.work.plans[0].dtype]
+    # Gradient read; parameter, what is kept beside it for its exact value, and moments read and written.
+    dtype = one.work.plans[0].dtype
+    moments = formats.moments_nbytes(1 << 20) / (1 << 20)
+    each = itemsize + 2 * (itemsize + formats.master_nbytes(1, dtype) + moments)
+    return (
+        f"the host updates {found.host_update / 1e6:,.0f}M parameters/s ({found.host_update * each / 1e9:.0f} GB/s, "
+        f"{each:.1f} B each); the device {found.device_update / 1e6:,.0f}M; copies {found.down / 1e9:.1f} GB/s down, "
+        f"{found.up / 1e9:.1f} up; the drive {found.read / 1e9:.2f} read, {found.write / 1e9:.2f} written "
+        "(inf: there is nothing to copy, or it was not measured)"
+    )
+
+
 def compare(args: argparse.Namespace, names: Sequence[str], sizes: Sizes) -> dict[str, list[Turn]]:
     """Turns of all variants, alternating, and the table of them; what cannot run here is named below it."""
     missing = {name: absent(name, sizes) for name in names}
@@ -229,7 +245,9 @@ def compare(args: argparse.Namespace, names: Sequence[str], sizes: Sizes) -> dic
             f"{'bf16' if sizes.bf16 else 'fp32'}, moments in {sizes.moments}; {args.rounds} rounds x {args.repeat} "
             f"steps (+ {args.warmup} warm-up), median [min-max]\n"
         )
-        print(table(HEADER, rows))
+        print(table(HEADER, rows) + "\n")
+    told = {name: found[-1] for name, found in turns.items() if found[-1].work is not None}
+    notes = [*(f"{TITLES[name]}: {rates(one)}" for name, one in told.items()), *notes]
     print("".join(f"\n- {note}" for note in notes), flush=True)
     return turns
 

@@ -16,8 +16,14 @@ import zero
 import zero.core.ratio
 from zero.config import ConfigError, load
 from zero.core.measured import measure
+from zero.core.mesh import make_mesh
+from zero.core.offload import OffloadSettings
 from zero.plan.formats import Formats
-from zero.plan.ratio import Rates
+from zero.plan.layout import make_layout
+from zero.plan.placement import Where
+from zero.plan.ratio import Rates, Sizes, choose_ratio
+from zero.plan.sharding import Sharding
+from zero.plan.units import ParamSpec, UnitPlan
 
 CPU = torch.device("cpu")
 # Of machines that were made up: the host as fast as the device, and much slower on the second rank.
@@ -108,11 +114,24 @@ def test_the_key_takes_a_number_or_the_word():
     assert load(everywhere, 1).gradient_clipping == 1.0, "of any other key it says that none was given"
 
 
+@pytest.mark.parametrize(("free", "stays"), [(1 << 40, True), (1000, False)])
+def test_what_fits_into_memory_does_not_go_to_a_drive(monkeypatch, caplog, free, stays):
+    monkeypatch.setattr(zero.core.ratio, "measure", lambda *args: ALIKE)
+    monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free)
+    spec = ParamSpec("u.weight", 1 << 20, "fp32", True, 0, 2)
+    plans = [UnitPlan("u", "u", (spec,), make_layout({spec.name: spec.numel}, 1))]
+    sharding = Sharding.of_stage(2)
+    training = zero.core.ratio.Training(sharding, Formats(), torch.float32, "fp32", "fp32", 1)
+    given = OffloadSettings(optimizer=Where.FILE, ratio=None)
+    settled = zero.core.ratio.settle_ratio(given, plans, make_mesh(sharding), CPU, training)
+    assert settled == given._replace(ratio=0.0 if stays else 1.0)
+    assert "a drive counts as 1.0 GB/s" in caplog.text and "(40%) for activations" in caplog.text
+    nothing = given._replace(optimizer=Where.DEVICE)
+    assert zero.core.ratio.settle_ratio(nothing, plans, make_mesh(sharding), CPU, training).ratio == 1.0
+
+
 def test_the_log_names_the_reserve():
-    choice = zero.core.ratio.choose_ratio([], zero.core.ratio.Sizes(0, 1, Formats(), "fp32"), *_CPU, ALIKE, 1e9, True)
+    choice = choose_ratio([], Sizes(0, 1, Formats(), "fp32"), Where.HOST, Where.DEVICE, ALIKE, 1e9, True)
     text = zero.core.ratio._said(Rates(5e10, 5e10, 3e9, 1e11), 2**30, 2**31, choice)
     assert re.search(r"1,024\.0 MiB for state.*reserve of 2,048\.0 MiB \(40%\) for activations", text)
     assert "copies take 50.0 GB/s down and 50.0 GB/s up" in text
-
-
-_CPU = (zero.core.ratio.Where.HOST, zero.core.ratio.Where.DEVICE)

@@ -26,6 +26,7 @@ from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
 RESERVE = 0.4  # of the device's memory: activations, which nobody knows before the first step
+DRIVE = 1e9  # bytes per second that a drive counts as: it is not measured, but whatever fits into memory is faster
 _WHOLE = 2  # units whose parameters and gradients are whole at once: one is used, one comes or goes
 
 
@@ -58,8 +59,11 @@ def settle_ratio(
     told = comm.gather_scalars(values, mesh.reduced_over, "ratio of the offload").tolist()
     *rates, room = (min(column) for column in zip(*told, strict=True))
     sizes = Sizes(0, mesh.shard.size, training.formats, training.gradients)  # of one rank for all, to choose alike
-    choice = choose_ratio(plans, sizes, settings.optimizer, settings.params, Rates(*rates), max(0.0, room), apart)
-    rank_zero(logging.INFO, "%s", _said(Rates(*rates), room, reserve, choice))
+    found = Rates(*rates)
+    if settings.optimizer is Where.FILE:
+        found = found._replace(read=DRIVE, write=DRIVE)
+    choice = choose_ratio(plans, sizes, settings.optimizer, settings.params, found, max(0.0, room), apart)
+    rank_zero(logging.INFO, "%s", _said(found, room, reserve, choice))
     return settings._replace(ratio=choice.ratio)
 
 
@@ -109,6 +113,7 @@ def _said(rates: Rates, room: float, reserve: float, choice: Choice) -> str:
         f"offload_optimizer.ratio 'auto': on each rank the host updates {rates.host_update / 1e6:,.0f} million "
         f"parameters a second, the device {rates.device_update / 1e6:,.0f} million; "
         f"{'nothing has to be copied' if math.isinf(rates.up) else copies}; "
+        f"{'' if math.isinf(rates.read) else f'a drive counts as {rates.read / 1e9:.1f} GB/s; '}"
         f"{'state takes the same memory on either side' if math.isinf(room) else memory}. "
         f"Chosen: ratio {choice.ratio:.4g}, {choice.numel:,} parameters ({choice.nbytes / MIB:,.1f} MiB) stay"
     )
