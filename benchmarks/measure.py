@@ -73,27 +73,33 @@ def rotated(items: Sequence[Any], turn: int) -> list[Any]:
 
 def slowest(values: Sequence[float]) -> list[float]:
     """The maximum over ranks of each value; collective."""
-    out = torch.tensor(values, dtype=torch.float64)
+    out = torch.tensor(values, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(out, op=dist.ReduceOp.MAX)
     return out.tolist()
 
 
-def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any) -> Any:
-    """Run `worker(rank, *args)` in `ranks` fresh processes over gloo, one thread each; returns what rank 0 returned.
+def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any, gpu: bool = False) -> Any:
+    """Run `worker(rank, *args)` in `ranks` fresh processes, one thread each; returns what rank 0 returned.
 
-    The processes see no GPU. An exception in one ends all and is raised here.
+    Over gloo, and the processes see no GPU; with `gpu` over NCCL, each on its GPU. An exception in one ends all and is
+    raised here.
     """
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (ranks, folder, worker, args), nprocs=ranks)
+        mp.spawn(_enter, (ranks, folder, gpu, worker, args), nprocs=ranks)
         return pickle.loads((Path(folder) / "answer").read_bytes())
 
 
-def _enter(rank: int, ranks: int, folder: str, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+def _enter(rank: int, ranks: int, folder: str, gpu: bool, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    if gpu:
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks)
     result = worker(rank, *args)
     if rank == 0:
         # A file, since a pipe that nobody reads before the ranks end would block on a long answer.

@@ -117,7 +117,8 @@ class Tidy:
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
             self._written[(*path, name)] = at
-            if not _absent(value):
+            meant = value == "auto" and name in getattr(model, "MEANT", ())
+            if meant or not _absent(value):
                 made[name] = self._value(value, model, name, (*path, name), at)
         return made
 

@@ -1,7 +1,7 @@
 """The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
 
 import math
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -126,6 +126,12 @@ def _pair(value: Any) -> Any:
     return tuple(value)
 
 
+def _fraction_or_auto(value: Any) -> Any:
+    if isinstance(value, bool) or (value != "auto" and not (isinstance(value, int | float) and 0 <= value <= 1)):
+        raise refuse("a number from 0 to 1, or 'auto'")
+    return value
+
+
 def _steps(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("inf", "infinity"):
         return math.inf
@@ -148,5 +154,6 @@ Positive = integer(1)
 Number = number()
 NotNegative = number(0)
 Fraction = number(0, 1)
+FractionOrAuto: TypeAlias = Annotated[Fraction | Literal["auto"], BeforeValidator(_fraction_or_auto)]
 Seconds = number(1)
 Dtype = dtype("fp32", "fp16", "bf16")

@@ -9,6 +9,7 @@ from zero.config.values import (
     Bool,
     Count,
     Fraction,
+    FractionOrAuto,
     Int,
     Object,
     Positive,
@@ -47,6 +48,8 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where the optimizer state and the fp32 masters rest, and who computes the step."""
 
+    MEANT: ClassVar[tuple[str, ...]] = ("ratio",)  # keys whose "auto" is a value; of any other it says "not given"
+
     device: Device = "none"
     """The place of the optimizer state: none (the device that computes), cpu or nvme."""
     nvme_path: Text | None = None
@@ -62,8 +65,8 @@ class OffloadOptimizer(Section):
     """Write the last piece to the drive while this one is computed; DeepSpeed's default is false."""
     fast_init: Bool = False
     """Fill the files on the drive without writing zeros first."""
-    ratio: Fraction = 1.0
-    """The part of the parameters that the CPU updates; the GPU updates the rest."""
+    ratio: FractionOrAuto = 1.0
+    """The part of the parameters that the CPU updates; the GPU updates the rest. "auto" measures both and chooses."""
     super_offload: Bool = False
     """A scheme for machines whose CPU and GPU share fast memory."""
     cpuadam_cores_perc: Fraction = 0.8

@@ -62,11 +62,14 @@ class FirstNotFinite:
         )
 
     def _all_finite(self) -> bool:
-        total = torch.zeros((), dtype=torch.float64, device=self._units[0].full.device)
+        totals: dict[torch.device, torch.Tensor] = {}  # gradients may lie in host memory, too
         for unit in self._units:
             for tensor in unit.gradients.tensors():
+                total = totals.get(tensor.device)
+                if total is None:
+                    total = totals[tensor.device] = torch.zeros((), dtype=torch.float64, device=tensor.device)
                 sum_squares_into(tensor, total, accumulate=True)
-        return math.isfinite(total.item())
+        return all(math.isfinite(total.item()) for total in totals.values())
 
     def _scan(self) -> tuple[int, int] | None:
         at = 0

@@ -97,6 +97,12 @@ class Gradients:
         return (self.rest is not None and self.rest.held) or bool(self._sums())
 
     @property
+    def squares(self) -> torch.Tensor | None:
+        """The sum of the squares of `shard`, fp64 on the device, where that is known because `shard` has left it."""
+        away = self.rest is not None and self.rest.held and self._partials is None
+        return self.rest.squares if away else None
+
+    @property
     def _rested(self) -> torch.Tensor | None:
         return self.rest.tensor() if self.rest is not None and self.rest.held else None
 
@@ -185,7 +191,7 @@ class Gradients:
         elif len(inbox.rows) == 1 and (self.rest is not None or inbox.rows[0].dtype == self._dtypes.kept):
             inbox.arrive()
             self._hold(inbox.rows[0])
-        else:
+        elif self.rest is None or self._partials is not None or not self.rest.add_up(inbox.sum):
             numel = inbox.flat.numel() // self._mesh.shard.size
             total = self._memory(numel, torch.float32)
             inbox.sum(total, False)
@@ -226,13 +232,17 @@ class Gradients:
         self._kept = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All gradients that are held here, local and reduced, as few contiguous tensors."""
+        """Few contiguous tensors that are finite exactly where all gradients are that are held here.
+
+        For what was brought to host memory that is one number, so that nobody waits for it or reads it again.
+        """
         if self.flat is not None and len(self._filled) == len(self._spans):
             yield self.flat
         elif self.flat is not None:
             for _, part in self._local_parts():
                 yield part
-        yield from self._sums()
+        brought = self.rest.came if self.rest is not None else None
+        yield from [brought] if brought is not None else self._sums()
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same by parameter: its name, and a contiguous piece [n] of its gradient."""

@@ -36,14 +36,15 @@ from zero.plan.units import UnitPlan
 class OffloadSettings(NamedTuple):
     """What `offload_optimizer` and `offload_param` of the JSON say.
 
-    ratio: the part of the trained elements whose state leaves the device; max_in_cpu: elements of this rank's shards
-    that stay in memory although `params` says FILE; pinned: page-locked memory on a machine with a GPU; requests: how
-    drives are asked, where read_ahead and write_behind are those of the optimizer's state.
+    ratio: the part of the trained elements whose state leaves the device, None where that is to be measured;
+    max_in_cpu: elements of this rank's shards that stay in memory although `params` says FILE; pinned: page-locked
+    memory on a machine with a GPU; requests: how drives are asked, where read_ahead and write_behind are those of the
+    optimizer's state.
     """
 
     optimizer: Where = Where.DEVICE
     params: Where = Where.DEVICE
-    ratio: float = 1.0
+    ratio: float | None = 1.0
     max_in_cpu: int = 0
     pinned: bool = True
     optimizer_folder: str | None = None

@@ -22,6 +22,7 @@ from zero.core.mesh import Mesh
 from zero.core.offload import Offload, OffloadSettings
 from zero.core.owner import owner_of
 from zero.core.piece import Piece
+from zero.core.ratio import Training, settle_ratio
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
 from zero.log import logger
@@ -211,9 +212,11 @@ def wrap(
     whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload = None
     if places is not None and places.enabled:
-        offload = Offload(
-            places, plans, mesh, device, numerics.formats, _resting_dtype(numerics, mesh), numerics.accumulate
-        )
+        resting = _resting_dtype(numerics, mesh)
+        dtype = DTYPES[numerics.compute_dtype]
+        training = Training(sharding, numerics.formats, dtype, resting, numerics.accumulate, numerics.accumulation)
+        places = settle_ratio(places, plans, mesh, device, training)
+        offload = Offload(places, plans, mesh, device, numerics.formats, resting, numerics.accumulate)
     units = []
     for index, plan in enumerate(plans):
         home = Home.here(device) if offload is None else offload.home(index)

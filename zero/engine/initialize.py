@@ -185,7 +185,7 @@ def _places(settings: Config) -> OffloadSettings:
     return OffloadSettings(
         optimizer=Where(state.device),
         params=Where(params.device),
-        ratio=state.ratio,
+        ratio=None if state.ratio == "auto" else state.ratio,
         max_in_cpu=params.max_in_cpu,
         pinned=(state if state.device != "none" else params).pin_memory,
         optimizer_folder=state.nvme_path,

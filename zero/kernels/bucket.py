@@ -227,7 +227,7 @@ def _native_rows(rows: Sequence[Tensor], out: Tensor) -> list[int] | None:
     return addresses
 
 
-def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int | None = None) -> None:
     """Add the rows, first to last, in fp32: ``s = rows[0]; s += rows[1]; ...``; then ``out = out + s`` or ``out = s``.
 
     The order is fixed, so that the sum depends neither on how a buffer was cut nor on the number of threads.
@@ -238,6 +238,7 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
         out: shape [n], float32 (or float64, which runs as plain torch, summed in fp64). May be one of float32 rows,
             but must not overlap a row in part.
         accumulate: add to ``out`` rather than overwrite it.
+        threads: how many compute it; default torch's.
 
     Raises:
         ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
@@ -249,7 +250,7 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
         sum_rows_reference(rows, out, accumulate)
         return
     code = DTYPE_CODES[rows[0].dtype]
-    module.sum_rows(addresses[1:], code, addresses[0], out.numel(), accumulate, torch.get_num_threads())
+    module.sum_rows(addresses[1:], code, addresses[0], out.numel(), accumulate, threads or torch.get_num_threads())
 
 
 @torch.no_grad()

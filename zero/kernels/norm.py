@@ -16,7 +16,7 @@ REFERENCE_CHUNK = 1 << 22
 NORM_BLOCK = 4096
 
 
-def sum_squares(tensor: Tensor) -> float:
+def sum_squares(tensor: Tensor, threads: int | None = None) -> float:
     """Return the sum of the squares of all elements, accumulated in fp64; waits for the tensor's device.
 
     The result is inf or NaN exactly when an element is (float64 tensors apart, whose squares can overflow). The
@@ -27,6 +27,7 @@ def sum_squares(tensor: Tensor) -> float:
     Args:
         tensor: contiguous, any shape; compiled for float32, bfloat16 and float16 on the CPU and on CUDA devices. 0.0
             when empty.
+        threads: how many compute it on the CPU; default torch's.
 
     Raises:
         ValueError: for a tensor that is not contiguous and floating, or whose storage was released.
@@ -40,7 +41,7 @@ def sum_squares(tensor: Tensor) -> float:
     address = 0 if module is None or code is None else cpu_address(tensor, tensor.shape)
     if not address:
         return sum_squares_reference(tensor)
-    return module.sum_squares(address, code, tensor.numel(), torch.get_num_threads())
+    return module.sum_squares(address, code, tensor.numel(), threads or torch.get_num_threads())
 
 
 def sum_squares_reference(tensor: Tensor) -> float:

@@ -10,8 +10,9 @@ import torch
 
 from zero.core import comm
 from zero.core.mesh import Mesh
+from zero.core.threads import host_threads
 from zero.core.unit import Unit
-from zero.kernels.norm import sum_squares
+from zero.kernels.norm import sum_squares, sum_squares_into
 
 
 class Norm(NamedTuple):
@@ -29,8 +30,8 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
     numbers in the same order.
     """
     mine = 0.0
-    for unit in units:
-        mine += sum_squares(unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank])
+    for squares in _numbers([_squares(unit, mesh) for unit in units]):
+        mine += squares
     device = units[0].full.device if units else "cpu"
     values = torch.tensor([mine, float(late)], dtype=torch.float64, device=device)
     total, anywhere = 0.0, False
@@ -38,6 +39,27 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
         total += value
         anywhere = anywhere or told != 0
     return Norm(math.sqrt(total) if total >= 0 else math.nan, anywhere)  # a NaN compares false
+
+
+def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:
+    """The sum of the squares of this rank's span: where it is computed on a GPU, an fp64 number there."""
+    known = unit.gradients.squares
+    if known is not None:
+        return known
+    part = unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank]
+    if not part.is_cuda:
+        # What the host holds of a GPU's model it reads with all threads it has, as its updates do.
+        return sum_squares(part, host_threads() if unit.full.is_cuda else None)
+    squares = torch.empty((), dtype=torch.float64, device=part.device)
+    sum_squares_into(part, squares)
+    return squares
+
+
+def _numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """The same as Python numbers; a device is waited for once."""
+    there = [value for value in values if isinstance(value, torch.Tensor)]
+    read = iter(torch.stack(there).tolist() if there else ())
+    return [next(read) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -53,7 +53,8 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
 def largest_of(parts: Iterable[torch.Tensor]) -> float:
     """The largest absolute value of all elements, 0 without any; inf or NaN when there is one (NaN before inf)."""
     found = [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
-    return torch.stack(found).amax().item() if found else 0.0
+    # Some may lie in host memory, others on the device.
+    return torch.stack([value.to(found[0].device) for value in found]).amax().item() if found else 0.0
 
 
 def sum_of_squares(parts: Iterable[torch.Tensor], exponent: int) -> int:

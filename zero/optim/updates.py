@@ -7,7 +7,6 @@ those of a step that nobody overlaps.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -90,16 +89,6 @@ class Updates:
         for later in (*self._ahead, *self._all):
             if not later.home.states.fetch():
                 break
-
-
-def host_threads() -> int:
-    """How many threads one rank's updates use: the cores that this process may use, shared by the ranks of the host.
-
-    OMP_NUM_THREADS, which launchers set to 1, does not count: nothing else needs the cores while the host updates.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, cores // ranks)
 
 
 def _nobody(what: str, unit: str) -> None:

@@ -1,0 +1,108 @@
+"""The promise: where gradients rest changes neither the norm nor what is said of one that is not finite.
+
+Three places: the device, host memory that is the device's own, where sums add up directly, and host memory apart from
+the device's, where they are brought and their squares are summed before they leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, config, make_net
+
+import zero
+import zero.core.offload
+import zero.core.ratio
+
+PLACES = ("device", "host", "apart")
+BF16 = {"bf16": {"enabled": True}}
+
+
+@contextlib.contextmanager
+def resting(place: str) -> Iterator[dict[str, Any]]:
+    """The section for this place; inside, a CPU may count as a device with memory of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if place == "apart":
+            patch.setattr(zero.core.offload, "has_own_memory", lambda device: True)
+        yield {} if place == "device" else {"offload_optimizer": {"device": "cpu"}}
+
+
+def run(place: str, accumulation: int, spoil: tuple[int, int] | None, edit: bool, more: dict[str, Any]) -> list[Any]:
+    """Norms and parameters of four steps on one rank's engine, and what was logged of skipped ones.
+
+    spoil: (micro-step, block) whose gradient becomes infinite on the last rank; edit: one gradient is replaced before
+    each step.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    with resting(place) as section:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        keys = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, **section}, **more}
+        net = make_net()
+        engine, *_ = zero.initialize(model=net, config=config(2, world, accumulation=accumulation, **keys))
+        norms = []
+        for step in range(4 * accumulation):
+            tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(step, 2 * world))
+            loss = engine(tokens, targets)
+            if spoil is not None and step == spoil[0] and rank == world - 1:
+                weight = net.blocks[spoil[1]].down.weight
+                handle = weight.register_hook(lambda grad: grad * float("inf"))
+            engine.backward(loss)
+            if spoil is not None and step == spoil[0] and rank == world - 1:
+                handle.remove()
+            if edit and engine.is_gradient_accumulation_boundary():
+                bias = net.blocks[1].up.bias
+                zero.utils.safe_set_full_grad(bias, torch.full_like(bias, 3.0))
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    logging.getLogger("zero").removeHandler(handler)
+    params = [param.detach().clone() for param in net.parameters()]
+    return [norms, [text for text in said if "skipped" in text], params]
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    return (
+        str(one[:2]) == str(other[:2])  # as text: NaN is NaN there
+        and all(torch.equal(mine, yours) for mine, yours in zip(one[2], other[2], strict=True))
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("accumulation", "more"), [(1, {}), (3, {}), (1, BF16), (3, BF16)])
+def test_norms_are_bitwise_the_same(pool, world, accumulation, more):
+    found = {place: pool.run(world, run, place, accumulation, None, False, more) for place in PLACES}
+    for place in PLACES:
+        assert all(alike(one, other) for one, other in zip(found[place], found["device"], strict=True)), place
+
+
+def test_a_gradient_that_was_replaced_counts(pool):
+    """Its squares were summed before; that sum is not used any more."""
+    found = {place: pool.run(2, run, place, 1, None, True, {}) for place in PLACES}
+    untouched = pool.run(2, run, "device", 1, None, False, {})
+    assert found["device"][0][0] != untouched[0][0]
+    for place in PLACES:
+        assert all(alike(one, other) for one, other in zip(found[place], found["device"], strict=True)), place
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "spoil", "said"),
+    [
+        (1, (1, 1), "'blocks.1.down.weight' is not finite (micro-step 1 of 1)"),
+        (3, (4, 0), "'blocks.0.down.weight' is not finite (micro-step 2 of 3)"),
+        (3, (5, 2), "'blocks.2.down.weight' is not finite (micro-step 3 of 3)"),
+    ],
+)
+def test_what_is_not_finite_is_named(pool, accumulation, spoil, said):
+    found = {place: pool.run(2, run, place, accumulation, spoil, False, {}) for place in PLACES}
+    assert found["device"][0][1] == [f"step skipped: the gradient of parameter {said}"]
+    for place in PLACES:
+        assert all(alike(one, other) for one, other in zip(found[place], found["device"], strict=True)), place

@@ -1,0 +1,169 @@
+"""The promise: the predicted step of an offloaded run is what the pipeline can do, no more, and no less.
+
+Never faster than any one worker; the sum of everything where nothing can overlap; the slowest worker where all can.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.plan.formats import Formats
+from zero.plan.layout import make_layout
+from zero.plan.pipeline import DEVICE, DRIVE, HOST, UnitTimes, predict
+from zero.plan.placement import Where, place
+from zero.plan.ratio import Rates, Sizes, choose_ratio, unit_times
+from zero.plan.units import ParamSpec, UnitPlan
+
+SECONDS = st.integers(0, 50).map(float)
+UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 9), min_size=1, max_size=6)
+
+
+def all_of(units: list[UnitTimes], norm: float) -> float:
+    """Every job of a step, one after the other."""
+    jobs = sum(sum(unit) + unit.fetch for unit in units)
+    updates = sum(unit.read + unit.update + unit.write + unit.up for unit in units if unit.stay)
+    return norm + jobs - updates  # what stays on the device is not updated by the host
+
+
+@settings(deadline=None, max_examples=300)
+@given(units=UNITS, norm=SECONDS, ahead=st.integers(1, 4), slots=st.integers(1, 4))
+def test_between_the_slowest_worker_and_the_sum(units: list[UnitTimes], norm: float, ahead: int, slots: int) -> None:
+    units = [unit._replace(read=0.0, update=0.0, write=0.0, up=0.0) if unit.stay else unit for unit in units]
+    found = predict(units, norm, ahead, slots)
+    assert found.step >= max(found.busy.values())
+    assert found.step >= found.busy["read"] + found.busy["write"], "one drive does both"
+    assert found.step <= all_of(units, norm) + 1e-9
+    assert found.wait == found.step - found.busy[DEVICE]
+
+
+@settings(deadline=None)
+@given(unit=st.builds(UnitTimes, *[SECONDS] * 9), norm=SECONDS)
+def test_one_unit_overlaps_nothing(unit: UnitTimes, norm: float) -> None:
+    """Its parameters are there from the forward to the backward, its gradient has gone before its state is read."""
+    unit = unit._replace(fetch=0.0, stay=0.0, read=0.0, write=0.0, down=unit.down + norm)
+    assert predict([unit], norm).step == pytest.approx(sum(unit))  # the norm is taken while the gradient goes
+
+
+@settings(deadline=None)
+@given(units=UNITS, norm=SECONDS)
+def test_nothing_off_the_device_is_the_sum(units: list[UnitTimes], norm: float) -> None:
+    here = [UnitTimes(forward=unit.forward, backward=unit.backward, stay=unit.stay) for unit in units]
+    assert predict(here, norm).step == norm + sum(sum(unit) for unit in here)
+
+
+@settings(deadline=None)
+@given(units=UNITS, more=SECONDS)
+def test_slower_parts_make_no_faster_step(units: list[UnitTimes], more: float) -> None:
+    units = [unit._replace(stay=0.0) for unit in units]
+    slower = [units[0]._replace(update=units[0].update + more, down=units[0].down + more), *units[1:]]
+    # Both are means over a few steps; with some times these are not quite alike yet.
+    assert predict(slower).step >= predict(units).step * 0.9
+
+
+def test_updates_hide_behind_the_next_forward_unit_by_unit() -> None:
+    """Four units, by hand: the host updates at once what the forward then needs, and is waited for once per unit."""
+    units = [UnitTimes(forward=10.0, backward=20.0, update=10.0)] * 4
+    assert predict(units).step == 10 + 4 * 30  # the first update; the others run beside the forward
+    units = [UnitTimes(forward=10.0, backward=20.0, update=15.0)] * 4
+    assert predict(units).step == 4 * 15 + 10 + 80  # the last update, and what comes after it
+    assert predict(units).wait == 4 * 15 + 10 - 40
+
+
+def test_a_drive_is_read_while_the_host_updates() -> None:
+    units = [UnitTimes(backward=1.0, read=10.0, update=10.0)] * 8
+    assert predict(units).step == 8 * 1 + 10 + 8 * 10  # the first read and all updates
+    units = [UnitTimes(backward=1.0, read=10.0, update=2.0)] * 8
+    assert predict(units).step == 8 * 1 + 8 * 10 + 2
+    one_slot = predict([UnitTimes(backward=1.0, read=10.0, update=10.0)] * 8, slots=1)
+    assert one_slot.step == 8 * 1 + 8 * 20, "with one slot nothing is read ahead"
+
+
+def test_fetches_run_one_use_ahead() -> None:
+    units = [UnitTimes(forward=10.0, backward=10.0, fetch=4.0)] * 4
+    assert predict(units).step == 4 + 8 * 10, "each but the first is fetched while the one before it is used"
+    assert predict([unit._replace(fetch=12.0) for unit in units]).step == 8 * 12 + 10
+
+
+def test_workers_that_share_cores_take_the_sum_of_their_times() -> None:
+    units = [UnitTimes(forward=10.0, backward=20.0, update=10.0)] * 4
+    assert predict(units, same=((DEVICE, HOST),)).step == 160.0
+    both = [UnitTimes(backward=1.0, read=10.0, update=1.0, write=10.0)] * 8
+    assert predict(both, same=()).step < predict(both, same=(DRIVE,)).step == 160.0
+
+
+# The choice of the ratio.
+
+
+def plans(*sizes: int, dtype: str = "bf16") -> list[UnitPlan]:
+    made = []
+    for index, numel in enumerate(sizes):
+        spec = ParamSpec(f"u{index}.weight", numel, dtype, True, 0, 2)
+        made.append(UnitPlan(f"u{index}", f"u{index}", (spec,), make_layout({spec.name: numel}, 1)))
+    return made
+
+
+SIZES = Sizes(0, 1, Formats("remainder"), "bf16")
+FAST = Rates(down=50e9, up=50e9, host_update=3e9, device_update=100e9)
+BYTES = 2 + 8 + 2  # of one element on the device: remainder, both moments, gradient
+
+
+def test_what_fits_stays_where_the_device_is_faster() -> None:
+    units = plans(*[1 << 20] * 8)
+    for whole in range(9):
+        room = (whole + 0.5) * BYTES * (1 << 20)
+        choice = choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, FAST, room, True)
+        placements = place(units, 1, Where.HOST, Where.DEVICE, choice.ratio)
+        assert [placement.optimizer is Where.DEVICE for placement in placements] == [True] * whole + [False] * (
+            8 - whole
+        )
+        assert choice.numel == whole << 20 and choice.nbytes <= room
+
+
+def test_nothing_stays_where_it_gains_nothing() -> None:
+    units = plans(*[1 << 20] * 8)
+    alike = Rates(host_update=1e9, device_update=1.02e9)
+    assert choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, alike, math.inf, False).ratio == 1.0
+    # Hidden behind a long forward, the host's updates cost nothing.
+    hidden = choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, FAST, math.inf, True, forward=10.0, backward=20.0)
+    assert hidden.ratio == 1.0
+
+
+def test_all_stays_where_the_host_is_slow_and_there_is_room() -> None:
+    units = plans(*[1 << 20] * 8)
+    slow = Rates(host_update=1e9, device_update=2e9)
+    assert choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, slow, math.inf, False).ratio == 0.0
+    assert choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, slow, 0.0, False).ratio == 1.0
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), part=st.floats(0, 1))
+def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
+    units = plans(*sizes)
+    whole = sum(unit.layout.numel for unit in units) * BYTES
+    choice = choose_ratio(units, SIZES, Where.FILE, Where.DEVICE, FAST, part * whole, True)
+    placements = place(units, 1, Where.FILE, Where.DEVICE, choice.ratio)
+    stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
+    assert choice.numel == sum(unit.layout.numel for unit in stay)
+    assert choice.nbytes <= part * whole
+
+
+def test_times_of_a_unit_by_its_placement() -> None:
+    numel = 1 << 20
+    (unit,) = plans(numel)
+    rates = Rates(down=1e9, up=2e9, host_update=1e6, device_update=1e7, read=4e9, write=5e9)
+
+    def times(optimizer: Where, params: Where) -> UnitTimes:
+        return unit_times([unit], place([unit], 1, optimizer, params), SIZES, rates, 3.0, 6.0)[0]
+
+    here = times(Where.DEVICE, Where.DEVICE)
+    assert here == UnitTimes(3.0, 6.0, stay=numel / 1e7)
+    host = times(Where.HOST, Where.DEVICE)
+    assert host == UnitTimes(3.0, 6.0, down=2 * numel / 1e9, update=numel / 1e6, up=2 * numel / 2e9)
+    both = times(Where.HOST, Where.HOST)
+    assert both == host._replace(fetch=2 * numel / 2e9, up=0.0)
+    filed = times(Where.FILE, Where.DEVICE)
+    assert filed.read == pytest.approx(12 * numel / 4e9) and filed.write == pytest.approx(12 * numel / 5e9)

@@ -1,0 +1,71 @@
+"""How fast this machine updates and copies, tried out on arrays that no cache holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from zero.kernels.formulas import Adam, Formula, Lion, Sgd
+from zero.kernels.moments import Moment
+from zero.kernels.step import step
+from zero.plan.formats import Formats
+from zero.plan.ratio import Rates
+
+NUMEL = 1 << 23  # of an update that is tried out
+COPIED = 1 << 27  # bytes of a copy that is tried out; page-locked
+TURNS = 3  # after one that warms up; the fastest counts, for whatever else the machine does only adds
+
+# By how many moments they keep; the bytes decide, and they are the same in every formula of as many.
+_FORMULAS: tuple[Formula, ...] = (Sgd(1e-3), Lion(1e-3), Adam(1e-3))
+
+
+def measure(device: torch.device, dtype: torch.dtype, formats: Formats, threads: int, numel: int = NUMEL) -> Rates:
+    """The rates of this process; takes about a second where the compiled kernels are there.
+
+    `dtype`: of the parameters and gradients; `threads`: of the host's update.
+    """
+    host = _update_rate(torch.device("cpu"), dtype, formats, threads, numel)
+    if device.type == "cpu":
+        # The device's step runs with torch's threads.
+        alike = threads == torch.get_num_threads()
+        here = host if alike else _update_rate(device, dtype, formats, torch.get_num_threads(), numel)
+        return Rates(host_update=host, device_update=here)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    pinned = torch.empty(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return Rates(
+        down=COPIED / _seconds(lambda: pinned.copy_(there), device),
+        up=COPIED / _seconds(lambda: there.copy_(pinned), device),
+        host_update=host,
+        device_update=_update_rate(device, dtype, formats, None, numel),
+    )
+
+
+def _update_rate(device: torch.device, dtype: torch.dtype, formats: Formats, threads: int | None, numel: int) -> float:
+    """Elements per second of one step of the optimizer."""
+    formula = _FORMULAS[min(formats.states, 2)]
+    param = torch.zeros(numel, dtype=dtype, device=device)
+    grad = torch.zeros(numel, dtype=dtype, device=device)
+    remainder = formats.master == "remainder" and dtype == torch.bfloat16
+    master = param if dtype == torch.float32 else torch.zeros(
+        numel, dtype=torch.int16 if remainder else torch.float32, device=device
+    )  # fmt: skip
+    moments = tuple(Moment.filled(numel, formats.moments, 0.0, device, signed) for signed in formula.signed)
+    shown = None if master is param else param
+
+    def run() -> None:
+        step(formula, master, moments, grad, shown, step=10, grad_scale=1.0, key=0, first=0, threads=threads)
+
+    return numel / _seconds(run, device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(TURNS + 1):
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return max(min(found[1:]), 1e-9)
