@@ -56,6 +56,7 @@ STEPS_OF_CORE = {
     "zero.core.available": 1,
     "zero.core.slab": 2,
     "zero.core.lane": 1,
+    "zero.core.promise": 1,
     "zero.core.store": 1,
     "zero.core.host_sum": 2,
     "zero.core.home": 3,

@@ -212,13 +212,18 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.
 
-        The module is a plain one afterwards, also after an exception. A second call does nothing.
+        The module is a plain one afterwards, also after an exception. A second call does nothing. After an update in
+        host memory that failed, and after other ranks were given up, it is no collective: what only other ranks hold
+        of a parameter that is cut is NaN then.
         """
         if self._sharded is not None:
             try:
+                if self.optimizer is not None:
+                    self.optimizer.finish()
                 self.reload_states()
                 self._undo_compile()
-                self._sharded.dissolve()
+                failed = self.optimizer is not None and self.optimizer.failure is not None
+                self._sharded.dissolve(failed or self._watch.broken)
             finally:
                 self._watch.close()
                 self._sharded = None
@@ -249,6 +254,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
 
     def _alive(self) -> None:
         self._need_engine()
+        if self._torn is None and self.optimizer is not None and self.optimizer.failure is not None:
+            self._tear(f"{self.optimizer.failure}, after step {self.global_steps}")
         if self._torn is not None:
             raise RuntimeError(self._torn)
         if self.optimizer is not None and self.optimizer.away:
@@ -267,9 +274,12 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         if not self.optimizer.updating:
             self._abandon()
             return
+        how = f"{type(error).__name__}: {error}" if self.optimizer.failure is None else str(self.optimizer.failure)
+        self._tear(f"step {self.global_steps + 1} ended on rank {self.global_rank} with {how}")
+
+    def _tear(self, why: str) -> None:
         self._torn = (
-            f"the weights are half updated: step {self.global_steps + 1} ended on rank {self.global_rank} with "
-            f"{type(error).__name__}: {error}. Call destroy(), and go on from a checkpoint with a new engine"
+            f"the weights are half updated: {why}. Call destroy(), and go on from a checkpoint with a new engine"
         )
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
