@@ -183,6 +183,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         stages: Sequence[int] = (0, 1, 2, 3),
         accumulations: Sequence[int] = (1, 2),
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        offload: bool = False,
     ) -> Report:
         """Train copies of the model under each stage and in plain torch, and compare; rank 0 prints the table.
 
@@ -193,13 +194,13 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         rate stays that of now.
 
         loss_fn: from (engine, one batch) to the loss, where what the model returns is not it and does not hold it as
-        `.loss`, `["loss"]` or `[0]`. Returns a `Report`, which is true where all is well. Raises ValueError for what
-        cannot be run.
+        `.loss`, `["loss"]` or `[0]`. offload: also with optimizer state and parameters in host memory, on the stages
+        that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._alive()
         from zero.engine.check import here
 
-        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn)
+        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
         if self.global_rank == 0:
             print(report, flush=True)
         return report
@@ -303,4 +304,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self.global_samples += self._window.samples
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
+        self._progress.waited(self.optimizer.waited())
+        off = self._sharded.offload.host if self._sharded.offload is not None else None
+        self._progress.step(
+            self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes, off
+        )
