@@ -189,7 +189,7 @@ class Unit(Edits):
     def wait_sent(self) -> None:
         """Wait until the other ranks have what the last update sent them."""
         self.settle()
-        if self.state is State.GATHERING:
+        if self.state is State.GATHERING and (self.whole or not self.cut):
             self.wait()
 
     def release(self, spare: bool = True) -> None:
