@@ -20,6 +20,7 @@ import torch
 
 from zero.core.promise import Promise, Waits
 from zero.core.unit import Unit
+from zero.log import logger
 from zero.optim.rules import Rule
 
 
@@ -73,6 +74,7 @@ class Updates:
         except BaseException as error:
             text = f"the update of unit '{unit.plan.name}' failed on rank {rank} with {type(error).__name__}: {error}"
             self.failure = RuntimeError(text)
+            logger.error("%s", text)  # the loop may have taken its last step, and would not hear of it
             # This rank may be anywhere, and others wait for parameters that do not come.
             unit.mesh.watch.fail(self.failure)
             raise self.failure from error
