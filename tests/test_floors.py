@@ -56,6 +56,7 @@ STEPS_OF_CORE = {
     "zero.core.available": 1,
     "zero.core.slab": 2,
     "zero.core.lane": 1,
+    "zero.core.promise": 1,
     "zero.core.store": 1,
     "zero.core.slots": 1,
     "zero.core.file_store": 2,

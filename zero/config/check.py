@@ -170,7 +170,24 @@ def _together(file: File) -> list[str]:
             f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
             "with zero.reduce 'tree', whose sums are fp32"
         )
-    return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file)
+    return lines + _param_dtype(file) + _dynamic_scale(file) + _offload(file) + _files(file)
+
+
+def _offload(file: File) -> list[str]:
+    """What is wrong with places off the device: there must be something to send there that the stage cuts."""
+    zero, lines = file.zero_optimization, []
+    section = "zero_optimization.offload"
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        lines.append(
+            f"{section}_optimizer.device: got '{zero.offload_optimizer.device}' with zero_optimization.stage 0, where "
+            "every rank keeps and updates all state; set the stage to 1, 2 or 3"
+        )
+    if zero.offload_param.device != "none" and zero.stage < 3:
+        lines.append(
+            f"{section}_param.device: got '{zero.offload_param.device}' with zero_optimization.stage {zero.stage}, "
+            "which keeps whole parameters on the device; set the stage to 3, or leave offload_param out"
+        )
+    return lines
 
 
 def _param_dtype(file: File) -> list[str]:

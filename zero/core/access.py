@@ -64,6 +64,8 @@ class GatheredParameters:
             register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
+        for unit in self._units:
+            unit.settle()  # may raise what an update has failed with; then nobody holds anything
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
             if not unit.read():

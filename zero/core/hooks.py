@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,25 +43,21 @@ def attach(
     return handles
 
 
-def attach_waits(module: nn.Module, units: Iterable[Unit]) -> list[RemovableHandle]:
-    """Have every module that owns parameters of these units, which are not cut, wait for updates that still run.
+def attach_waits(reads: Mapping[nn.Module, tuple[Unit, ...]]) -> dict[nn.Module, list[RemovableHandle]]:
+    """Have every module wait for updates of these units, which are not cut, that still run when its forward begins.
 
     Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
     """
-    wanted = {unit.index for unit in units}
-    handles = []
-    for child in module.modules():
-        owners = (param._zero_owner.unit for param in child._parameters.values() if param is not None)
-        read = {unit.index: unit for unit in owners if unit.index in wanted}
-        if read:
-            handles.append(child.register_forward_pre_hook(OwnHook(_waiter(tuple(read.values()))), prepend=True))
-    return handles
+    return {
+        module: [module.register_forward_pre_hook(OwnHook(_waiter(units)), prepend=True)]
+        for module, units in reads.items()
+    }
 
 
 def _waiter(units: tuple[Unit, ...]) -> Callable[..., None]:
     def wait(module: nn.Module, args: Any) -> None:
         for unit in units:
-            if unit.pending is not None:
+            if not unit.readable:
                 unit.wait()
 
     return wait

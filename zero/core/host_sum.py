@@ -62,7 +62,8 @@ class HostSum:
 
     def add(self, total: torch.Tensor) -> None:
         """Begin to take `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
-        if self.held and self.memory.dtype != self._kept:
+        # 16 bits hold one sum of 16 bits; what several local backwards have added up comes in more.
+        if self.memory.dtype != self._kept and (self.held or total.dtype != self.memory.dtype):
             self.land()
             self.memory = self.memory.to(self._kept)  # for this step; nobody foresaw it
         if self._landing.apart:

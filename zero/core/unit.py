@@ -12,8 +12,8 @@ views which autograd saved in between are valid again when backward reaches them
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ from zero.core.lane import follow
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, owner_of
+from zero.core.promise import Promise
 from zero.core.released import absent, released_class
 from zero.core.state import LEGAL, State
 from zero.core.tensors import holders_of, memory_of
+from zero.log import logger
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
@@ -45,8 +47,7 @@ class Unit(Edits):
     edited: indices of the parameters that such readers will write back, one entry for each reader;
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
     home:   where its shard, its state and its gradient rest;
-    pending: the update of the last step, while it may still run beside us: a future of the event after which the
-            device has its result, or None;
+    pending: the update of the last step, while it may still run beside us, or None;
     whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
     optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
     """
@@ -61,7 +62,7 @@ class Unit(Edits):
         self.params = list(params)
         self.home = home
         self.cut = cut and (mesh.shard.size > 1 or home.shards_away)
-        self.pending: Future[Any] | None = None
+        self.pending: Promise | None = None
         self.state = State.FULL
         self.gradients: Gradients | None = None
         self.holds = 0
@@ -72,6 +73,7 @@ class Unit(Edits):
         self._covered = False  # full, but the parameters look released
         self._holders = 0  # of the full buffer's memory, before it was filled
         self._mesh = mesh
+        self._waiting = threading.RLock()  # several threads may come to read at once
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
         self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
@@ -135,7 +137,7 @@ class Unit(Edits):
     @property
     def updating(self) -> bool:
         """Whether `gather` would have to wait for an update that runs beside us."""
-        return self.pending is not None and not self.pending.done()
+        return self.pending is not None and not self.pending.future.done()
 
     def read(self) -> bool:
         """Begin to read a shard that rests in a file; False where memory for it, or an update, must be waited for."""
@@ -163,18 +165,26 @@ class Unit(Edits):
 
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
-        self.settle()
-        if self.state is not State.FULL:
-            follow(self._filled, self.full.device)
-            transfer, self._transfer = self._transfer, None
-            if transfer is not None:
-                transfer.wait()
-            self._move("wait")
-            if self.cut:
-                self._show()
-        self._uncover()
+        if self.readable:
+            return
+        with self._waiting:
+            self.settle()
+            if self.state is not State.FULL:
+                follow(self._filled, self.full.device)
+                transfer, self._transfer = self._transfer, None
+                if transfer is not None:
+                    transfer.wait()
+                self._move("wait")
+                if self.cut:
+                    self._show()
+            self._uncover()
 
-    def defer(self, pending: Future[Any]) -> None:
+    @property
+    def readable(self) -> bool:
+        """Whether the full parameters are there for everybody to read."""
+        return self.state is State.FULL and self.pending is None and not self._covered
+
+    def defer(self, pending: Promise) -> None:
         """An update of the shard runs beside us. Where parameters are not cut they look released until it is over."""
         self.pending = pending
         if not self.cut:
@@ -182,9 +192,28 @@ class Unit(Edits):
 
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
-        if self.pending is not None:
-            follow(self.pending.result(), self.full.device)
-            self.pending = None
+        pending = self.pending  # another thread may come here at the same time
+        if pending is None:
+            return
+        if pending.forked and (self._axis.size > 1 or not pending.future.done()):
+            raise RuntimeError(
+                f"unit '{self.plan.name}' (rank {self._axis.rank}) was being updated when this process was forked, and "
+                "what it waits for comes in the parent process only; read the parameters there, before the fork"
+            )
+        follow(pending.result(), self.full.device)
+        self.pending = None
+
+    def leave(self) -> None:
+        """No update runs any more; one that has failed will not be heard of again."""
+        if self.pending is not None and self.pending.future.exception() is None:
+            self.settle()
+        self.pending = None
+
+    def wait_sent(self) -> None:
+        """Wait until the other ranks have what the last update sent them."""
+        self.settle()
+        if self.state is State.GATHERING and (self.whole or not self.cut):
+            self.wait()
 
     def release(self, spare: bool = True) -> None:
         """Give the memory of the full parameters back, where parameters are cut; else they stay.
@@ -267,12 +296,13 @@ class Unit(Edits):
     def summon_all(params: Sequence[nn.Parameter]) -> bool:
         """Summon the units of all these parameters so that bringing one does not send another away again."""
         units = list({id(owner.unit): owner.unit for owner in map(owner_of, params)}.values())
-        for unit in units:
+        held = [unit for unit in units if unit.cut]  # others stay, and other threads may read them at the same time
+        for unit in held:
             unit.holds += 1
         try:
             return all(unit.summon() for unit in units)
         finally:
-            for unit in units:
+            for unit in held:
                 unit.holds -= 1
 
     def reduce(self) -> None:
@@ -280,10 +310,16 @@ class Unit(Edits):
         self.settle()
         self.gradients.reduce()
 
-    def dissolve(self) -> None:
-        """Give every parameter storage of its own again, with its current value, and forget the flat buffers."""
-        self.gather()
-        self.wait()
+    def dissolve(self, alone: bool = False) -> None:
+        """Give every parameter storage of its own again, with its current value, and forget the flat buffers.
+
+        `alone`: without the other ranks. Of cut parameters, what they hold is NaN then (0 where there is none).
+        """
+        if alone:
+            self._stand_alone()
+        else:
+            self.gather()
+            self.wait()
         for param in self.params:
             param.data = param.data.clone()
             del param._zero_owner
@@ -292,6 +328,22 @@ class Unit(Edits):
         self.land()
         for store in (self.home.states, self.home.kept):
             store.close()
+
+    def _stand_alone(self) -> None:
+        """Be readable with what is here; messages on their way are not waited for."""
+        self._transfer = None
+        if self.cut and self.state is State.SHARDED:
+            self._allocate()
+            self.full.copy_(absent(self.full.shape, self.full.dtype, self.full.device))
+            try:
+                self._fill()
+            except (OSError, RuntimeError) as error:
+                logger.warning("the own part of unit '%s' could not be read either: %s", self.plan.name, error)
+            self._move("gather")
+        if self.state is State.SHARDED:
+            self._uncover()
+        else:
+            self.wait()
 
     def _make_master(self, exact: torch.Tensor, remainder: bool) -> Master:
         """The master of `exact`, fp32 [n], where the step is computed; with a copy of the shard if need be."""
@@ -348,9 +400,9 @@ class Unit(Edits):
 
     def _uncover(self) -> None:
         if self._covered:
-            self._covered = False
             for param, kind in zip(self.params, self._kinds, strict=True):
                 param.__class__ = kind
+            self._covered = False
 
     def _show(self) -> None:
         for param, view, kind in zip(self.params, self._views, self._kinds, strict=True):

@@ -155,6 +155,7 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
             "set it between backward() and step()"
         )
     if local:
+        owner.unit.settle()  # an update that still runs reads where the sum will be
         grads.settle()
     part = piece(owner)
     return grads.shard.narrow(0, part.at, part.numel)

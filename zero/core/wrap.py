@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,8 +94,9 @@ class Sharded:
         self.reducer.on_flush(self.gatherer.end_of_backward)
         self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
-        self._handles = attach(self._reads, self.gatherer, self.reducer.begin)
-        self._waits = attach_waits(module, (unit for unit in self.trained if unit.home.away and not unit.cut))
+        self._awaited = _awaited(module, [unit for unit in self.trained if unit.home.away and not unit.cut])
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._attach(self._reads, self._awaited)
 
     @property
     def handles(self) -> list[RemovableHandle]:
@@ -110,8 +111,14 @@ class Sharded:
 
     def hook(self, modules: Iterable[nn.Module]) -> None:
         """Put back what `unhook` took off."""
+        modules = list(modules)
         reads = {module: self._reads[module] for module in modules if module in self._reads}
-        self._handles |= attach(reads, self.gatherer, self.reducer.begin)
+        self._attach(reads, {module: self._awaited[module] for module in modules if module in self._awaited})
+
+    def _attach(self, reads: Mapping[nn.Module, Reads], awaited: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        for handles in (attach(reads, self.gatherer, self.reducer.begin), attach_waits(awaited)):
+            for module, made in handles.items():
+                self._handles.setdefault(module, []).extend(made)
 
     def accumulate_over(self, micro_batches: int) -> None:
         """From now on so many micro-batches add up in one step; to be said while there are no gradients."""
@@ -164,19 +171,17 @@ class Sharded:
             parameters += unit.shard.nbytes if unit.cut and not unit.home.shards_away else 0
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
-                masters += 0 if unit.home.away else unit.master.nbytes
-                # Beside a master on the device, of a shard that is not.
-                masters += unit.master.shard.nbytes if unit.home.mirrored and not unit.home.away else 0
+                # Beside a master on the device, a copy of a shard that is not.
+                copied = unit.master.shard.nbytes if unit.home.mirrored else 0
+                masters += 0 if unit.home.away else unit.master.nbytes + copied
         return StateBytes(parameters, gradients, masters)
 
-    def dissolve(self) -> None:
-        """Undo the wrapping: hooks off, every parameter whole and on its own."""
+    def dissolve(self, broken: bool = False) -> None:
+        """Undo the wrapping: hooks off, every parameter whole and on its own; collective, unless it is `broken`."""
         self.unhook(list(self._handles))
         self.reducer.detach()
-        for handle in self._waits:
-            handle.remove()
         for unit in self.units:
-            unit.dissolve()
+            unit.dissolve(broken)
         if self.offload is not None:
             self.offload.close()
 
@@ -308,6 +313,21 @@ def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict
             follow = FrozenUnits(frozen[child], trained, gatherer) if child in frozen else None
             reads[child] = Reads(tuple(needed), follow)
     return reads
+
+
+def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Unit, ...]]:
+    """For each module that reads some of these units what it must wait for; one that is compiled, all below it."""
+    wanted = {param: unit for unit in units for param in unit.params}
+    found: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(module.get_submodule(unit.plan.anchor), []).append(unit)
+    for child in module.modules():
+        # Compiled code asks what its parameters are before anything in it runs.
+        compiled = child._compiled_call_impl is not None or isinstance(getattr(child, "_orig_mod", None), nn.Module)
+        for param in child.parameters(recurse=compiled):
+            if param in wanted:
+                found.setdefault(child, []).append(wanted[param])
+    return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
 
 
 def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None) -> None:

@@ -183,6 +183,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         stages: Sequence[int] = (0, 1, 2, 3),
         accumulations: Sequence[int] = (1, 2),
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        offload: bool = False,
     ) -> Report:
         """Train copies of the model under each stage and in plain torch, and compare; rank 0 prints the table.
 
@@ -193,13 +194,13 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         rate stays that of now.
 
         loss_fn: from (engine, one batch) to the loss, where what the model returns is not it and does not hold it as
-        `.loss`, `["loss"]` or `[0]`. Returns a `Report`, which is true where all is well. Raises ValueError for what
-        cannot be run.
+        `.loss`, `["loss"]` or `[0]`. offload: also with optimizer state and parameters in host memory, on the stages
+        that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._alive()
         from zero.engine.check import here
 
-        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn)
+        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
         if self.global_rank == 0:
             print(report, flush=True)
         return report
@@ -212,13 +213,18 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.
 
-        The module is a plain one afterwards, also after an exception. A second call does nothing.
+        The module is a plain one afterwards, also after an exception. A second call does nothing. After an update in
+        host memory that failed, and after other ranks were given up, it is no collective: what only other ranks hold
+        of a parameter that is cut is NaN then.
         """
         if self._sharded is not None:
             try:
+                if self.optimizer is not None:
+                    self.optimizer.finish()
                 self.reload_states()
                 self._undo_compile()
-                self._sharded.dissolve()
+                failed = self.optimizer is not None and self.optimizer.failure is not None
+                self._sharded.dissolve(failed or self._watch.broken)
             finally:
                 self._watch.close()
                 self._sharded = None
@@ -249,6 +255,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
 
     def _alive(self) -> None:
         self._need_engine()
+        if self._torn is None and self.optimizer is not None and self.optimizer.failure is not None:
+            self._tear(f"{self.optimizer.failure}, after step {self.global_steps}")
         if self._torn is not None:
             raise RuntimeError(self._torn)
         if self.optimizer is not None and self.optimizer.away:
@@ -267,9 +275,12 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         if not self.optimizer.updating:
             self._abandon()
             return
+        how = f"{type(error).__name__}: {error}" if self.optimizer.failure is None else str(self.optimizer.failure)
+        self._tear(f"step {self.global_steps + 1} ended on rank {self.global_rank} with {how}")
+
+    def _tear(self, why: str) -> None:
         self._torn = (
-            f"the weights are half updated: step {self.global_steps + 1} ended on rank {self.global_rank} with "
-            f"{type(error).__name__}: {error}. Call destroy(), and go on from a checkpoint with a new engine"
+            f"the weights are half updated: {why}. Call destroy(), and go on from a checkpoint with a new engine"
         )
 
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
@@ -293,4 +304,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self.global_samples += self._window.samples
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._progress.step(self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes)
+        self._progress.waited(self.optimizer.waited())
+        off = self._sharded.offload.host if self._sharded.offload is not None else None
+        self._progress.step(
+            self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes, off
+        )

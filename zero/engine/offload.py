@@ -44,9 +44,11 @@ class Offload:
         "optim_states" the moments, "lp_grads" gradients, "contiguous_grad_buffer" memory kept for them.
         `pin_memory` and `non_blocking` matter on a GPU only.
 
+        What `offload_optimizer` keeps off the device stays where it is.
+
         Until the reload the engine's forward, backward and step, and `zero.utils`, raise RuntimeError. Does nothing
         while states are offloaded already. Raises ValueError for "nvme" and for unknown names, RuntimeError without
-        an optimizer or inside `GatheredParameters`.
+        an optimizer, with `offload_param`, or inside `GatheredParameters`.
         """
         self._need_engine()
         kind = getattr(device, "value", str(device))
@@ -63,8 +65,14 @@ class Offload:
             raise ValueError(f"offload_states(include=...): unknown {unknown}; known: {', '.join(STATES)}")
         if self.optimizer is None:
             raise RuntimeError("offload_states() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        if any(unit.home.shards_away for unit in self._sharded.units):
+            raise RuntimeError(
+                "offload_states(): the parameters rest off the device already; leave out "
+                "zero_optimization.offload_param, or do without offload_states()"
+            )
         if self.optimizer.away:
             return
+        self.optimizer.settle()
         held = [unit.plan.name for unit in self._sharded.units if unit.holds]
         if held:
             raise RuntimeError(f"offload_states() while GatheredParameters holds {held} open; call it outside")
@@ -101,6 +109,10 @@ class Offload:
                 yield unit.full.untyped_storage()
                 yield unit.shard.untyped_storage()
         for unit in sharded.trained:
+            if unit.home.away:
+                if "lp_grads" in names and unit.gradients.flat is not None:
+                    yield unit.gradients.flat.untyped_storage()
+                continue
             master = unit.master.tensor
             if "hp_params" in names and master is not unit.shard:
                 yield master.untyped_storage()

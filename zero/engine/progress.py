@@ -15,9 +15,11 @@ from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger
 from zero.plan.formats import Formats
+from zero.plan.host import HostBytes
 from zero.plan.memory import StateBytes
 
 MIB = 2**20
+_WAITS = "of that waiting for updates"  # the last in its line
 
 
 class Progress:
@@ -44,10 +46,21 @@ class Progress:
             self._synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def waited(self, seconds: float | None) -> None:
+        """Part of the time of the phases was spent waiting for updates in host memory; None: there are none."""
+        if seconds is not None and self._clock:
+            self._seconds[_WAITS] = self._seconds.pop(_WAITS, 0.0) + seconds
+
     def step(
-        self, number: int, skipped: int, lr: list[float], mom: list[object], held: Callable[[], StateBytes]
+        self,
+        number: int,
+        skipped: int,
+        lr: list[float],
+        mom: list[object],
+        held: Callable[[], StateBytes],
+        off: HostBytes | None = None,
     ) -> None:
-        """Optimizer step `number` is done; say so if it is its turn."""
+        """Optimizer step `number` is done; say so if it is its turn. `off`: what rests off the device, if anything."""
         if math.isinf(self._every) or number % int(self._every):
             return
         logger.info("step=%d, skipped=%d, lr=%s, mom=%s", number, skipped, lr, mom)
@@ -58,6 +71,10 @@ class Progress:
         if self._memory:
             parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in held()._asdict().items())
             logger.info("model state on rank 0 (MiB) | %s", parts)
+            if off is not None:
+                kinds = off._asdict() | {"in memory": off.memory}
+                parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in kinds.items())
+                logger.info("off the device on rank 0 (MiB) | %s", parts)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

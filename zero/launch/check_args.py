@@ -26,6 +26,7 @@ class CheckRequest:
     accumulations: tuple[int, ...]
     num_gpus: int | None
     timeout: float
+    offload: bool = False
 
     def check(self) -> None:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds that one run may take (default: 600)"
     )
+    parser.add_argument(
+        "--offload", action="store_true", help="also with optimizer state and parameters in host memory, stages 1 to 3"
+    )
     parser.add_argument("script", help="the training script; the arguments after it are its own")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
 
@@ -70,6 +74,7 @@ def request(given: argparse.Namespace) -> CheckRequest:
         tuple(given.accumulation),
         given.num_gpus,
         given.timeout,
+        given.offload,
     )
 
 

@@ -17,7 +17,7 @@ from zero.optim.clip import clip_factor, global_norm
 from zero.optim.exact_norm import exact_norm
 from zero.optim.rules import Rule
 from zero.optim.scaler import LossScaler
-from zero.optim.updates import Update, Updates
+from zero.optim.updates import Update, Updates, last_words, snapshot
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -58,6 +58,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded.reducer.finite.enabled = self._check_overflow
         if self._updates is None and any(unit.home.away for unit in sharded.trained):
             self._updates = Updates(self.rule, host_threads())
+            last_words(sharded.trained)
             for unit in sharded.trained:
                 self.rule.begin(unit, self.param_groups[unit.plan.group])
 
@@ -67,8 +68,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._updating or self.failure is not None
 
     @property
-    def failure(self) -> BaseException | None:
-        """What an update that ran beside the training loop has failed with, or None."""
+    def failure(self) -> RuntimeError | None:
+        """Says of an update beside the training loop that it failed, naming unit and rank, and with what; or None."""
         return self._updates.failure if self._updates is not None else None
 
     @property
@@ -80,6 +81,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Wait until no update runs beside us any more; raises what one of them raised."""
         for unit in self._sharded.trained if self._sharded is not None else ():
             unit.settle()
+
+    def finish(self) -> None:
+        """Wait for the last update, whether it fails or not, and take no step any more."""
+        if self._updates is not None:
+            self._updates.close()
+            for unit in self._sharded.trained:
+                unit.leave()
+
+    def waited(self) -> float | None:
+        """Seconds that the training loop has waited for updates since the last call; None where there are none."""
+        return None if self._updates is None else self._updates.waits.take()
 
     @property
     def loss_scale(self) -> float:
@@ -154,8 +166,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def unbind(self) -> None:
         """Let go of the units and of all state; `step()` raises from now on."""
-        if self._updates is not None:
-            self._updates.close()
+        self.finish()
         self._sharded = self._updates = None
         self.rule.forget()
 
@@ -199,9 +210,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
-        if self._sharded is None:
-            return 0
-        here = (unit for unit in self._sharded.trained if not unit.home.away)
+        here = [unit for unit in self._sharded.trained if not unit.home.away] if self._sharded is not None else []
         return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     def _skip(self, sharded: Sharded) -> None:
@@ -248,7 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for unit in away:
             unit.invalidate()
             gather = deferred and (not unit.cut or unit.whole)
-            group = dict(self.param_groups[unit.plan.group])  # a scheduler may change it while the update waits
+            group = snapshot(self.param_groups[unit.plan.group])
             updates.append(Update(unit, unit.gradients.hand_over(), group, factor, gather))
         for update, pending in zip(updates, self._updates.submit(updates), strict=True):
             update.unit.defer(pending)

@@ -7,13 +7,20 @@ those of a step that nobody overlaps.
 
 from __future__ import annotations
 
+import atexit
+import copy
+import os
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.promise import Promise, Waits
 from zero.core.unit import Unit
+from zero.log import logger
 from zero.optim.rules import Rule
 
 
@@ -30,14 +37,16 @@ class Update(NamedTuple):
 class Updates:
     """A thread that takes updates in order; after one that failed it refuses the rest.
 
-    failure: what the first failed update raised, or None;
+    failure: RuntimeError that names the unit of the first failed update and says what that raised, or None;
     threads: how many compute one update;
+    waits:   what the training loop has waited for updates;
     seen:    called with (what, unit name) as updates go through "update" and "done"; for tests and measurements.
     """
 
     def __init__(self, rule: Rule, threads: int) -> None:
-        self.failure: BaseException | None = None
+        self.failure: RuntimeError | None = None
         self.threads = threads
+        self.waits = Waits()
         self.seen: Callable[[str, str], None] = _nobody
         self._rule = rule
         # One thread: it ends when nobody holds us any more.
@@ -45,11 +54,12 @@ class Updates:
         self._ahead: list[Unit] = []  # units whose state is wanted soon, in order
         self._all: list[Unit] = []  # of the last step
 
-    def submit(self, updates: Sequence[Update]) -> list[Future[Any]]:
-        """Have these run; the future of each is that of the event after which the device has its result."""
+    def submit(self, updates: Sequence[Update]) -> list[Promise]:
+        """Have these run; each promise is of the event after which the device has the result."""
         self._all = [update.unit for update in updates]
         self._ahead += self._all
-        return [self._worker.submit(self._run, update) for update in updates]
+        process = os.getpid()
+        return [Promise(self._worker.submit(self._run, update), process, self.waits) for update in updates]
 
     def close(self) -> None:
         """Wait until all have run, whether they failed or not."""
@@ -57,16 +67,19 @@ class Updates:
 
     @torch.no_grad()
     def _run(self, update: Update) -> Any:
-        unit = update.unit
+        unit, rank = update.unit, update.unit.mesh.rank
         if self.failure is not None:
-            raise RuntimeError(
-                f"unit '{unit.plan.name}' was not updated, because an update before it failed: {self.failure}"
-            )
+            # Not chained: each unit would keep the memory alive that the frames of the first failure refer to.
+            raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
         try:
             return self._update(update)
         except BaseException as error:
-            self.failure = error
-            raise
+            text = f"the update of unit '{unit.plan.name}' failed on rank {rank} with {type(error).__name__}: {error}"
+            self.failure = RuntimeError(text)
+            logger.error("%s", text)  # the loop may have taken its last step, and would not hear of it
+            # This rank may be anywhere, and others wait for parameters that do not come.
+            unit.mesh.watch.fail(self.failure)
+            raise self.failure from error
 
     def _update(self, update: Update) -> Any:
         unit, home = update.unit, update.unit.home
@@ -89,6 +102,34 @@ class Updates:
         for later in (*self._ahead, *self._all):
             if not later.home.states.fetch():
                 break
+
+
+def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group as they are now; schedulers write into tensors and lists, too."""
+    given = {key: value for key, value in group.items() if key != "params"}
+    tensors = {key: value.detach().clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
+    return copy.deepcopy({key: value for key, value in given.items() if key not in tensors}) | tensors
+
+
+def last_words(units: Sequence[Unit]) -> None:
+    """Before this process ends by itself, have its last parameters reach those ranks that still want to read them.
+
+    The messages of a process that is gone are lost with it. One that dies of an exception does not wait for others.
+    """
+    held = [weakref.ref(unit) for unit in units]
+    owner = os.getpid()
+
+    def speak() -> None:
+        if owner != os.getpid() or getattr(sys, "last_value", None) is not None:
+            return
+        for unit in filter(None, (ref() for ref in held)):
+            try:
+                unit.wait_sent()
+            except RuntimeError:
+                return  # others are gone, or the update has failed: nobody waits for anything of ours
+
+    atexit.register(speak)
+    weakref.finalize(units[0], atexit.unregister, speak).atexit = False
 
 
 def _nobody(what: str, unit: str) -> None:

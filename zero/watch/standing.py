@@ -43,6 +43,8 @@ class Loss(NamedTuple):
 class Standing:
     """What one engine does on this rank. Attributes are plain values, each written by one thread; no lock is needed.
 
+    Only an update beside the training loop that fails writes `error` and `failing`, too; nothing else counts then.
+
     waiting: the wait that blocks now, or None; last: the collective begun last;
     error:   the last exception that left the engine; failing: and no call has begun since;
     verdict: why this rank gave up waiting, "" while it has not; blames: for want of whom;

@@ -111,6 +111,16 @@ class Watch:
         finally:
             standing.place = before
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that no call of the engine has raised yet; from any thread."""
+        self.standing.error, self.standing.failing = f"{type(error).__name__}: {clipped(str(error))}", True
+        self._tell()
+
+    @property
+    def broken(self) -> bool:
+        """Whether this rank has given up, so that nothing can be sent any more."""
+        return bool(self.standing.verdict)
+
     def tie(self, owner: object) -> None:
         """End the threads when `owner` is garbage; parameters, which know their units, may keep us longer."""
         if self._close is not None:

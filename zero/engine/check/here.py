@@ -34,7 +34,7 @@ class Here:
         self._random = _random_states()
         self._model = whole_copy(engine)
 
-    def report(self, steps: int, stages: Sequence[int], accumulations: Sequence[int]) -> Report:
+    def report(self, steps: int, stages: Sequence[int], accumulations: Sequence[int], offload: bool) -> Report:
         """Run everything and judge it."""
         rows, notes = [], []
         for accumulation in accumulations:
@@ -49,7 +49,7 @@ class Here:
                 notes.append("Rounding is measured by a plain run whose weights are off by one rounding.")
             measure = yardstick(plain, exact, nudged)
             outcomes = []
-            for run in engine_runs(stages, accumulation, steps):
+            for run in engine_runs(stages, accumulation, steps, offload):
                 try:
                     outcomes.append(self.outcome(run))
                 except Exception as error:
@@ -106,6 +106,7 @@ def check(
     stages: Sequence[int],
     accumulations: Sequence[int],
     loss_fn: Loss | None,
+    offload: bool,
 ) -> Report:
     """See `Engine.check`."""
     check_counts(steps, stages, accumulations)
@@ -115,7 +116,7 @@ def check(
     if not batches:
         raise ValueError("check(batch=...): got an empty list, wanted one batch or more")
     with _apart():
-        return Here(engine, initialize, batches, loss_fn or loss_of).report(steps, stages, accumulations)
+        return Here(engine, initialize, batches, loss_fn or loss_of).report(steps, stages, accumulations, offload)
 
 
 def loss_of(engine: Any, batch: Any) -> torch.Tensor:

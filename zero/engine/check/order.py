@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import json
 import logging
@@ -71,13 +72,13 @@ def order_of_environment() -> Order | None:
     if text is None:
         return None
     given = json.loads(text)
-    run = Run(Kind(given["kind"]), given["accumulation"], given["steps"], given["stage"])
+    run = Run(Kind(given["kind"]), given["accumulation"], given["steps"], given["stage"], given["places"])
     return Order(run, Path(given["folder"]))
 
 
 def environment(run: Run, folder: Path) -> dict[str, str]:
     """What the script's processes need to find their order."""
-    given = {"kind": run.kind.value, "accumulation": run.accumulation, "steps": run.steps, "stage": run.stage}
+    given = {**dataclasses.asdict(run), "kind": run.kind.value}
     return {VARIABLE: json.dumps({**given, "folder": str(folder)})}
 
 

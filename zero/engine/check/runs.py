@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,24 +29,41 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of `steps` optimizer steps; `stage` is that of ENGINE, None elsewhere."""
+    """One training run of `steps` optimizer steps; `stage` is that of ENGINE, None elsewhere.
+
+    `places`: a key of PLACES, where state rests in this run; None leaves that to the config.
+    """
 
     kind: Kind
     accumulation: int
     steps: int
     stage: int | None = None
+    places: str | None = None
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         what = {Kind.PLAIN: "plain torch", Kind.EXACT: "plain torch, fp64", Kind.NUDGED: "plain torch, nudged"}
-        return f"{what.get(self.kind, f'stage {self.stage}')}, accumulation {self.accumulation}"
+        where = f", {self.places}" if self.places else ""
+        return f"{what.get(self.kind, f'stage {self.stage}')}{where}, accumulation {self.accumulation}"
 
 
-def engine_runs(stages: Sequence[int], accumulation: int, steps: int) -> Iterator[Run]:
-    """The runs that are judged, for one accumulation count."""
+def engine_runs(stages: Sequence[int], accumulation: int, steps: int, offload: bool = False) -> Iterator[Run]:
+    """The runs that are judged, for one accumulation count; with `offload`, state in host memory as well."""
     for stage in stages:
         yield Run(Kind.ENGINE, accumulation, steps, stage)
+        for places, section in PLACES.items() if offload and stage > 0 else ():
+            if stage == 3 or "offload_param" not in section:
+                yield Run(Kind.ENGINE, accumulation, steps, stage, places)
+
+
+_HOST = {"device": "cpu"}
+PLACES: Mapping[str, Mapping[str, Any]] = {
+    "optimizer on cpu": {"offload_optimizer": _HOST},
+    "half the optimizer on cpu": {"offload_optimizer": {**_HOST, "ratio": 0.5}},
+    "parameters on cpu": {"offload_param": _HOST},
+    "optimizer and parameters on cpu": {"offload_optimizer": _HOST, "offload_param": _HOST},
+}
 
 
 def check_counts(steps: int, stages: Sequence[int], accumulations: Sequence[int]) -> None:
@@ -71,10 +88,20 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     raw |= {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
     if run.stage is not None:
         section = raw.get("zero_optimization")
-        raw["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": run.stage}
+        raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)
     if settings.fp16.enabled:
         raw["fp16"] = {**raw["fp16"], "loss_scale": 1}
     states = ((raw.get("optimizer") or {}).get("params") or {}).get("zero")
     if isinstance(states, dict):
         states["moments"] = "fp32"
     return raw
+
+
+def _placed(section: dict[str, Any], run: Run) -> dict[str, Any]:
+    """The section with what may rest off the device on the run's stage, and where the run says."""
+    old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        if run.places is not None or run.stage < least:
+            section.pop(key, None)
+            section.pop(old[key], None)
+    return section | copy.deepcopy(dict(PLACES[run.places] if run.places is not None else {}))

@@ -63,7 +63,7 @@ def _of_accumulation(request: CheckRequest, accumulation: int, notes: list[str])
         return None
     measure = yardstick(plain, None if isinstance(exact, Failure) else exact, nudged)
     rows, outcomes = [], []
-    for one in engine_runs(request.stages, accumulation, request.steps):
+    for one in engine_runs(request.stages, accumulation, request.steps, request.offload):
         found = _outcome(request, one)
         if isinstance(found, Failure):
             rows.append(failed(one, found.why))
