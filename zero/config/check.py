@@ -41,6 +41,8 @@ def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = Tr
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, world_size)])
     errors += _together(file)
+    if not any(line.startswith("zero_optimization.stage") for line in errors):
+        errors += _offload(file)
     errors += [f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)]
     for line in tidy.warnings:
         log.log_once(logging.WARNING, line)  # before the error: a misspelt section may be its cause
@@ -170,7 +172,7 @@ def _together(file: File) -> list[str]:
             f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
             "with zero.reduce 'tree', whose sums are fp32"
         )
-    return lines + _param_dtype(file) + _dynamic_scale(file) + _offload(file) + _files(file)
+    return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file)
 
 
 def _offload(file: File) -> list[str]:
