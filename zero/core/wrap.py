@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.agree import agree
+from zero.core.available import give_back
 from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
@@ -232,6 +233,8 @@ def wrap(
         unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
+    if offload is not None:
+        give_back()
     sharded = Sharded(module, units, sharding, mesh, numerics, limits, offload)
     mesh.watch.tie(sharded)
     if mesh.rank == 0:
