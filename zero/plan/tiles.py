@@ -1,0 +1,54 @@
+"""How something is cut into tiles: tokens of a loss, rows and columns of a weight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# A matrix product with fewer rows takes kernels that add up in another order, and runs far below its speed.
+FEWEST_ROWS = 16
+
+
+class Slice(NamedTuple):
+    """The rows `start` up to, but without, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many rows."""
+        return self.stop - self.start
+
+
+def token_slices(tokens: int, size: int) -> list[Slice]:
+    """Cut `tokens` rows into slices of `size`; the last is shorter, or takes up to `FEWEST_ROWS - 1` rows more.
+
+    The longest comes first, or is as long as all but the last, so one buffer of `longest(slices)` rows serves all.
+    """
+    starts = list(range(0, tokens, size))
+    if not starts:
+        return []
+    if len(starts) > 1 and tokens - starts[-1] < min(size, FEWEST_ROWS):
+        starts.pop()  # what is left is too little for a product of its own
+    return [Slice(start, stop) for start, stop in zip(starts, [*starts[1:], tokens], strict=True)]
+
+
+def longest(slices: list[Slice]) -> int:
+    """The rows of the longest slice; 0 without one."""
+    return max((each.numel for each in slices), default=0)
+
+
+def default_size(tokens: int, on_gpu: bool) -> int:
+    """Rows of a slice when nobody says: an eighth of them, within what keeps products efficient and memory small.
+
+    Every slice adds to the gradient of the whole weight, vocabulary x width in fp32. A GPU multiplies so fast that this
+    sum costs as much as the product does up to some thousand rows; a CPU is done with it from a hundred on.
+    """
+    fewest, most = (512, 4096) if on_gpu else (128, 384)
+    return min(max(-(-tokens // 8), fewest), most)
+
+
+def even_parts(numel: int, parts: int) -> list[int]:
+    """Sizes of `parts` consecutive parts of `numel`, the larger ones first; they differ by one at most."""
+    small, more = divmod(numel, parts)
+    return [small + (index < more) for index in range(parts)]
