@@ -21,10 +21,7 @@ class Slice(NamedTuple):
 
 
 def token_slices(tokens: int, size: int) -> list[Slice]:
-    """Cut `tokens` rows into slices of `size`; the last is shorter, or takes up to `FEWEST_ROWS - 1` rows more.
-
-    The longest comes first, or is as long as all but the last, so one buffer of `longest(slices)` rows serves all.
-    """
+    """Cut `tokens` rows into slices of `size`; the last is shorter, or takes up to `FEWEST_ROWS - 1` rows more."""
     starts = list(range(0, tokens, size))
     if not starts:
         return []
@@ -35,7 +32,7 @@ def token_slices(tokens: int, size: int) -> list[Slice]:
 
 def longest(slices: list[Slice]) -> int:
     """The rows of the longest slice; 0 without one."""
-    return max((each.numel for each in slices), default=0)
+    return max([0, *(each.numel for each in slices)])
 
 
 def default_size(tokens: int, on_gpu: bool) -> int:

@@ -25,7 +25,7 @@ class TiledLinear(nn.Module):
     in_splits, out_splits: into how many tiles input and output features are cut; sizes differ by one at most;
     input_is_already_split: `forward` takes a sequence of `in_splits` tensors [..., part], not one [..., in_features];
     combine_out_splits: `forward` returns one tensor [..., out_features]; else a list of `out_splits` parts;
-    linear_cls:  what a tile is: called with (in_features, out_features, bias=..., **kwargs), it has `weight` and `bias`;
+    linear_cls:  what a tile is: called with (in_features, out_features, bias=..., **kwargs), has `weight`, `bias`;
     init_linear: a layer of the same sizes whose values are taken over (see `copy_params_from`).
 
     `linears[row][column]` is a tile; the last column has the bias. Tiles of `nn.Linear` start with the spread of a
@@ -113,8 +113,9 @@ class TiledLinear(nn.Module):
 
     def _parts(self, given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         if not self.input_is_already_split:
-            if given.shape[-1] != self.in_features:
-                raise ValueError(f"TiledLinear: got an input {tuple(given.shape)}; wanted [..., {self.in_features}]")
+            if not isinstance(given, Tensor) or given.shape[-1] != self.in_features:
+                came = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise ValueError(f"TiledLinear: got an input {came}; wanted a tensor [..., {self.in_features}]")
             return given.split(self.in_parts, dim=-1)
         if isinstance(given, Tensor) or [part.shape[-1] for part in given] != self.in_parts:
             came = [tuple(part.shape) for part in ([given] if isinstance(given, Tensor) else given)]

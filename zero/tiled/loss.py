@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from zero.plan.tiles import default_size, longest, token_slices
 
-# What gradients of logits are multiplied by before they are rounded to fp16, whose least normal number is 6e-5: they lie
-# between -1 and 1 before they are divided by the number of tokens, and many are as small as 1 / vocabulary.
+# What gradients of logits are multiplied by before they are rounded to fp16, whose least normal number is 6e-5. Before
+# they are divided by the number of tokens they lie between -1 and 1, and many are as small as 1 / vocabulary.
 _FP16_SCALE = 2.0**15
 
 
@@ -65,12 +64,13 @@ def tiled_cross_entropy(
     z_loss:          adds that times the squared logarithm of the softmax's denominator to each token's loss
                      (PaLM, arXiv:2204.02311, section 5), which keeps logits from drifting.
 
-    In fp32, with slices of 16 tokens or more, the loss and the gradient of `hidden` have the bits of plain torch, as
-    long as the gradient of the loss is a power of two. Gradients of weight and bias are sums over slices, in fp32.
+    In fp32 and with slices of 16 tokens or more the loss has the bits of plain torch. So has the gradient of `hidden`
+    where a product adds up a slice in the order of the whole, as it does for most sizes, and the gradient of the loss
+    is a power of two. Gradients of weight and bias are sums over slices, in fp32.
 
-    Between forward and backward the gradient of the weight is kept in fp32. The weight itself is read in the forward
-    only. There is no second derivative: asking for it raises RuntimeError. Raises ValueError for arguments that do not
-    fit together; a target outside the vocabulary is one on the CPU only, on a GPU it is a device-side assertion.
+    Between forward and backward the gradient of the weight is kept in fp32; the weight itself is read in the forward
+    only. There is no second derivative: a backward with `create_graph=True` raises RuntimeError. Raises ValueError for
+    arguments that do not fit together, on the CPU also for a target outside the vocabulary (a GPU stops the program).
     """
     if has_torch_function_variadic(hidden, weight, bias):
         # A released parameter brings its values on this way, and calls us again.
@@ -111,8 +111,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "tiled_cross_entropy: a backward with create_graph=True reached it, and it has no second derivative; "
+                "use F.cross_entropy where gradients are differentiated"
+            )
         *kept, unit = ctx.saved_tensors
         factor = grad if unit is None else grad * unit
         # A graph that is run once leaves them to us: no second copy of the largest tensor of the model then.
