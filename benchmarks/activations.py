@@ -268,7 +268,7 @@ def loss_part(args: argparse.Namespace) -> str:
         with Meter() as meter:
             losses[name](hidden, weight, targets).backward()
             peaks[name] = meter.peak()
-    rows = min(default_size(tokens, DEVICE.type == "cuda"), tokens)
+    rows = min(default_size(tokens, width, DEVICE.type == "cuda"), tokens)
     formulas = {
         "plain": loss_peak_nbytes(tokens, vocabulary, width),
         "tiled": tiled_loss_peak_nbytes(tokens, vocabulary, width, rows),

@@ -111,6 +111,6 @@ def test_peaks_of_the_loss(tokens: int, vocabulary: int, width: int) -> None:
     sizes = (tokens, vocabulary, width)
     plain = peak(lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight), targets), *sizes)
     tiled = peak(zero.tiled_cross_entropy, *sizes)
-    rows = min(default_size(tokens, on_gpu=False), tokens)
+    rows = min(default_size(tokens, width, on_gpu=False), tokens)
     assert plain == pytest.approx(loss_peak_nbytes(*sizes), rel=0.02)
     assert tiled == pytest.approx(tiled_loss_peak_nbytes(*sizes, rows), rel=0.02)

@@ -29,10 +29,10 @@ def test_a_small_rest_joins_the_slice_before_it() -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_default_grows_with_the_tokens_within_bounds(on_gpu: bool) -> None:
-    sizes = [default_size(tokens, on_gpu) for tokens in (0, 1, 1000, 2000, 8000, 10**6)]
+    sizes = [default_size(tokens, 64, on_gpu) for tokens in (0, 1, 1000, 2000, 8000, 10**6)]
     assert sizes == sorted(sizes)
     assert sizes[0] >= FEWEST_ROWS
-    assert sizes[-1] == default_size(10**9, on_gpu)
+    assert sizes[-1] == default_size(10**9, 64, on_gpu)
 
 
 @given(st.integers(1, 5000), st.integers(1, 100))

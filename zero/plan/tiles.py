@@ -35,14 +35,16 @@ def longest(slices: list[Slice]) -> int:
     return max([0, *(each.numel for each in slices)])
 
 
-def default_size(tokens: int, on_gpu: bool) -> int:
+def default_size(tokens: int, width: int, on_gpu: bool) -> int:
     """Rows of a slice when nobody says: an eighth of them, within what keeps products efficient and memory small.
 
-    Every slice adds to the gradient of the whole weight, vocabulary x width in fp32. A GPU multiplies so fast that this
-    sum costs as much as the product does up to some thousand rows; a CPU is done with it from a hundred on.
+    Every slice reads and writes the gradient of the whole weight, vocabulary x width in fp32. A GPU multiplies so much
+    faster than it reads that this is little beside the product only where a slice has about as many rows as the weight
+    is wide; a CPU is done with it from a hundred rows on.
     """
-    fewest, most = (512, 4096) if on_gpu else (128, 384)
-    return min(max(-(-tokens // 8), fewest), most)
+    if on_gpu:
+        return min(max(-(-tokens // 8), width, 1024), 4096)
+    return min(max(-(-tokens // 8), 128), 384)
 
 
 def even_parts(numel: int, parts: int) -> list[int]:

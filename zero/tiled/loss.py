@@ -90,7 +90,7 @@ def tiled_cross_entropy(
     _check_tensors(hidden, weight, targets, bias)
     _check_options(tile_size, ignore_index, reduction, label_smoothing, z_loss)
     _check_targets(targets, weight.shape[0], ignore_index)
-    size = tile_size or default_size(targets.numel(), hidden.is_cuda)
+    size = tile_size or default_size(targets.numel(), weight.shape[1], hidden.is_cuda)
     settings = Settings(size, ignore_index, reduction == "mean", float(label_smoothing), float(z_loss))
     rows, flat = hidden.reshape(targets.numel(), hidden.shape[-1]), targets.reshape(-1)
     if not torch.is_grad_enabled():
