@@ -203,14 +203,15 @@ class _Slices:
         """
         settings, weights, targets = self.settings, self._weights[own], self.targets[own]
         drift = 2 * settings.z_loss * log_sums * weights
+        spread = weights * (settings.label_smoothing / grads.shape[1])
         if settings.label_smoothing:
-            grads.copy_(weights * (-settings.label_smoothing / grads.shape[1]))
+            grads.copy_(-spread)
         # The gradient of the z-loss is probabilities times `drift`: it goes through the softmax as if it were more loss
         # of the target, and what that does to the target itself is taken back.
-        grads.scatter_add_(1, targets, (settings.label_smoothing - 1) * weights - drift)
+        grads.scatter_(1, targets, (settings.label_smoothing - 1) * weights - spread - drift)
         torch.ops.aten._log_softmax_backward_data.out(grads, log_probs, 1, log_probs.dtype, out=log_probs)
         if settings.z_loss:
-            log_probs.scatter_add_(1, targets, drift)
+            log_probs.scatter_(1, targets, log_probs.gather(1, targets) + drift)
         if settings.label_smoothing:
             grads.zero_()
         else:
