@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import zero
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "gpt"
 
@@ -236,6 +238,17 @@ def example(folder, stage, command, steps=12, accumulation=1):
 
 ZERO_RUN = ("zero", "run", "--num_gpus", "2")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def test_a_tiled_loss_is_the_loss(parts):
+    model, made = parts[0], []
+    for loss in (None, zero.tiled_cross_entropy):
+        torch.manual_seed(0)
+        made.append(model.GPT(model.Shape(width=16, layers=1, heads=2, context=12), loss))
+        made[-1](bytes_of(12), bytes_of(12, seed=1)).backward()
+    plain, tiled = (dict(gpt.named_parameters()) for gpt in made)
+    assert all(torch.equal(param.grad, tiled[name].grad) for name, param in plain.items())
+    assert torch.equal(made[0](bytes_of(12)), made[1](bytes_of(12)))
 
 
 def losses(output):

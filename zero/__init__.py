@@ -21,6 +21,8 @@ _HOMES = {
     "unregister_external_parameter": "zero.core.external",
     "init_distributed": "zero.core.mesh",
     "RepeatingLoader": "zero.data",
+    "tiled_cross_entropy": "zero.tiled.loss",
+    "TiledLinear": "zero.tiled.linear",
     "ConfigError": "zero.config",
 }
 _MODULES = ("config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")

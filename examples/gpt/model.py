@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,11 +67,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Pre-norm decoder over bytes with rotary positions and an untied head."""
+    """Pre-norm decoder over bytes with rotary positions and an untied head.
 
-    def __init__(self, shape: Shape) -> None:
+    `loss`, if given, takes hidden states (batch, tokens, width), the head's weight and targets, and does the work of
+    both the head and the mean cross entropy.
+    """
+
+    def __init__(self, shape: Shape, loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.shape = shape
+        self.loss = loss
         self.embed = nn.Embedding(VOCAB, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
@@ -106,7 +112,10 @@ class GPT(nn.Module):
         cos, sin = self.cos[:count], self.sin[:count]
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is not None and self.loss is not None:
+            return self.loss(x, self.head.weight, targets)
+        logits = self.head(x)
         if targets is None:
             return logits
         # In fp32, because a sum over 256 exponentials in half precision would cost digits.

@@ -49,6 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps; default: total_num_steps of the JSON's schedule")
     parser.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder for loss.png and loss.csv")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the windows and the sample")
+    parser.add_argument("--tiled-loss", action="store_true", help="compute head and loss in slices of tokens")
     for name in ("width", "layers", "heads", "context"):
         parser.add_argument(f"--{name}", type=int, default=getattr(shape, name))
     args = parser.parse_args(argv)
@@ -196,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     dataset = Windows(text.train, shape.context, max(1, text.train.numel() // shape.context), args.seed)
     windows = Windows(text.validation, shape.context, VALIDATION_WINDOWS, seed=None)
     torch.manual_seed(args.seed)
-    model = GPT(shape)
+    model = GPT(shape, zero.tiled_cross_entropy if args.tiled_loss else None)
     engine, _, loader, scheduler = zero.initialize(
         model=model, model_parameters=model.parameters(), config=args.config, training_data=dataset
     )

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.agree import agree
+from zero.core.apart import is_apart
 from zero.core.available import give_back
 from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
@@ -292,7 +293,8 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     own = tuple(named[param] for param in module._parameters.values() if param is not None)
     children = tuple(_tree(child, named, f"{path}.{name}" if path else name) for name, child in module.named_children())
     repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
-    return ModuleNode(path, type(module).__name__, own, children, repeats, z3_leaf_module(module))
+    kind = type(module).__name__
+    return ModuleNode(path, kind, own, children, repeats, z3_leaf_module(module), is_apart(module))
 
 
 def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict[nn.Module, Reads]:

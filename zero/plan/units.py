@@ -36,7 +36,7 @@ class ModuleNode:
     """One module of the model: its path ("" for the root), class, own parameters by name, and children.
 
     `repeats` says that it is a list of children that follow each other (`nn.ModuleList`, `nn.Sequential`), `leaf`
-    that all below it is gathered at once.
+    that all below it is gathered at once, `apart` that all below it is gathered apart from the block it lies in.
     """
 
     path: str
@@ -45,6 +45,7 @@ class ModuleNode:
     children: tuple[ModuleNode, ...] = ()
     repeats: bool = False
     leaf: bool = False
+    apart: bool = False
 
     def walk(self) -> Iterator[ModuleNode]:
         """This node and all below it, parents first."""
@@ -93,8 +94,9 @@ def plan_units(
 
     `patterns` are class names or fnmatch patterns on module paths that name the blocks; without them the
     children of the outermost repeating containers are the blocks. A leaf is a block of its own unless it lies in
-    one, and what lies in it is none. A shared parameter belongs to the first
-    module that has it. `alignment`: see `make_layout`. Raises ValueError for a pattern that matches nothing.
+    one, and what lies in it is none. A module that is `apart` is a unit of its own inside of whatever
+    block. A shared parameter belongs to the first module that has it. `alignment`: see `make_layout`. Raises
+    ValueError for a pattern that matches nothing.
     """
     root = _untied(root, set())
     by_name = {spec.name: spec for spec in specs}
@@ -134,8 +136,10 @@ def _name(anchor: ModuleNode, bucket: list[ParamSpec], several: bool) -> str:
 
 
 def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[str]) -> list[ModuleNode]:
-    """Blocks, then the large leftovers, then the root, which takes what nobody else did."""
+    """What is apart, blocks, then the large leftovers, then the root, which takes what nobody else did."""
     blocks = _matching(root, patterns) if patterns else _repeated(root)
+    # Before the blocks that they lie in, which take what is left.
+    blocks = [*_apart(root), *blocks]
     blocked = {node.path for block in blocks for node in block.walk()}
 
     def large(node: ModuleNode) -> list[ModuleNode]:
@@ -150,6 +154,15 @@ def _anchors(root: ModuleNode, specs: dict[str, ParamSpec], patterns: Sequence[s
         return found
 
     return [*blocks, *large(root), root]
+
+
+def _apart(node: ModuleNode) -> list[ModuleNode]:
+    """The outermost modules that are apart and in no leaf."""
+    if node.leaf:
+        return []
+    if node.apart:
+        return [node] if node.param_names() else []
+    return [found for child in node.children for found in _apart(child)]
 
 
 def _repeated(node: ModuleNode) -> list[ModuleNode]:

@@ -1,0 +1,53 @@
+"""How something is cut into tiles: tokens of a loss, rows and columns of a weight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# A matrix product with fewer rows takes kernels that add up in another order, and runs far below its speed.
+FEWEST_ROWS = 16
+
+
+class Slice(NamedTuple):
+    """The rows `start` up to, but without, `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many rows."""
+        return self.stop - self.start
+
+
+def token_slices(tokens: int, size: int) -> list[Slice]:
+    """Cut `tokens` rows into slices of `size`; the last is shorter, or takes up to `FEWEST_ROWS - 1` rows more."""
+    starts = list(range(0, tokens, size))
+    if not starts:
+        return []
+    if len(starts) > 1 and tokens - starts[-1] < min(size, FEWEST_ROWS):
+        starts.pop()  # what is left is too little for a product of its own
+    return [Slice(start, stop) for start, stop in zip(starts, [*starts[1:], tokens], strict=True)]
+
+
+def longest(slices: list[Slice]) -> int:
+    """The rows of the longest slice; 0 without one."""
+    return max([0, *(each.numel for each in slices)])
+
+
+def default_size(tokens: int, width: int, on_gpu: bool) -> int:
+    """Rows of a slice when nobody says: an eighth of them, within what keeps products efficient and memory small.
+
+    Every slice reads and writes the gradient of the whole weight, vocabulary x width in fp32. A GPU multiplies so much
+    faster than it reads that this is little beside the product only where a slice has about as many rows as the weight
+    is wide; a CPU is done with it from a hundred rows on.
+    """
+    if on_gpu:
+        return min(max(-(-tokens // 8), width, 1024), 4096)
+    return min(max(-(-tokens // 8), 128), 384)
+
+
+def even_parts(numel: int, parts: int) -> list[int]:
+    """Sizes of `parts` consecutive parts of `numel`, the larger ones first; they differ by one at most."""
+    small, more = divmod(numel, parts)
+    return [small + (index < more) for index in range(parts)]
