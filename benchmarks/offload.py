@@ -20,8 +20,8 @@ from measure import Stat, machine_line, rotated, run_ranks, slowest, stat, table
 from offload_disk import disk_rates
 from offload_variants import OURS, TITLES, Sizes, absent, make
 
-from zero.core.measured import measure
-from zero.core.threads import host_threads
+from zero.memory.measured import measure
+from zero.memory.threads import host_threads
 from zero.plan import ratio as plan
 from zero.plan.formats import ITEMSIZE
 from zero.plan.pipeline import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.core.available import available, left_in_cgroups, meminfo_available
+from zero.memory.available import available, left_in_cgroups, meminfo_available
 
 MEMINFO = "MemTotal:       24684092 kB\nMemFree:        24371620 kB\nMemAvailable:   20000 kB\nBuffers: 1340 kB\n"
 MOUNT_V2 = "30 23 0:26 / /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -14,9 +14,9 @@ import torch
 from cuda_cases import ALL_STEPS, FORMULAS
 from cuda_emulation.build import build, compiler
 
-from zero.core.slab import Slab
 from zero.kernels import bucket, cuda, live, norm
 from zero.kernels.step import kernel_arguments
+from zero.memory.slab import Slab
 
 CPU = torch.device("cpu")
 

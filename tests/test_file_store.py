@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero.core.drive import Drive, Requests, close_all
-from zero.core.file_store import FileStore
-from zero.core.slab import Slab
 from zero.kernels.aio import Aio
+from zero.memory.drive import Drive, Requests, close_all
+from zero.memory.file_store import FileStore
+from zero.memory.slab import Slab
 
 PAGES = 8192  # bytes of each store
 NUMEL = 1200

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero.core.available import Available, available, available_nbytes
-from zero.core.slab import Slab, check_room
+from zero.memory.available import Available, available, available_nbytes
+from zero.memory.slab import Slab, check_room
 from zero.plan.host import MIB, PAGE, HostBytes, host_table
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_a_slab_of_nothing() -> None:
 CHILD = """
 import os, sys
 import torch
-from zero.core.slab import Slab
+from zero.memory.slab import Slab
 slab = Slab(1 << 21, torch.device("cpu"), False)
 kept, dropped = slab.take(4096).fill_(7), slab.take(4096).fill_(7)
 child = os.fork()
@@ -211,8 +211,8 @@ def test_ranks_share_a_host_but_not_the_limit_of_a_process() -> None:
 LIMITED = """
 import resource, sys
 import torch
-from zero.core.slab import Slab, check_room
-from zero.core.available import available
+from zero.memory.slab import Slab, check_room
+from zero.memory.available import available
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20),) * 2)
 room = available()

@@ -18,7 +18,7 @@ from alive import Alive, alive, only_new
 from models import batch, config, make_net, train
 
 import zero
-from zero.core.threads import host_threads
+from zero.memory.threads import host_threads
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 GUARD = 20  # seconds until a thread that waits for too much is let go, and the test fails

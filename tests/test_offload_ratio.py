@@ -15,9 +15,9 @@ from models import config, make_net, train
 import zero
 import zero.core.ratio
 from zero.config import ConfigError, load
-from zero.core.measured import measure
 from zero.core.mesh import make_mesh
 from zero.core.offload import OffloadSettings
+from zero.memory.measured import measure
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.placement import Where

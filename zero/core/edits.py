@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from zero.core import comm
-from zero.core.home import Home
-from zero.core.lane import reached
 from zero.core.master import Master
 from zero.core.mesh import Axis, Mesh
 from zero.core.state import State
 from zero.core.tensors import different
+from zero.memory.home import Home
+from zero.memory.lane import reached
 from zero.plan.layout import Fragment, Span
 from zero.plan.units import UnitPlan
 

@@ -15,9 +15,9 @@ import torch
 
 from zero.core import comm
 from zero.core.comm import Inbox, Transfer
-from zero.core.host_sum import HostSum
 from zero.core.mesh import Mesh
 from zero.core.tree import Leaf, Partials
+from zero.memory.host_sum import HostSum
 from zero.plan.units import UnitPlan
 
 

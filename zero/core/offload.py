@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 
 from zero.core.agree import agree
-from zero.core.drive import Drive, Requests, close_all
-from zero.core.home import Home
-from zero.core.host_sum import HostSum, Landing
-from zero.core.lane import Lane
 from zero.core.mesh import Mesh
-from zero.core.slab import Slab, check_room
-from zero.core.store import Resident, Store
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
+from zero.memory.drive import Drive, Requests, close_all
+from zero.memory.home import Home
+from zero.memory.host_sum import HostSum, Landing
+from zero.memory.lane import Lane
+from zero.memory.slab import Slab, check_room
+from zero.memory.store import Resident, Store
 from zero.plan.formats import Formats
 from zero.plan.host import (
     HostBytes,

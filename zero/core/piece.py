@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero.core import comm
-from zero.core.home import Home
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import Owner
 from zero.core.released import Released, absent
 from zero.core.unit import State, Unit
+from zero.memory.home import Home
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan
 

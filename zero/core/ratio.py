@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from zero.core import comm
-from zero.core.available import available_nbytes
-from zero.core.measured import measure
 from zero.core.mesh import Mesh
 from zero.core.offload import OffloadSettings, has_own_memory
-from zero.core.threads import host_threads
 from zero.log import rank_zero
+from zero.memory.available import available_nbytes
+from zero.memory.measured import measure
+from zero.memory.threads import host_threads
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.host import MIB
 from zero.plan.memory import alive_nbytes

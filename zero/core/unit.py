@@ -23,16 +23,16 @@ from zero.core import comm
 from zero.core.comm import Transfer
 from zero.core.edits import Edits
 from zero.core.gradients import GradientDtypes, Gradients
-from zero.core.home import Home
-from zero.core.lane import follow
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, owner_of
-from zero.core.promise import Promise
 from zero.core.released import absent, released_class
 from zero.core.state import LEGAL, State
 from zero.core.tensors import holders_of, memory_of
 from zero.log import logger
+from zero.memory.home import Home
+from zero.memory.lane import follow
+from zero.memory.promise import Promise
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 

@@ -12,12 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from zero.core import comm
 from zero.core.agree import agree
 from zero.core.apart import is_apart
-from zero.core.available import give_back
 from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
 from zero.core.gradients import GradientDtypes
-from zero.core.home import Home
 from zero.core.hooks import Reads, attach, attach_waits
 from zero.core.leaf import z3_leaf_module
 from zero.core.mesh import Mesh
@@ -28,6 +26,8 @@ from zero.core.ratio import Training, settle_ratio
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
 from zero.log import logger
+from zero.memory.available import give_back
+from zero.memory.home import Home
 from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, gradient_dtype
 from zero.plan.order import Limits, stay_whole

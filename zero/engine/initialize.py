@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.read import read
 from zero.core.agree import agree
-from zero.core.drive import Requests
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import init_distributed, local_device, make_mesh
 from zero.core.offload import OffloadSettings
@@ -29,6 +28,7 @@ from zero.engine.engine import Engine
 from zero.engine.precision import make_loss_scaler
 from zero.engine.progress import describe
 from zero.log import rank_zero, set_level
+from zero.memory.drive import Requests
 from zero.optim.client import client_rule
 from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer

@@ -10,9 +10,9 @@ import torch
 
 from zero.core import comm
 from zero.core.mesh import Mesh
-from zero.core.threads import host_threads
 from zero.core.unit import Unit
 from zero.kernels.norm import sum_squares, sum_squares_into
+from zero.memory.threads import host_threads
 
 
 class Norm(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from zero.core.threads import host_threads
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
+from zero.memory.threads import host_threads
 from zero.optim.clip import clip_factor, global_norm
 from zero.optim.exact_norm import exact_norm
 from zero.optim.rules import Rule

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.core.promise import Promise, Waits
 from zero.core.unit import Unit
 from zero.log import logger
+from zero.memory.promise import Promise, Waits
 from zero.optim.rules import Rule
 
 

@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from zero.core.lane import Lane
-from zero.core.threads import host_threads
 from zero.kernels.bucket import sum_rows
 from zero.kernels.norm import sum_squares_into
+from zero.memory.lane import Lane
+from zero.memory.threads import host_threads
 
 
 class Landing:

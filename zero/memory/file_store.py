@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from zero.core.slots import Reached, Ring, Slot
-from zero.core.store import ALIGNED, move
 from zero.kernels.aio import Aio, ScratchFile
+from zero.memory.slots import Reached, Ring, Slot
+from zero.memory.store import ALIGNED, move
 from zero.plan.layout import round_up
 
 

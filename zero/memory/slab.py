@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from zero.core.available import available_nbytes
 from zero.kernels.cuda import pin_host
 from zero.log import log_once
+from zero.memory.available import available_nbytes
 from zero.plan.host import MIB, PAGE
 from zero.plan.layout import round_up
 

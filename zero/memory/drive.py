@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from zero.core.file_store import FileStore, Place
-from zero.core.slots import Ring
 from zero.kernels.aio import Aio, ScratchFile
 from zero.log import log_once, logger
+from zero.memory.file_store import FileStore, Place
+from zero.memory.slots import Ring
 
 
 class Requests(NamedTuple):

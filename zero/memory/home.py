@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero.core.host_sum import HostSum
-from zero.core.lane import Lane
-from zero.core.store import Resident, Store
+from zero.memory.host_sum import HostSum
+from zero.memory.lane import Lane
+from zero.memory.store import Resident, Store
 
 
 @dataclass(frozen=True)
