@@ -39,6 +39,7 @@ FLOORS = {
     "zero.engine": 5,
     "zero.utils": 5,
     "zero.report": 5,
+    "zero.checkpointing": 5,
     "zero": 6,
     "zero.__main__": 6,
 }

@@ -27,6 +27,7 @@ from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 from zero.plan.whereabouts import Place
+from zero.recompute.modules import Recomputing
 
 if TYPE_CHECKING:
     from zero.engine.check.compare import Report
@@ -44,7 +45,14 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     wrapped module.
     """
 
-    def __init__(self, sharded: Sharded, optimizer: ZeroOptimizer | None, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        optimizer: ZeroOptimizer | None,
+        config: Config,
+        device: torch.device,
+        recomputing: Recomputing,
+    ) -> None:
         super().__init__()
         self.module = sharded.module
         self.optimizer = optimizer
@@ -59,6 +67,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self._config = config
         self._sharded = sharded
         self._watch = sharded.mesh.watch
+        self._recomputing = recomputing
+        sharded.reducer.on_flush(recomputing.backward_ended)
         self._window = Window()
         self._resting: list[Rest] = []
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
@@ -83,7 +93,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
             self._begin_window()
         try:
             watched, timed = self._watch.call(Place.FORWARD), self._progress.phase("forward")
-            with watched, timed, self._precision.forward(), self._seeded():
+            with watched, timed, self._precision.forward(), self._seeded(), self._recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return self.module(*inputs, **kwargs)
         except BaseException:
@@ -218,6 +228,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
             try:
                 self.reload_states()
                 self._undo_compile()
+                self._recomputing.undo()
                 self._sharded.dissolve()
             finally:
                 self._watch.close()
@@ -284,6 +295,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
                 if self._replicas is not None:
                     self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()
+                self._recomputing.after_step(self._sharded.mesh.reduced_over)
         except BaseException as error:
             self._step_failed(error)
             raise
