@@ -99,7 +99,7 @@ def get_cuda_rng_tracker() -> SeedTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed torch with `seed`, and the stream that `get_cuda_rng_tracker().fork()` opens apart on the ranks of `mpu_`."""
+    """Seed torch alike on the ranks of `mpu_`, and the stream of `get_cuda_rng_tracker().fork()` apart on each."""
     seed_model_parallel(HOLDER.seeds, seed, HOLDER.axis.rank)
 
 

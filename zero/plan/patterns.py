@@ -13,7 +13,7 @@ def hits(patterns: Iterable[str], kind: str, path: str) -> list[str]:
 
 
 def unmatched(where: str, patterns: Iterable[str], kinds: Iterable[str], paths: Sequence[str] = ()) -> ValueError:
-    """The error of patterns, given at the JSON path `where`, that name nothing; `kinds` and `paths` are what there is."""
+    """The error of patterns at the JSON path `where` that name nothing; there are these classes and paths."""
     missing, classes = sorted(patterns), sorted(set(kinds))
     hints = [
         difflib.get_close_matches(pattern, classes, 1) or difflib.get_close_matches(pattern, paths, 1)

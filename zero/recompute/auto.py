@@ -15,11 +15,11 @@ from zero.core.gathering import in_backward
 from zero.core.mesh import Axis
 from zero.core.tensors import tensors_in
 from zero.log import rank_zero
+from zero.plan.host import MIB
 from zero.plan.recompute import Choice, Cost, Policy, choose
 from zero.recompute.measure import measured
 from zero.recompute.rest import Rest
 
-GIB = 2**30
 _CODES = (None, Policy.NONE, Policy.SELECTIVE, Policy.FULL)  # the later one wins where ranks differ
 
 
@@ -91,7 +91,7 @@ def say(choice: Choice, budget: int) -> None:
     rank_zero(
         logging.INFO if fits else logging.WARNING,
         "zero.recompute: of %d modules %d keep all, %d are recomputed but for products and attention, %d in full; "
-        "their activations take at most %.3f GiB, %s the budget of %.3f GiB",
+        "their activations take at most %.2f MiB, %s the budget of %.2f MiB",
         *(len(choice.policies), count[Policy.NONE], count[Policy.SELECTIVE], count[Policy.FULL]),
-        *(choice.nbytes / GIB, "within" if fits else "which is more than", budget / GIB),
+        *(choice.nbytes / MIB, "within" if fits else "which is more than", budget / MIB),
     )

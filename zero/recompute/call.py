@@ -38,6 +38,8 @@ def recomputed(
     names = {name: _taken_out(value, tensors) for name, value in kwargs.items()}
     items = tensors if rest is None else rest.put(tensors)
     streams = HOLDER.seeds.get_states()
+    # Around `fn` alone: what restores inputs is no part of what was computed.
+    first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
     originals = [tensors]  # for the forward, which must not find copies; gone when it is over
 
     def run(marker: torch.Tensor, *given: Any) -> Any:
@@ -53,12 +55,12 @@ def recomputed(
             if rest is not None:
                 around.enter_context(rest.around(again))
             around.enter_context(HOLDER.within(Scope(None, True)))
+            around.enter_context(later if again else first)
             return fn(*positional, **named)
 
-    more = {} if contexts is None else {"context_fn": contexts}
     del tensors
     try:
-        return checkpoint(run, _marker(), *items, use_reentrant=False, **more)
+        return checkpoint(run, _marker(), *items, use_reentrant=False)
     finally:
         originals.clear()
 

@@ -30,7 +30,7 @@ class Selective:
         self.needed: int | None = None
 
     def contexts(self) -> Contexts:
-        """Around one forward, and around its recomputations: the `context_fn` of torch's checkpoint."""
+        """Around one forward, and around its recomputations."""
         counts = {False: 0, True: 0}  # torch may ask again in a recomputation
         needed = self.needed
         kept: list[tuple[torch.Tensor, int]] = []
@@ -114,6 +114,11 @@ class ProductCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled, as under torch's own modes; else a recomputation would not match."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count and go on."""
