@@ -32,9 +32,9 @@ class Block(nn.Module):
         self.calls += 1
         cos, sin = turn
         q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q * cos, k * sin, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q * cos, k * sin, v * scale, is_causal=True)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-        return x + scale * self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Net(nn.Module):

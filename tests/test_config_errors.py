@@ -315,9 +315,8 @@ def test_max_grad_norm_of_any_optimizer():
             "bf16.bf16_optimizer_states: set optimizer.params.zero.moments to 'bf16' instead",
         ),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing: is not available in this release; "
-            "use torch.utils.checkpoint.checkpoint inside the model",
+            {"comms_logger": {"enabled": True}},
+            "comms_logger.enabled: is not available in this release; use torch.profiler",
         ),
         (
             {"tensorboard": {"enabled": True}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import inspect
 import pickle
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from zero.config import ConfigError, load
 from zero.core import comm
 from zero.recompute.modules import Recomputed
 
@@ -131,9 +132,11 @@ class SelfCheckpointing(Net):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
-            turn = (self.turn[0], self.turn[1])
-            x = checkpoint(lambda y, b=block: b(y, turn, scale=self.turn[0, 0]), x, use_reentrant=number == 1)
+            x = checkpoint(self.one, block, x, use_reentrant=number == 1)
         return x
+
+    def one(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x, (self.turn[0], self.turn[1]), scale=self.turn[0, 0])
 
 
 class Again(nn.Module):
@@ -151,7 +154,9 @@ def nested(stage: int) -> list[bool]:
     sections = (*sections, {"modules": ["Again"]}, {"modules": ["SelfCheckpointing"]})
     made = [trained(make(SelfCheckpointing), settings(stage, section)) for section in sections]
     made.append(trained(make(SelfCheckpointing), settings(stage, FULL, activation_checkpointing=HOST)))
-    renamed = [{**each, "params": {name.replace("inner.", ""): p for name, p in each["params"].items()}} for each in made]
+    renamed = [
+        {**each, "params": {name.replace("inner.", ""): p for name, p in each["params"].items()}} for each in made
+    ]
     return [same(base, other) for other in renamed]
 
 
@@ -198,32 +203,155 @@ def test_without_gradients_forward_is_plain(pool):
 
 
 class Fragile(Block):
-    """Raises in its recomputation when told to."""
+    """Raises in the call before which `fail_at` calls have been."""
 
-    fail_at = 0
+    fail_at = -1
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = super().forward(*args, **kwargs)
-        if self.fail_at and self.calls == self.fail_at:
+        if self.calls == self.fail_at:
             raise ArithmeticError("no")
-        return out
+        return super().forward(*args, **kwargs)
 
 
-def after_exceptions(stage: int, section: dict[str, Any], rest: dict[str, Any]) -> bool:
-    """A step fails in the recomputation of the middle block; what follows is as if it had not been."""
-    base = trained(make(), settings(stage, {}))
+def after_exceptions(stage: int) -> list[bool]:
+    """Steps that fail in the recomputation of the middle block; what follows is as if they had not been."""
+    base, found = trained(make(), settings(stage, {})), []
+    for section, rest in (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **SLAB}):
+        model = make()
+        model.blocks[1].__class__ = Fragile
+        values = settings(stage, {**section, "modules": ["blocks.*"]}, activation_checkpointing=rest)
+        engine = zero.initialize(model=model, config=values)[0]
+        for call in engine.backward, torch.Tensor.backward:
+            loss = engine(*inputs(7))
+            model.blocks[1].fail_at = model.blocks[1].calls
+            with pytest.raises(ArithmeticError):
+                call(loss)
+            model.blocks[1].fail_at = -1
+        torch.manual_seed(100 + dist.get_rank())
+        found.append(same(base, result(engine, steps(engine, 3))))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_in_a_recomputation_leaves_the_engine_usable(pool, stage):
+    assert pool.run(2, after_exceptions, stage) == [[True] * 3] * 2
+
+
+def own_forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A forward that its module was given as an attribute."""
+    return x * 2.0
+
+
+def traces(stage: int) -> list[bool]:
+    plain = make()
     model = make()
-    model.blocks[1].__class__ = Fragile
-    values = settings(stage, section, activation_checkpointing=rest)
-    engine = zero.initialize(model=model, config=values)[0]
-    for call in engine.backward, torch.Tensor.backward:
-        loss = engine(*inputs(7))
-        model.blocks[1].fail_at = model.blocks[1].calls + 1
-        # A recomputation ends where backward has all that it wants; the block's last line may be behind that.
-        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-            loss = engine(*inputs(7)) if model.blocks[1].fail_at == 0 else loss
-        with pytest.raises(ArithmeticError):
-            call(loss)
-        model.blocks[1].fail_at = 0
-    torch.manual_seed(100 + dist.get_rank())
-    return same(base, result(engine, steps(engine, 3)))
+    model.blocks[2].forward = own_forward
+    signature = inspect.signature(model.blocks[0].forward)
+    engine = zero.initialize(model=model, config=settings(stage, FULL))[0]
+    blocks = engine.module.blocks
+    found = [
+        all(isinstance(block.forward, Recomputed) for block in blocks),
+        list(dict(model.named_parameters())) == list(dict(plain.named_parameters())),
+        list(engine.module_state_dict()) == list(plain.state_dict()),
+        [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()],
+        inspect.signature(blocks[0].forward) == signature,
+    ]
+    with zero.GatheredParameters(list(model.parameters())):
+        copies = [copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))]
+    for copied in copies:
+        found += [not any(isinstance(block.forward, Recomputed) for block in copied)]
+        found += [copied[0].forward.__self__ is copied[0], copied[2].forward is own_forward]
+    engine.destroy()
+    found += ["forward" not in block.__dict__ for block in model.blocks[:2]]
+    return [*found, model.blocks[2].forward is own_forward]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_of_the_model_changes(pool, stage):
+    assert all(map(all, pool.run(2, traces, stage)))
+
+
+def refused(section: dict[str, Any], kind: type[Net] = Net) -> str:
+    model = make(kind)
+    with pytest.raises(ValueError) as caught:
+        zero.initialize(model=model, config=settings(0, section))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    zero.initialize(model=model, config=settings(0, FULL))[0].destroy()  # the model is as it was
+    return str(caught.value)
+
+
+def test_modules_that_are_not_there_are_named(pool):
+    there = "Its classes are ['Block', 'Dropout', 'Embedding', 'LayerNorm', 'Linear', 'ModuleList', 'Net']."
+    assert (
+        pool.run(2, refused, {"modules": ["Blok", "Block"]})
+        == [f"zero.recompute.modules: ['Blok'] match no module of the model; did you mean 'Block'? {there}"] * 2
+    )
+    assert pool.run(1, refused, {"modules": ["block.1"]}) == [
+        f"zero.recompute.modules: ['block.1'] match no module of the model; did you mean 'blocks.1'? {there}"
+    ]
+    assert pool.run(1, refused, {"modules": ["blocks"]}) == [
+        "zero.recompute.modules: 'blocks' is a ModuleList, which has no forward; name the modules in it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        ({"policy": "selective"}, "zero.recompute.modules: is missing; name classes or paths of modules, such as "),
+        ({**FULL, "policy": "auto"}, "zero.recompute.budget: is missing; policy 'auto' fits activations into it"),
+        ({**FULL, "budget": 5}, "zero.recompute.budget: got 5; only policy 'auto' has one, leave it out"),
+        ({**FULL, "products": 2}, "zero.recompute.products: got 2; policy 'full' keeps no products, leave it out"),
+        ({**FULL, "policy": "none"}, "zero.recompute.policy: got 'none', wanted one of 'full', 'selective', 'auto'"),
+        ({**FULL, "every": 0}, "zero.recompute.every: got 0, wanted an integer of at least 1"),
+        ({**FULL, "budget": "12 GB/s"}, "zero.recompute.budget: got '12 GB/s', wanted a number of bytes above 0"),
+        ({**FULL, "polices": "full"}, "zero.recompute: unknown key 'polices'; did you mean 'policy'?"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(section, error):
+    with pytest.raises(ConfigError) as caught:
+        load({"train_batch_size": 8, "zero": {"recompute": section}}, 1)
+    assert caught.value.errors[0].startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(7, 7), ("7", 7), ("1.5 KiB", 1536), ("2kb", 2000), ("3 MB", 3 * 10**6), ("12 GiB", 12 * 2**30)],
+)
+def test_a_budget_is_bytes_or_text(text, nbytes):
+    section = {**FULL, "policy": "auto", "budget": text}
+    assert load({"train_batch_size": 8, "zero": {"recompute": section}}, 1).zero.recompute.budget == nbytes
+
+
+class InPlace(Block):
+    """Changes what a product gave."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return x + self.down(self.up(x).relu_())
+
+
+def in_place() -> tuple[str, list[float], bool]:
+    losses, error = [], ""
+    for section in {}, {**FULL, "modules": ["InPlace"]}, {"modules": ["InPlace"], "policy": "selective"}:
+        model = make()
+        for block in model.blocks:
+            block.__class__ = InPlace
+        engine = zero.initialize(model=model, config=settings(3, section))[0]
+        if section.get("policy") == "selective":
+            with pytest.raises(RuntimeError) as caught:
+                steps(engine, 1)
+            error = str(caught.value)
+            with torch.no_grad():
+                losses.append([engine(*inputs(0)).item()])  # usable, as after every exception
+        else:
+            losses.append(steps(engine, 1))
+        engine.destroy()
+    return error, losses[0], losses[0] == losses[1] == losses[2]
+
+
+def test_a_product_that_is_changed_in_place_is_refused_by_name(pool):
+    for error, _, equal in pool.run(2, in_place):
+        assert error == (
+            "recomputed module 'blocks.0' changes in place what a matrix product or attention gave, which policy "
+            "'selective' keeps; use policy 'full', or do without the change (inplace=False)"
+        )
+        assert equal

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zero.config import Config, load
-from zero.core.mesh import Axis
+from zero.core.agree import agree
+from zero.core.mesh import Axis, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
 from zero.recompute.rest import ALONE, Rest
@@ -52,7 +54,8 @@ def configure(
     mpu_: what names the ranks that compute one sample together, over which `partition_activations` cuts inputs: an
     object with `get_model_parallel_group()` (or `get_tensor_model_parallel_group()`), a process group, or None.
     deepspeed_config: a path, a dict or a checked config, of which the section `activation_checkpointing` counts.
-    Raises ValueError for what does not fit, ConfigError for the JSON.
+    All ranks of `mpu_` call it, which is collective for them. Raises ValueError for what does not fit, ConfigError for
+    the JSON, RuntimeError where the ranks say different things.
     """
     axis = _axis(mpu_)
     given = {
@@ -65,6 +68,9 @@ def configure(
     }
     known = vars(RestSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
     settings = RestSettings(**known | {name: value for name, value in given.items() if value is not None})
+    device = local_device() if axis.native else torch.device("cpu")  # where the messages lie
+    what = "the ranks of mpu_ do not configure the same"
+    agree([f"{name} = {value}" for name, value in vars(settings).items() if name != "profile"], axis, device, what)
     made = Rest(settings, axis)
     reset()
     HOLDER.axis, HOLDER.rest = axis, made

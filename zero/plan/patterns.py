@@ -15,10 +15,7 @@ def hits(patterns: Iterable[str], kind: str, path: str) -> list[str]:
 def unmatched(where: str, patterns: Iterable[str], kinds: Iterable[str], paths: Sequence[str] = ()) -> ValueError:
     """The error of patterns at the JSON path `where` that name nothing; there are these classes and paths."""
     missing, classes = sorted(patterns), sorted(set(kinds))
-    hints = [
-        difflib.get_close_matches(pattern, classes, 1) or difflib.get_close_matches(pattern, paths, 1)
-        for pattern in missing
-    ]
+    hints = [difflib.get_close_matches(pattern, [*classes, *paths], 1) for pattern in missing]
     near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint) or "."
     return ValueError(f"{where}: {missing} match no module of the model{near} Its classes are {classes}.")
 

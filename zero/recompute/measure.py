@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from zero.core.owner import owner_of
 from zero.core.tensors import memory_of, tensors_in
 from zero.plan.recompute import Cost
 from zero.recompute.ops import Kind
@@ -43,7 +44,7 @@ def measured(
     """
     inputs = list(tensors_in((tuple(args), dict(kwargs))))
     others = [tensor for tensor in inputs if not made_by_graph(tensor)]
-    foreign = _memories([*module.parameters(), *module.buffers(), *others])
+    foreign = _memories(module, others)
     saved: dict[int | None, int] = {}
     tally, needed = Tally(), 0
 
@@ -52,19 +53,22 @@ def measured(
         # Packed is what a recomputation has to bring about, so products up to here are needed for it.
         needed = tally.count
         memory = memory_of(tensor)
-        if memory not in foreign:
-            saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
+        saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
         return tensor
 
     with saved_tensors_hooks(pack, _same), tally:
         out = fn(*args, **kwargs)
+    foreign |= _memories(module, others)  # of units that were gathered inside, too
+    none = sum(nbytes for memory, nbytes in saved.items() if memory not in foreign)
     kept = sum(nbytes for place, nbytes in enumerate(tally.products) if keeps(place, every, needed))
     full = sum(map(rest.nbytes_of, inputs))
-    return out, Cost(sum(saved.values()), full + kept + tally.attention, full)
+    return out, Cost(none, full + kept + tally.attention, full)
 
 
-def _memories(tensors: Iterable[torch.Tensor]) -> set[int | None]:
-    return {memory_of(tensor) for tensor in tensors}
+def _memories(module: nn.Module, others: Iterable[torch.Tensor]) -> set[int | None]:
+    owners = [(param, owner_of(param)) for param in module.parameters()]
+    found = {memory_of(param) if owner is None else owner.unit.memory for param, owner in owners}
+    return found | {memory_of(tensor) for tensor in (*module.buffers(), *others)}
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
