@@ -46,7 +46,7 @@ class Recomputed:
         self._inner = self._plain
         self._selective = Selective(name, every)
         self._rest = rest
-        functools.update_wrapper(self, self._plain)  # for those who read the names of its arguments
+        functools.update_wrapper(self, self._plain, updated=())  # for those who read the names of its arguments
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ class Slots:
         self._lane = lane
         self._size: int | None = None  # of a slot of the slab, in bytes
         self._free: list[torch.Tensor] = []
-        self.nbytes = 0  # taken and not given up, free slots counted; memory that torch keeps is not
+        self.nbytes = 0  # taken and not given up, free slots counted; what torch keeps for the next step is not
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of at least `nbytes` bytes; its contents are anything."""
@@ -44,21 +44,20 @@ class Slots:
                 f"activation_checkpointing.number_checkpoints: a call with {nbytes} bytes finds no room in the slab of "
                 f"{self._count} x {self._size} bytes; what does not fit takes memory of its own",
             )
-        if not self._host:
+        if not self._keeps:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._free and self._count is None:  # too small for this one, and so for those that come
             self._lane.drain()
             self.nbytes -= self._free.pop().numel()
-        self.nbytes += nbytes
-        return Slab(nbytes, self._device, pinned=True).take(nbytes)
+        return self._new(nbytes)
 
     def give_back(self, slot: torch.Tensor) -> None:
         """Nobody reads these bytes any more, but for copies that were queued before."""
-        if self._count is not None and slot.numel() != self._size:
-            self._lane.drain()  # memory of its own, which goes now
-            self.nbytes -= slot.numel() if self._host else 0
-        elif self._host or self._count is not None:
+        if self._keeps and (self._count is None or slot.numel() == self._size):
             self._free.append(slot)
+        elif self._keeps:  # it found no room in the slab, or is of one that was closed
+            self._lane.drain()
+            self.nbytes -= slot.numel()
 
     def close(self) -> None:
         """Give free memory back; what is in use goes the same way when it is given back and `close` is called again."""
@@ -67,11 +66,16 @@ class Slots:
         self._free = []
         self._size = None
 
+    @property
+    def _keeps(self) -> bool:
+        return self._host or self._count is not None
+
     def _carve(self, size: int, count: int) -> None:
         self._size = size
-        self.nbytes += size * count
+        self._free += self._new(size * count).split(size)
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        self.nbytes += nbytes
         if self._host:
-            slab = Slab(size * count, self._device, pinned=True)
-            self._free += [slab.take(size) for _ in range(count)]
-        else:
-            self._free += torch.empty(size * count, dtype=torch.uint8, device=self._device).split(size)
+            return Slab(nbytes, self._device, pinned=True).take(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
