@@ -199,21 +199,23 @@ def test_a_model_that_recomputes_itself(pool, stage):
     assert pool.run(2, nested, stage) == [[True] * 7] * 2
 
 
-def compiled() -> list[bool]:
-    made = []
-    # Blocks, of which some are recomputed, some selectively, some not; and parts of a block, which the compiler sees.
-    for section in {}, {**FULL, "policy": "auto", "budget": "15 KB"}, SELECTIVE, {"modules": ["blocks.*.up"]}:
+def compiled() -> tuple[list[bool], list[str]]:
+    """Blocks, in the first step in full and whole, then selectively and whole; and parts of a compiled block."""
+    made, policies = [], []
+    for section in {}, {**FULL, "policy": "auto", "budget": "20 KB"}, {"modules": ["blocks.*.up"]}:
         torch._dynamo.reset()
         engine = zero.initialize(model=make(blocks=2), config=settings(3, section))[0]
         engine.compile(backend="aot_eager")
         torch.manual_seed(9)
-        made.append(result(engine, steps(engine, 2)))
+        losses = steps(engine, 2)
+        policies += [module.policy.value for module in engine._recomputing.modules]
+        made.append(result(engine, losses))
         assert not any("forward" in block.__dict__ for block in engine.module.blocks)
-    return [same(made[0], other) for other in made[1:]]
+    return [same(made[0], other) for other in made[1:]], policies
 
 
 def test_compiled_blocks(pool):
-    assert pool.run(2, compiled) == [[True] * 3] * 2
+    assert pool.run(2, compiled) == [([True] * 2, ["selective", "none", "full", "full"])] * 2
 
 
 def without_gradients() -> tuple[list[int], list[int], bool]:
