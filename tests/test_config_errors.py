@@ -37,7 +37,7 @@ def test_key_of_another_section():
 def test_unknown_key_like_no_other():
     assert errors({"train_batch_size": 8, "zero": {"xyzzy": 1}}) == (
         "zero: unknown key 'xyzzy'; "
-        "known keys: units, reduce_every_micro_batch, reduce, timeout, check_order, check_replicas"
+        "known keys: units, reduce_every_micro_batch, reduce, timeout, check_order, check_replicas, recompute"
     )
     assert errors(zero(xyzzy=1)) == "zero_optimization: unknown key 'xyzzy'; `zero schema` lists the known keys"
 
@@ -305,9 +305,8 @@ def test_max_grad_norm_of_any_optimizer():
             "bf16.bf16_optimizer_states: set optimizer.params.zero.moments to 'bf16' instead",
         ),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing: is not available in this release; "
-            "use torch.utils.checkpoint.checkpoint inside the model",
+            {"comms_logger": {"enabled": True}},
+            "comms_logger.enabled: is not available in this release; use torch.profiler",
         ),
         (
             {"tensorboard": {"enabled": True}},

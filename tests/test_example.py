@@ -201,11 +201,14 @@ def test_the_configs_differ_in_the_stage_only():
     configs = [json.loads((EXAMPLE / f"zero{stage}.json").read_text()) for stage in (1, 2, 3)]
     assert [config["zero_optimization"].pop("stage") for config in configs] == [1, 2, 3]
     assert configs[0] == configs[1] == configs[2]
+    offload = json.loads((EXAMPLE / "offload.json").read_text())
+    assert offload.pop("zero_optimization")["offload_param"] == {"device": "cpu"}
+    assert offload == {key: value for key, value in configs[2].items() if key != "zero_optimization"}
 
 
-def example(folder, stage, command, steps=12, accumulation=1):
+def example(folder, name, command, steps=12, accumulation=1):
     """Run the example with tiny sizes on two processes; return its output."""
-    config = json.loads((EXAMPLE / f"zero{stage}.json").read_text())
+    config = json.loads((EXAMPLE / f"{name}.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 4
     config["gradient_accumulation_steps"] = accumulation
     config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 3}
@@ -256,9 +259,9 @@ def losses(output):
     return re.findall(r"step \d+ loss [\d.e+-]+", output)
 
 
-def test_a_short_run_gives_the_same_losses_under_stages_1_and_3(tmp_path):
+def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_offload(tmp_path):
     outputs = {
-        stage: example(tmp_path / f"stage{stage}", stage, command) for stage, command in ((1, ZERO_RUN), (3, ZERO_RUN))
+        stage: example(tmp_path / f"stage{stage}", name, ZERO_RUN) for stage, name in ((1, "zero1"), (3, "offload"))
     }
     printed = losses(outputs[3])
     assert len(printed) == 12 and len({line.split()[-1] for line in printed}) == 12
@@ -278,5 +281,5 @@ def test_a_short_run_gives_the_same_losses_under_stages_1_and_3(tmp_path):
 
 
 def test_the_example_also_runs_under_torchrun(tmp_path):
-    printed = losses(example(tmp_path / "run", 3, TORCHRUN, steps=3, accumulation=2))
+    printed = losses(example(tmp_path / "run", "zero3", TORCHRUN, steps=3, accumulation=2))
     assert [line.split()[1] for line in printed] == ["1", "2", "3"]

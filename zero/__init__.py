@@ -25,7 +25,7 @@ _HOMES = {
     "TiledLinear": "zero.tiled.linear",
     "ConfigError": "zero.config",
 }
-_MODULES = ("config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")
+_MODULES = ("checkpointing", "config", "core", "data", "engine", "kernels", "launch", "log", "optim", "plan", "utils")
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
 

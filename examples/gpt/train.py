@@ -179,6 +179,8 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
     print(f"\nsample, from the prompt {PROMPT!r}:\n{textwrap.indent(generated, '    ')}\n")
     title = f"rank 0 of {world_size}, stage {stage}, {numel:,} parameters in {dtype}"
     print(bytes_table(title, states, replica, formula))
+    if (off := engine.host_nbytes()) is not None:
+        print(f"off the device, and so in the formula only: {off.memory + off.files:,} bytes")
     verdict = "below" if validation < bigram else "NOT BELOW"
     print(f"\nvalidation loss {validation:.4f} nats/byte, {verdict} the bigram model's {bigram:.4f}")
     print(f"{len(points)} steps in {points[-1].seconds:.1f} s, all in {elapsed:.1f} s")

@@ -172,7 +172,7 @@ def _together(file: File) -> list[str]:
             f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
             "with zero.reduce 'tree', whose sums are fp32"
         )
-    return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file)
+    return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file) + _recompute(file)
 
 
 def _offload(file: File) -> list[str]:
@@ -188,6 +188,25 @@ def _offload(file: File) -> list[str]:
         lines.append(
             f"{section}_param.device: got '{zero.offload_param.device}' with zero_optimization.stage {zero.stage}, "
             "which keeps whole parameters on the device; set the stage to 3, or leave offload_param out"
+        )
+    return lines
+
+
+def _recompute(file: File) -> list[str]:
+    section, lines = file.zero.recompute, []
+    if section.model_fields_set and not section.modules:
+        lines.append("zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']")
+    if section.policy == "auto" and section.budget is None:
+        lines.append("zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'")
+    if section.policy != "auto" and section.budget is not None:
+        lines.append(f"zero.recompute.budget: got {section.budget}; only policy 'auto' has one, leave it out")
+    if section.policy == "full" and section.products > 1:
+        lines.append(f"zero.recompute.products: got {section.products}; policy 'full' keeps no products, leave it out")
+    kept = file.activation_checkpointing
+    if kept.contiguous_memory_optimization and kept.number_checkpoints is None:
+        lines.append(
+            "activation_checkpointing.number_checkpoints: is missing; contiguous_memory_optimization takes room for "
+            "so many calls"
         )
     return lines
 

@@ -7,6 +7,7 @@ from zero.config.values import (
     Count,
     Dtype,
     Int,
+    Nbytes,
     NotNegative,
     Number,
     Object,
@@ -101,20 +102,20 @@ class DataTypes(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Recomputing activations in the backward pass."""
+    """Where the inputs rest that a recomputation starts from, under `zero.recompute` and `zero.checkpointing`."""
 
     partition_activations: Bool = False
-    """Shard the saved activations over the ranks that compute one sample together."""
+    """Each rank of the model axis, which `zero.checkpointing.configure` names, keeps its slice of an input."""
     contiguous_memory_optimization: Bool = False
-    """Keep the saved activations in one block."""
+    """Keep the inputs in one slab that is taken ahead, for number_checkpoints calls."""
     cpu_checkpointing: Bool = False
-    """Keep the saved activations in main memory."""
-    number_checkpoints: Count | None = None
-    """How many are saved."""
+    """Keep the inputs in main memory; they come back one call ahead of their use."""
+    number_checkpoints: Positive | None = None
+    """For how many calls contiguous_memory_optimization takes room; without it this has no effect."""
     synchronize_checkpoint_boundary: Bool = False
-    """Synchronize the device at each boundary."""
+    """Wait for the device before and after each call."""
     profile: Bool = False
-    """Time forward and backward of each."""
+    """Log the time of forward passes and recomputations; waits for the device, too."""
 
 
 class Aio(Section):
@@ -222,6 +223,22 @@ class FlopsProfiler(Section):
     """A file instead of the screen."""
 
 
+class Recompute(Section):
+    """Modules whose activations are computed again in the backward pass and not kept."""
+
+    modules: Texts = Field(default_factory=list)
+    """Class names or path patterns (fnmatch on the module path) of the modules; of nested ones the outermost."""
+    every: Positive = 1
+    """Every so many of them, in order, is recomputed: 1 is all of them."""
+    policy: choice("full", "selective", "auto") = "full"
+    """full keeps a module's inputs; selective also what matrix products and attention give; auto chooses for each
+    module after the first step, so that as little is recomputed as fits into the budget."""
+    products: Positive = 1
+    """Under selective, every so many matrix products are kept: 1 is all, with 2 every second is recomputed."""
+    budget: Nbytes | None = None
+    """Under auto, what the activations of the modules may take on each rank: bytes, or text such as '12 GiB'."""
+
+
 class Zero(Section):
     """The keys that DeepSpeed does not have."""
 
@@ -242,3 +259,5 @@ class Zero(Section):
     check_replicas: Count = 0
     """Every so many steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
     0 is never."""
+    recompute: Recompute = Field(default_factory=Recompute)
+    """Modules whose activations are computed again in the backward pass and not kept."""

@@ -67,6 +67,13 @@ def _absent(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "auto")
 
 
+def _says_auto(value: Any, model: type[Section], name: Any) -> bool:
+    """Whether "auto" is one of the words that the key may be, and so no gap that somebody else was to fill."""
+    field = model.model_fields.get(name)
+    words = field.json_schema_extra if field is not None and isinstance(field.json_schema_extra, dict) else {}
+    return value == "auto" and "auto" in (*words.get("enum", ()), *words.get("examples", ()))
+
+
 def _free(value: Any, keep_null: bool) -> Any:
     """An object whose keys are not ours, without what counts as not given."""
     if not isinstance(value, Mapping):
@@ -117,8 +124,7 @@ class Tidy:
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
             self._written[(*path, name)] = at
-            meant = value == "auto" and name in getattr(model, "MEANT", ())
-            if meant or not _absent(value):
+            if not _absent(value) or _says_auto(value, model, name):
                 made[name] = self._value(value, model, name, (*path, name), at)
         return made
 

@@ -55,7 +55,6 @@ def enabled(value: Any) -> bool:
 
 
 _ZERO = "zero_optimization"
-_RECOMPUTE = "is not available in this release; use torch.utils.checkpoint.checkpoint inside the model"
 _MONITOR = "is not available in this release; log the loss in the training loop"
 _PLUS = "ZeRO++ is not available in this release; leave it out"
 _MICS = "shard groups smaller than the world are not available in this release; leave it out"
@@ -106,11 +105,6 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable(f"{_ZERO}.mics_hierarchical_params_gather", true, _MICS),
     Unavailable(f"{_ZERO}.save_muon_momentum_buffer_in_memory", true, "is not available; leave it out"),
     Unavailable(f"{_ZERO}.zenflow", given, "ZenFlow is not available; leave it out"),
-    Unavailable("activation_checkpointing.partition_activations", true, _RECOMPUTE),
-    Unavailable("activation_checkpointing.contiguous_memory_optimization", true, _RECOMPUTE),
-    Unavailable("activation_checkpointing.cpu_checkpointing", true, _RECOMPUTE),
-    Unavailable("activation_checkpointing.synchronize_checkpoint_boundary", true, _RECOMPUTE),
-    Unavailable("activation_checkpointing.profile", true, _RECOMPUTE),
     Unavailable("aio.use_gds", true, "GPUDirect is not available; what is read goes through host memory"),
     Unavailable("checkpoint.load_universal", true, "DeepSpeed's universal checkpoints are not available; leave it out"),
     Unavailable("checkpoint.use_node_local_storage", true, "is not available in this release; use a shared folder"),
@@ -164,7 +158,6 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "not used yet",
         (
-            "activation_checkpointing.number_checkpoints",
             "timers",
             "checkpoint.tag_validation",
         ),

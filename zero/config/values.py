@@ -1,6 +1,7 @@
 """The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
 
 import math
+import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -11,6 +12,11 @@ DTYPES = {
     "fp32": ("fp32", "float32", "float", "torch.float32"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+_NBYTES = {"b": 1} | {
+    f"{letter}{between}b": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for between, base in (("", 1000), ("i", 1024))
 }
 
 
@@ -132,6 +138,17 @@ def _fraction_or_auto(value: Any) -> Any:
     return value
 
 
+def _nbytes(value: Any) -> Any:
+    wanted = "a number of bytes above 0, such as 1073741824 or '1 GiB'"
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
+        factor = _NBYTES.get(found[2] or "b") if found else None
+        value = None if factor is None else float(found[1]) * factor
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 1):
+        raise refuse(wanted)
+    return int(value)
+
+
 def _steps(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("inf", "infinity"):
         return math.inf
@@ -147,6 +164,7 @@ Text: TypeAlias = Annotated[str, BeforeValidator(_text)]
 Texts: TypeAlias = Annotated[list[str], BeforeValidator(_texts)]
 Object: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_object)]
 Betas: TypeAlias = Annotated[tuple[float, float], BeforeValidator(_pair)]
+Nbytes: TypeAlias = Annotated[int | str, BeforeValidator(_nbytes)]
 Steps: TypeAlias = Annotated[int | float, BeforeValidator(_steps)]
 Int = integer()
 Count = integer(0)
@@ -154,6 +172,8 @@ Positive = integer(1)
 Number = number()
 NotNegative = number(0)
 Fraction = number(0, 1)
-FractionOrAuto: TypeAlias = Annotated[Fraction | Literal["auto"], BeforeValidator(_fraction_or_auto)]
+FractionOrAuto: TypeAlias = Annotated[
+    Fraction | Literal["auto"], Field(json_schema_extra={"examples": [1.0, "auto"]}), BeforeValidator(_fraction_or_auto)
+]
 Seconds = number(1)
 Dtype = dtype("fp32", "fp16", "bf16")

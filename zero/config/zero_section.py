@@ -36,7 +36,7 @@ class OffloadParam(Section):
     nvme_path: Text | None = None
     """A folder on the drive, for device nvme."""
     buffer_count: Positive = 5
-    """The number of buffers between the drive and memory."""
+    """The number of units whose shards are in memory at once, for device nvme."""
     buffer_size: Positive = 100_000_000
     """The size of one such buffer, in elements."""
     max_in_cpu: Count = 1_000_000_000
@@ -48,14 +48,12 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where the optimizer state and the fp32 masters rest, and who computes the step."""
 
-    MEANT: ClassVar[tuple[str, ...]] = ("ratio",)  # keys whose "auto" is a value; of any other it says "not given"
-
     device: Device = "none"
     """The place of the optimizer state: none (the device that computes), cpu or nvme."""
     nvme_path: Text | None = None
     """A folder on the drive, for device nvme."""
     buffer_count: Positive = 4
-    """The number of buffers between the drive and memory, at least the number of states."""
+    """The number of units whose state is in memory at once, for device nvme; 1 works, without overlap."""
     pin_memory: Bool = True
     """Page-locked main memory, which copies faster to the GPU."""
     pipeline_read: Bool = True

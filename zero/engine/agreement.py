@@ -14,8 +14,9 @@ _KEYS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("zero_optimization", "zero", "fp16", "bf16", "data_types", "torch_autocast", "communication_data_type"),
     *("optimizer", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
+    "activation_checkpointing",
 )
-_OWN = ("nvme_path", "pin_memory")
+_OWN = ("nvme_path", "pin_memory", "profile")
 
 
 def description(model: nn.Module, groups: Sequence[Mapping[str, Any]], settings: Config) -> list[str]:

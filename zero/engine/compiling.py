@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from zero.core.unit import Unit
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
+from zero.recompute.modules import Recomputed
 
 
 class Compiling:
@@ -50,14 +52,20 @@ class Compiling:
             self._compiled[block] = block.__dict__.get("forward")
             # Hooks have ids, and dynamo would compile every block anew for its own.
             self._sharded.unhook(_below(block))
-            block.forward = torch.compile(block.forward, backend=backend, **dict(compile_kwargs or {}))
+            compiler = functools.partial(torch.compile, backend=backend, **dict(compile_kwargs or {}))
+            if isinstance(block.forward, Recomputed):
+                block.forward.compile(compiler)
+            else:
+                block.forward = compiler(block.forward)
         rank_zero(
             logging.INFO, "compiled %d blocks with %s; left as they are: %s", len(blocks), backend, left or "none"
         )
 
     def _undo_compile(self) -> None:
         for block, before in self._compiled.items():
-            if before is None:
+            if isinstance(before, Recomputed):
+                before.undo_compile()
+            elif before is None:
                 del block.forward
             else:
                 block.forward = before

@@ -25,8 +25,10 @@ from zero.engine.replicas import Replicas
 from zero.engine.weights import Weights
 from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.host import HostBytes
 from zero.plan.memory import StateBytes
 from zero.plan.whereabouts import Place
+from zero.recompute.modules import Recomputing
 
 if TYPE_CHECKING:
     from zero.engine.check.compare import Report
@@ -44,7 +46,14 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
     wrapped module.
     """
 
-    def __init__(self, sharded: Sharded, optimizer: ZeroOptimizer | None, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        optimizer: ZeroOptimizer | None,
+        config: Config,
+        device: torch.device,
+        recomputing: Recomputing,
+    ) -> None:
         super().__init__()
         self.module = sharded.module
         self.optimizer = optimizer
@@ -59,6 +68,8 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self._config = config
         self._sharded = sharded
         self._watch = sharded.mesh.watch
+        self._recomputing = recomputing
+        sharded.reducer.on_flush(recomputing.backward_ended)
         self._window = Window()
         self._resting: list[Rest] = []
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
@@ -83,7 +94,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
             self._begin_window()
         try:
             watched, timed = self._watch.call(Place.FORWARD), self._progress.phase("forward")
-            with watched, timed, self._precision.forward(), self._seeded():
+            with watched, timed, self._precision.forward(), self._seeded(), self._recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return self.module(*inputs, **kwargs)
         except BaseException:
@@ -206,9 +217,13 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         return report
 
     def state_nbytes(self) -> StateBytes:
-        """Bytes of model state alive on this rank now: parameters, gradients, optimizer (masters included)."""
+        """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included)."""
         held = self._sharded.nbytes()
         return held._replace(optimizer=held.optimizer + (self.optimizer.nbytes() if self.optimizer else 0))
+
+    def host_nbytes(self) -> HostBytes | None:
+        """Bytes of model state of this rank off the device, in host memory and in files; None without offload."""
+        return self._sharded.offload.host if self._sharded.offload is not None else None
 
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.
@@ -223,6 +238,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
                     self.optimizer.finish()
                 self.reload_states()
                 self._undo_compile()
+                self._recomputing.undo()
                 failed = self.optimizer is not None and self.optimizer.failure is not None
                 self._sharded.dissolve(failed or self._watch.broken)
             finally:
@@ -295,6 +311,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
                 if self._replicas is not None:
                     self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()
+                self._recomputing.after_step(self._sharded.mesh.reduced_over)
         except BaseException as error:
             self._step_failed(error)
             raise
@@ -305,7 +322,6 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self._progress.waited(self.optimizer.waited())
-        off = self._sharded.offload.host if self._sharded.offload is not None else None
         self._progress.step(
-            self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes, off
+            self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes, self.host_nbytes()
         )

@@ -38,6 +38,7 @@ from zero.plan.order import Limits
 from zero.plan.placement import Where
 from zero.plan.sharding import Sharding
 from zero.plan.whereabouts import Place
+from zero.recompute.modules import Recomputing
 
 Groups = list[dict[str, Any]]
 
@@ -110,12 +111,13 @@ def _make_engine(model: nn.Module, client: Any, model_parameters: Iterable[Any] 
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
     device = local_device()
     formats = zero_optimizer.rule.formats if zero_optimizer else Formats()
-    sharded = _wrap(model, groups, sharding, device, settings, formats)
+    recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
+    sharded = _wrap(model, groups, sharding, device, settings, formats, recomputing)
     if zero_optimizer is not None:
         mean = 1.0 / (sharded.mesh.world_size * settings.gradient_accumulation_steps)
         sharded.reducer.divisor = settings.predivide
         zero_optimizer.bind(sharded, mean)
-    engine = Engine(sharded, zero_optimizer, settings, device)
+    engine = Engine(sharded, zero_optimizer, settings, device, recomputing)
     stage, held = settings.zero_optimization.stage, engine.state_nbytes()
     rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held, formats))
     if zero_optimizer is not None and zero_optimizer.host_threads:
@@ -144,7 +146,13 @@ def _finish(
 
 
 def _wrap(
-    model: nn.Module, groups: Groups, sharding: Sharding, device: torch.device, settings: Config, formats: Formats
+    model: nn.Module,
+    groups: Groups,
+    sharding: Sharding,
+    device: torch.device,
+    settings: Config,
+    formats: Formats,
+    recomputing: Recomputing,
 ) -> Sharded:
     numerics = Numerics(
         settings.compute_dtype,
@@ -172,8 +180,10 @@ def _wrap(
         with mesh.watch.call(Place.INITIALIZE):
             what = "the ranks do not initialize the same engine"
             agree(description(model, groups, settings), mesh.reduced_over, device, what)
+            recomputing.apply(model)
             return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, _places(settings))
     except BaseException:
+        recomputing.undo()
         mesh.watch.close()
         raise
 

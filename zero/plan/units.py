@@ -7,13 +7,12 @@ reduced or not, and is updated with one set of hyperparameters.
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zero.plan.layout import ALIGNMENT, Layout, make_layout
+from zero.plan.patterns import hits, unmatched
 
 # A child of the root that is no repeated block gets a unit of its own from this many elements on; what is
 # smaller is cheaper to keep together than to send alone.
@@ -180,18 +179,15 @@ def _repeated(node: ModuleNode) -> list[ModuleNode]:
 
 def _matching(root: ModuleNode, patterns: Sequence[str]) -> list[ModuleNode]:
     """The outermost modules that are leaves or whose class or path one of the patterns names."""
-    unmatched = set(patterns)
+    missing = set(patterns)
 
     def visit(node: ModuleNode) -> list[ModuleNode]:
-        hits = [p for p in patterns if p == node.kind or (node.path and fnmatch.fnmatchcase(node.path, p))]
-        unmatched.difference_update(hits)
+        named = hits(patterns, node.kind, node.path)
+        missing.difference_update(named)
         below = [found for child in node.children for found in visit(child)]
-        return [node] if (hits or node.leaf) and node.param_names() else below
+        return [node] if (named or node.leaf) and node.param_names() else below
 
     blocks = visit(root)
-    if unmatched:
-        kinds = sorted({node.kind for node in root.walk()})
-        hints = [difflib.get_close_matches(pattern, kinds, 1) for pattern in sorted(unmatched)]
-        near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint) or "."
-        raise ValueError(f"zero.units: {sorted(unmatched)} match no module of the model{near} Its classes are {kinds}.")
+    if missing:
+        raise unmatched("zero.units", missing, (node.kind for node in root.walk()))
     return blocks

@@ -1,0 +1,335 @@
+"""The promise: `zero.checkpointing` has DeepSpeed's names, and changes no bit wherever saved inputs rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from recomputing import WIDTH, Net, make, same, settings, trained
+from torch import nn
+from torch.nn import functional as F
+
+import zero
+from zero import checkpointing
+from zero.config import ConfigError
+from zero.recompute.holder import HOLDER, Holder
+from zero.recompute.rest import Rest, Ticket, restored
+from zero.recompute.settings import RestSettings
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """Leave nothing configured behind."""
+    yield
+    HOLDER.__init__()
+
+
+class Group:
+    """What Megatron's mpu has of it."""
+
+    def get_model_parallel_group(self) -> Any:
+        """All ranks."""
+        return dist.group.WORLD
+
+
+class Middle(NamedTuple):
+    """Tensors in a named tuple."""
+
+    x: torch.Tensor
+    note: str
+
+
+def blocks(count: int = 3) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(6, 18), nn.GELU(), nn.Dropout(0.3), nn.Linear(18, 6)) for _ in range(count)]
+
+
+def call(block: nn.Module, middle: Middle, mask: torch.Tensor, *, shared: torch.Tensor, extra: Any = None) -> Middle:
+    """A function of tensors in many places. The transposed one makes strides matter."""
+    y = block(middle.x) * mask + shared.t()[: middle.x.shape[0]]
+    return Middle(y + extra[0] if extra else y, middle.note)
+
+
+def gradients(through: Callable[..., Any], autocast: bool = False, seed: int = 8, width: int = 6) -> list[torch.Tensor]:
+    """Gradients of blocks and of an input that all of them share, and what is drawn afterwards."""
+    found = blocks()
+    shared = torch.arange(5.0 * width).view(width, 5).requires_grad_()
+    torch.manual_seed(seed)
+    x = Middle(torch.ones(5, 6).requires_grad_() * 2.0, "as it is")
+    other = (shared * 1.5).t().contiguous().t()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        for block in found:
+            x = through(call, block, x, torch.ones(6), shared=other, extra=(other[0, 0], None))
+            assert x.note == "as it is"
+    x.x.float().square().sum().backward()
+    return [*(param.grad for block in found for param in block.parameters()), shared.grad, torch.rand(2)]
+
+
+def plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+RESTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "partition": {"partition_activations": True},
+    "slab": {"contiguous_checkpointing": True, "num_checkpoints": 3},
+    "host": {"checkpoint_in_cpu": True},
+    "host and partition": {"checkpoint_in_cpu": True, "partition_activations": True},
+    "all": {
+        "checkpoint_in_cpu": True,
+        "partition_activations": True,
+        "contiguous_checkpointing": True,
+        "num_checkpoints": 2,
+        "synchronize": True,
+        "profile": True,
+    },
+}
+
+
+def all_rests() -> dict[str, bool]:
+    found = {}
+    for name, arguments in RESTS.items():
+        checkpointing.configure(Group() if dist.get_rank() else dist.group.WORLD, **arguments)
+        found[name] = equal(gradients(plain), gradients(checkpointing.checkpoint))
+        found[f"{name}, autocast"] = equal(gradients(plain, True), gradients(checkpointing.checkpoint, True))
+    HOLDER.__init__()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_no_bit_changes_wherever_inputs_rest(pool, world):
+    for found in pool.run(world, all_rests):
+        assert found == dict.fromkeys(found, True)
+
+
+def slices() -> tuple[list[int], list[bool]]:
+    """Bytes that a rank keeps of inputs of several sizes and strides, and whether they come back as they were."""
+    checkpointing.configure(dist.group.WORLD, partition_activations=True)
+    made = [torch.arange(float(count)).requires_grad_() * 1.0 for count in (1, 2, 7, 64)]
+    made += [made[3].view(8, 8).t(), made[3].view(8, 8)[:, ::2], made[2].expand(2, 7), made[3].to(torch.bfloat16)]
+    tickets = [HOLDER.rest.put([tensor])[0] for tensor in made]
+    back = [restored(ticket) for ticket in tickets]
+    nbytes = [ticket.parcel._places[ticket.index].nbytes for ticket in tickets]
+    HOLDER.__init__()
+    dense = [tensor.stride() == other.stride() for tensor, other in zip(made[:5], back, strict=False)]
+    return nbytes, [torch.equal(a, b) and b.requires_grad for a, b in zip(made, back, strict=True)] + dense
+
+
+def test_each_rank_keeps_its_slice(pool):
+    for nbytes, good in pool.run(3, slices):
+        assert nbytes == [4, 4, 12, 88, 88, 44, 20, 44]
+        assert all(good)
+
+
+class Own(Net):
+    """Calls the function on its blocks and on the parts of one, without knowing an engine."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        turn = self.turn.to(x.dtype)
+        for block in self.blocks:
+            x = checkpointing.checkpoint(self.one, block, x, (turn[0], turn[1]), turn[0, 0])
+        return x
+
+    def one(self, block: nn.Module, x: torch.Tensor, turn: Any, scale: torch.Tensor) -> torch.Tensor:
+        x = checkpointing.checkpoint(torch.add, x, torch.zeros(())) if block is self.blocks[1] else x
+        return block(x, turn, scale=scale)
+
+
+def in_engines(stage: int) -> tuple[list[bool], list[int]]:
+    """Trainings under the JSON alone; bytes of slots that the last of each step had."""
+    base, nbytes = trained(make(), settings(stage, {})), []
+    section = {"contiguous_memory_optimization": True, "number_checkpoints": 4}
+    taken: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        put = Rest.put
+        patch.setattr(Rest, "put", lambda rest, tensors: [put(rest, tensors), taken.append(rest.slots.nbytes)][0])
+        found = [same(base, trained(make(Own), settings(stage, {})))]
+        nbytes.append(max(taken))
+        values = settings(stage, {}, activation_checkpointing=section)
+        found.append(same(base, trained(make(Own), values)))
+        nbytes.append(max(taken))
+        checkpointing.configure(None, values, num_checkpoints=5)  # goes before what the engine's JSON says
+        found.append(same(base, trained(make(Own), values)))
+        nbytes.append(max(taken))
+        HOLDER.__init__()
+    return found, nbytes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inside_an_engine_its_json_counts(pool, stage):
+    for found, nbytes in pool.run(2, in_engines, stage):
+        assert found == [True] * 3
+        assert nbytes == [0, 4 * 4096, 5 * 4096]
+
+
+def test_what_lies_inside_puts_nothing_away():
+    """Inputs of a nested call are recomputed with the outer one."""
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    count = 0
+    put = HOLDER.rest.put
+
+    def counted(tensors: Any) -> Any:
+        nonlocal count
+        count += 1
+        return put(tensors)
+
+    HOLDER.rest.put = counted
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpointing.checkpoint(torch.tanh, checkpointing.checkpoint(torch.exp, x * 2) - 1)
+
+    x = torch.rand(4, requires_grad=True)
+    checkpointing.checkpoint(outer, x * 1.0).sum().backward()
+    assert count == 1
+    y = x.detach().clone().requires_grad_()
+    torch.tanh(torch.exp(y * 2) - 1).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_one_tensor_of_many_calls_rests_once():
+    rest = Rest(RestSettings(host=True))
+    shared = torch.rand(3, requires_grad=True) * 2
+    first, second = rest.put([shared])[0], rest.put([shared])[0]
+    assert isinstance(first, Ticket) and first.parcel is second.parcel
+    assert torch.equal(restored(first), shared) and torch.equal(restored(second), shared)
+    before = shared.detach().clone()
+    shared.add_(1)  # another value, and so another place
+    third = rest.put([shared])[0]
+    assert third.parcel is not first.parcel
+    assert torch.equal(restored(third), shared) and torch.equal(restored(first), before)
+
+
+def test_masks_tables_and_leaves_stay_where_they_are():
+    rest = Rest(RestSettings(host=True))
+    kept = [torch.rand(3), torch.rand(3, requires_grad=True), nn.Parameter(torch.rand(2)), torch.arange(3)]
+    assert all(one is other for one, other in zip(rest.put(kept), kept, strict=True))
+
+
+def test_the_call_before_is_fetched_ahead():
+    rest = Rest(RestSettings(host=True))
+    tickets = [rest.put([torch.rand(3, requires_grad=True) * 2])[0] for _ in range(3)]
+    restored(tickets[2])
+    assert [bool(ticket.parcel._back) for ticket in tickets] == [False, True, False]
+    restored(tickets[1])
+    assert [bool(ticket.parcel._back) for ticket in tickets] == [True, False, False]
+
+
+def drop(x: torch.Tensor) -> torch.Tensor:
+    """Dropout of a stream of the axis, then dropout of torch's own."""
+    with checkpointing.get_cuda_rng_tracker().fork():
+        x = F.dropout(x, 0.5)
+    return F.dropout(torch.sin(x), 0.5)
+
+
+def masks(seed: int) -> list[torch.Tensor]:
+    """What goes through `drop` twice, and its gradient, plain and recomputed; what is drawn afterwards."""
+    checkpointing.configure(dist.group.WORLD)
+    found = []
+    for through in (plain, checkpointing.checkpoint):
+        checkpointing.model_parallel_cuda_manual_seed(seed)
+        x = torch.ones(40, requires_grad=True)
+        y = through(drop, through(drop, x * 1.0))
+        y.sum().backward()
+        with checkpointing.get_cuda_rng_tracker().fork():
+            own = torch.rand(3)
+        found.append(torch.cat([x.grad, y.detach(), own, torch.rand(3)]))
+    HOLDER.__init__()
+    return found
+
+
+def test_named_streams_are_restored(pool):
+    (plain0, again0), (plain1, again1) = pool.run(2, masks, 123)
+    assert torch.equal(plain0, again0) and torch.equal(plain1, again1)
+    assert torch.equal(plain0[-3:], plain1[-3:]), "ranks draw alike outside of the stream"
+    assert not torch.equal(plain0[-6:-3], plain1[-6:-3]), "and apart in it"
+
+
+def test_streams_are_refused_twice_and_by_unknown_names():
+    tracker = checkpointing.get_cuda_rng_tracker()
+    tracker.add("a", 1)
+    with pytest.raises(ValueError, match="seed: another stream has 1 already"):
+        tracker.add("b", 1)
+    with pytest.raises(ValueError, match="name: there is a stream 'a' already"):
+        tracker.add("a", 2)
+    with pytest.raises(ValueError, match="there is no stream 'b'"), tracker.fork("b"):
+        pass
+
+
+def test_arguments_go_before_the_json():
+    assert not checkpointing.is_configured()
+    values = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True, "number_checkpoints": 7}}
+    checkpointing.configure(None, values, profile=False, contiguous_checkpointing=True)
+    assert checkpointing.is_configured()
+    assert HOLDER.rest.settings == RestSettings(host=True, profile=False, contiguous=True, count=7)
+    checkpointing.reset()
+    assert checkpointing.is_configured()
+
+
+def test_what_cannot_be_configured_is_said():
+    with pytest.raises(ValueError, match="contiguous_checkpointing: it needs num_checkpoints"):
+        checkpointing.configure(None, contiguous_checkpointing=True)
+    with pytest.raises(ValueError, match="num_checkpoints: got 0, wanted an integer of at least 1"):
+        checkpointing.configure(None, num_checkpoints=0)
+    with pytest.raises(ValueError, match="mpu_: got a str; wanted an object with get_model_parallel_group"):
+        checkpointing.configure("tp")
+    with pytest.raises(ConfigError, match="activation_checkpointing: unknown key 'cpu_checkpoint'"):
+        checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpoint": True}})
+    with pytest.raises(ConfigError, match="number_checkpoints: is missing"):
+        checkpointing.configure(None, {"activation_checkpointing": {"contiguous_memory_optimization": True}})
+    assert not checkpointing.is_configured()
+
+
+def divided() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        checkpointing.configure(Group(), partition_activations=dist.get_rank() == 0)
+    assert not checkpointing.is_configured()
+    return str(caught.value)
+
+
+def test_ranks_must_configure_alike(pool):
+    for text in pool.run(2, divided):
+        assert text.startswith("the ranks of mpu_ do not configure the same: ")
+        assert "partition = True" in text and "partition = False" in text
+
+
+def test_slots_go_back_when_a_graph_has_gone():
+    checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
+    x = torch.rand(WIDTH, requires_grad=True)
+    for _ in range(5):
+        y = checkpointing.checkpoint(torch.exp, checkpointing.checkpoint(torch.sin, x * 1.0))
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        del y
+        assert len(HOLDER.rest.slots._free) == 2
+    checkpointing.reset()
+    assert HOLDER.rest.slots.nbytes == 0
+    checkpointing.checkpoint(torch.sin, x * 1.0).sum().backward()  # and it goes on
+    assert HOLDER.rest.slots.nbytes == 2 * 4096
+
+
+def test_times_are_logged(caplog):
+    caplog.set_level(logging.INFO, "zero")
+    checkpointing.configure(None, profile=True)
+    x = torch.rand(3, requires_grad=True)
+    y = checkpointing.checkpoint(torch.exp, checkpointing.checkpoint(torch.sin, x))
+    assert not caplog.messages
+    y.sum().backward()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("recomputed calls: 2 forward in ")
+
+
+def test_without_gradients_it_is_a_plain_call():
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    with torch.no_grad():
+        assert checkpointing.checkpoint(torch.add, torch.ones(2), 1).tolist() == [2.0, 2.0]
+    assert HOLDER.rest.slots.nbytes == 0
+    assert zero.checkpointing is checkpointing
+    assert isinstance(HOLDER, Holder)

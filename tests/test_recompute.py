@@ -1,0 +1,393 @@
+"""The promise: `"zero": {"recompute": ...}` changes no bit of a training, on any stage, in whatever way it runs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from recomputing import Block, Net, inputs, make, result, same, settings, steps, trained
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from zero.config import ConfigError, load
+from zero.core import comm
+from zero.recompute.modules import Recomputed
+
+FULL = {"modules": ["Block"]}
+SELECTIVE = {"modules": ["blocks.*"], "policy": "selective"}
+HOST = {"cpu_checkpointing": True}
+SLAB = {"contiguous_memory_optimization": True, "number_checkpoints": 3}
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (FULL, {}),
+    (SELECTIVE, {}),
+    ({**SELECTIVE, "products": 2}, {}),
+    ({**FULL, "every": 2}, {}),
+    ({**FULL, "policy": "auto", "budget": "20 KB"}, {}),
+    (FULL, HOST),
+    (FULL, SLAB),
+    (SELECTIVE, {**HOST, **SLAB, "number_checkpoints": 2}),
+]
+
+
+def ways(stage: int, dtype: str, reduce: str) -> list[bool]:
+    """Whether each way gives the bits of a training without recomputation."""
+    more = {"bf16": {"enabled": dtype == "bf16"}, "zero": {"reduce": reduce}}
+    base = trained(make(), settings(stage, {}, **more))
+    found = []
+    for section, rest in WAYS:
+        made = trained(make(), settings(stage, section, activation_checkpointing=rest, **more))
+        found.append(same(base, made))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "dtype", "reduce"),
+    [
+        *((stage, 2, "fp32", "ranks") for stage in range(4)),
+        *((0, 1, "fp32", "ranks"), (3, 1, "fp32", "ranks")),
+        *((3, 2, "bf16", "ranks"), (2, 2, "fp32", "tree")),
+    ],
+)
+def test_no_bit_changes(pool, stage, world, dtype, reduce):
+    assert pool.run(world, ways, stage, dtype, reduce) == [[True] * len(WAYS)] * world
+
+
+def gathers(section: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Tags of the gathers of a step, which tell units, and how often each block's forward ran."""
+    engine = zero.initialize(model=make(), config=settings(3, section))[0]
+    steps(engine, 1)
+    for block in engine.module.blocks:
+        block.calls = 0
+    tags, plain = [], comm.gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "gather", lambda full, axis, tag: (tags.append(tag), plain(full, axis, tag))[1])
+        steps(engine, 1)
+    calls = [block.calls for block in engine.module.blocks]
+    engine.destroy()
+    return sorted(tags), calls
+
+
+def both_gathers() -> list[tuple[list[int], list[int]]]:
+    return [gathers(section) for section in ({}, FULL, SELECTIVE)]
+
+
+def test_a_recomputed_unit_is_gathered_once(pool):
+    (plain, once), (full, twice), (selective, again) = pool.run(2, both_gathers)[0]
+    assert plain == full == selective
+    assert once == [1, 1, 1]
+    assert twice == again == [2, 2, 2]
+
+
+def two_losses(engine: Any) -> list[float]:
+    """Backward calls of several kinds: a graph run twice, two losses through one forward, one through two."""
+    first = engine(*inputs(0))
+    first.backward(retain_graph=True)
+    first.backward()
+    x = engine.module.embed(inputs(1)[0])
+    second = engine.module.body(x)
+    (second[:, 0].sum() * 0.1).backward(retain_graph=True)
+    second.square().mean().backward()
+    third = engine(*inputs(2)) + engine(*inputs(3))
+    third.backward()
+    engine.step()
+    return [first.item(), second.sum().item(), third.item()]
+
+
+class Smooth(nn.Module):
+    """Has a second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def slopes(stage: int) -> list[bool]:
+    """A penalty on the gradient: a backward through a backward."""
+    found = []
+    for section, rest in ({}, {}), ({}, {}), (SELECTIVE, {}), ({}, {**HOST, **SLAB}):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(Smooth() for _ in range(3)))
+        section = {**section, "modules": ["Smooth"]} if found else {}
+        engine = zero.initialize(model=model, config=settings(stage, section, activation_checkpointing=rest))[0]
+        for _ in range(2):
+            x = torch.ones(2, 6, requires_grad=True)
+            y = engine(x * 1.0).sum()
+            (slope,) = torch.autograd.grad(y, x, create_graph=True)
+            (y + slope.square().sum()).backward()
+            engine.step()
+        found.append(result(engine, [y.item(), slope.tolist()]))
+    return [same(found[0], other) for other in found[1:]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_through_a_backward(pool, stage):
+    assert pool.run(2, slopes, stage) == [[True] * 3] * 2
+
+
+def several(stage: int) -> list[bool]:
+    found = []
+    for section, rest in ({}, {}), (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **SLAB}):
+        engine = zero.initialize(model=make(), config=settings(stage, section, activation_checkpointing=rest))[0]
+        torch.manual_seed(4)
+        found.append(result(engine, [two_losses(engine), steps(engine, 1)]))
+    return [same(found[0], other) for other in found[1:]]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backward_runs_several_times(pool, stage):
+    assert pool.run(2, several, stage) == [[True] * 3] * 2
+
+
+def accumulated() -> list[bool]:
+    made = [trained(make(), settings(3, section, accumulation=2)) for section in ({}, FULL, SELECTIVE)]
+    return [same(made[0], other) for other in made[1:]]
+
+
+def test_micro_batches_add_up(pool):
+    assert pool.run(2, accumulated) == [[True] * 2] * 2
+
+
+class SelfCheckpointing(Net):
+    """Recomputes its blocks, and parts of them, itself."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            block.dropout = Again(block.dropout)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(self.one, block, x, use_reentrant=number == 1)
+        return x
+
+    def one(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x, (self.turn[0], self.turn[1]), scale=self.turn[0, 0])
+
+
+class Again(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def nested(stage: int) -> list[bool]:
+    base = trained(make(), settings(stage, {}))
+    sections = ({}, FULL, SELECTIVE, {**FULL, "policy": "auto", "budget": "20 KB"})
+    sections = (*sections, {"modules": ["Again"]}, {"modules": ["SelfCheckpointing"]})
+    made = [trained(make(SelfCheckpointing), settings(stage, section)) for section in sections]
+    made.append(trained(make(SelfCheckpointing), settings(stage, FULL, activation_checkpointing=HOST)))
+    renamed = [
+        {**each, "params": {name.replace("inner.", ""): p for name, p in each["params"].items()}} for each in made
+    ]
+    return [same(base, other) for other in renamed]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_recomputes_itself(pool, stage):
+    assert pool.run(2, nested, stage) == [[True] * 7] * 2
+
+
+def compiled() -> tuple[list[bool], list[str]]:
+    """Blocks, in the first step in full and whole, then selectively and whole; and parts of a compiled block."""
+    made, policies = [], []
+    for section in {}, {**FULL, "policy": "auto", "budget": "20 KB"}, {"modules": ["blocks.*.up"]}:
+        torch._dynamo.reset()
+        engine = zero.initialize(model=make(blocks=2), config=settings(3, section))[0]
+        engine.compile(backend="aot_eager")
+        torch.manual_seed(9)
+        losses = steps(engine, 2)
+        policies += [module.policy.value for module in engine._recomputing.modules]
+        made.append(result(engine, losses))
+        assert not any("forward" in block.__dict__ for block in engine.module.blocks)
+    return [same(made[0], other) for other in made[1:]], policies
+
+
+def test_compiled_blocks(pool):
+    assert pool.run(2, compiled) == [([True] * 2, ["selective", "none", "full", "full"])] * 2
+
+
+def without_gradients() -> tuple[list[int], list[int], bool]:
+    engine = zero.initialize(model=make(), config=settings(3, FULL, activation_checkpointing=HOST))[0]
+    engine.eval()
+    with torch.no_grad():
+        engine(*inputs(0))
+    with torch.inference_mode():
+        engine(*inputs(0))
+    idle = [block.calls for block in engine.module.blocks]
+    untouched = engine._recomputing.rest.slots.nbytes == 0
+    loss = engine(*inputs(0))  # in eval with gradients, memory is wanted as in training
+    loss.backward()
+    busy = [block.calls for block in engine.module.blocks]
+    engine.destroy()
+    return idle, busy, untouched
+
+
+def test_without_gradients_forward_is_plain(pool):
+    assert pool.run(2, without_gradients) == [([2, 2, 2], [4, 4, 4], True)] * 2
+
+
+class Fragile(Block):
+    """Raises in the call before which `fail_at` calls have been."""
+
+    fail_at = -1
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.calls == self.fail_at:
+            raise ArithmeticError("no")
+        return super().forward(*args, **kwargs)
+
+
+def after_exceptions(stage: int) -> list[bool]:
+    """Steps that fail in the recomputation of the middle block; what follows is as if they had not been."""
+    base, found = trained(make(), settings(stage, {})), []
+    for section, rest in (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **SLAB}):
+        model = make()
+        model.blocks[1].__class__ = Fragile
+        values = settings(stage, {**section, "modules": ["blocks.*"]}, activation_checkpointing=rest)
+        engine = zero.initialize(model=model, config=values)[0]
+        for call in engine.backward, torch.Tensor.backward:
+            loss = engine(*inputs(7))
+            model.blocks[1].fail_at = model.blocks[1].calls
+            with pytest.raises(ArithmeticError):
+                call(loss)
+            model.blocks[1].fail_at = -1
+        torch.manual_seed(100 + dist.get_rank())
+        found.append(same(base, result(engine, steps(engine, 3))))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_in_a_recomputation_leaves_the_engine_usable(pool, stage):
+    assert pool.run(2, after_exceptions, stage) == [[True] * 3] * 2
+
+
+def own_forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A forward that its module was given as an attribute."""
+    return x * 2.0
+
+
+def traces(stage: int) -> list[bool]:
+    plain = make()
+    model = make()
+    model.blocks[2].forward = own_forward
+    signature = inspect.signature(model.blocks[0].forward)
+    engine = zero.initialize(model=model, config=settings(stage, FULL))[0]
+    blocks = engine.module.blocks
+    found = [
+        all(isinstance(block.forward, Recomputed) for block in blocks),
+        list(dict(model.named_parameters())) == list(dict(plain.named_parameters())),
+        list(engine.module_state_dict()) == list(plain.state_dict()),
+        [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()],
+        inspect.signature(blocks[0].forward) == signature,
+    ]
+    with zero.GatheredParameters(list(model.parameters())):
+        copies = [copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))]
+    for copied in copies:
+        found += [not any(isinstance(block.forward, Recomputed) for block in copied)]
+        found += [copied[0].forward.__self__ is copied[0], copied[2].forward is own_forward]
+    engine.destroy()
+    found += ["forward" not in block.__dict__ for block in model.blocks[:2]]
+    return [*found, model.blocks[2].forward is own_forward]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_of_the_model_changes(pool, stage):
+    assert all(map(all, pool.run(2, traces, stage)))
+
+
+def refused(section: dict[str, Any], kind: type[Net] = Net) -> str:
+    model = make(kind)
+    with pytest.raises(ValueError) as caught:
+        zero.initialize(model=model, config=settings(0, section))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    zero.initialize(model=model, config=settings(0, FULL))[0].destroy()  # the model is as it was
+    return str(caught.value)
+
+
+def test_modules_that_are_not_there_are_named(pool):
+    there = "Its classes are ['Block', 'Dropout', 'Embedding', 'LayerNorm', 'Linear', 'ModuleList', 'Net']."
+    assert (
+        pool.run(2, refused, {"modules": ["Blok", "Block"]})
+        == [f"zero.recompute.modules: ['Blok'] match no module of the model; did you mean 'Block'? {there}"] * 2
+    )
+    assert pool.run(1, refused, {"modules": ["block.1"]}) == [
+        f"zero.recompute.modules: ['block.1'] match no module of the model; did you mean 'blocks.1'? {there}"
+    ]
+    assert pool.run(1, refused, {"modules": ["blocks"]}) == [
+        "zero.recompute.modules: 'blocks' is a ModuleList, which has no forward; name the modules in it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        ({"policy": "selective"}, "zero.recompute.modules: is missing; name classes or paths of modules, such as "),
+        ({**FULL, "policy": "auto"}, "zero.recompute.budget: is missing; policy 'auto' fits activations into it"),
+        ({**FULL, "budget": 5}, "zero.recompute.budget: got 5; only policy 'auto' has one, leave it out"),
+        ({**FULL, "products": 2}, "zero.recompute.products: got 2; policy 'full' keeps no products, leave it out"),
+        ({**FULL, "policy": "none"}, "zero.recompute.policy: got 'none', wanted one of 'full', 'selective', 'auto'"),
+        ({**FULL, "every": 0}, "zero.recompute.every: got 0, wanted an integer of at least 1"),
+        ({**FULL, "budget": "12 GB/s"}, "zero.recompute.budget: got '12 GB/s', wanted a number of bytes above 0"),
+        ({**FULL, "polices": "full"}, "zero.recompute: unknown key 'polices'; did you mean 'policy'?"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(section, error):
+    with pytest.raises(ConfigError) as caught:
+        load({"train_batch_size": 8, "zero": {"recompute": section}}, 1)
+    assert caught.value.errors[0].startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(7, 7), ("7", 7), ("1.5 KiB", 1536), ("2kb", 2000), ("3 MB", 3 * 10**6), ("12 GiB", 12 * 2**30)],
+)
+def test_a_budget_is_bytes_or_text(text, nbytes):
+    section = {**FULL, "policy": "auto", "budget": text}
+    assert load({"train_batch_size": 8, "zero": {"recompute": section}}, 1).zero.recompute.budget == nbytes
+
+
+class InPlace(Block):
+    """Changes what a product gave."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return x + self.down(self.up(x).relu_())
+
+
+def in_place() -> tuple[str, list[float], bool]:
+    losses, error = [], ""
+    for section in {}, {**FULL, "modules": ["InPlace"]}, {"modules": ["InPlace"], "policy": "selective"}:
+        model = make()
+        for block in model.blocks:
+            block.__class__ = InPlace
+        engine = zero.initialize(model=model, config=settings(3, section))[0]
+        if section.get("policy") == "selective":
+            with pytest.raises(RuntimeError) as caught:
+                steps(engine, 1)
+            error = str(caught.value)
+            with torch.no_grad():
+                losses.append([engine(*inputs(0)).item()])  # usable, as after every exception
+        else:
+            losses.append(steps(engine, 1))
+        engine.destroy()
+    return error, losses[0], losses[0] == losses[1] == losses[2]
+
+
+def test_a_product_that_is_changed_in_place_is_refused_by_name(pool):
+    for error, _, equal in pool.run(2, in_place):
+        assert error == (
+            "recomputed module 'blocks.0' changes in place what a matrix product or attention gave, which policy "
+            "'selective' keeps; use policy 'full', or do without the change (inplace=False)"
+        )
+        assert equal

@@ -1,0 +1,222 @@
+"""The promise: what recomputation keeps is what its policy says, to the byte; `auto` stays in its budget."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from recomputing import HEADS, WIDTH, inputs, make, settings, steps
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero
+from zero.core.tensors import memory_of
+from zero.plan.recompute import Choice, Policy
+from zero.recompute import modules
+
+BLOCKS = 4
+TOKENS = 2 * 5  # of a micro-batch
+INPUT = TOKENS * WIDTH * 4  # bytes of the input of a block
+STATISTICS = 2 * TOKENS * HEADS * 4  # what attention gives besides its result is not more
+# Every product of a block but the last, and attention: qkv, out, up, and the heads together.
+PRODUCTS = TOKENS * (3 * WIDTH + WIDTH + 4 * WIDTH + WIDTH) * 4
+
+
+class Alive(TorchDispatchMode):
+    """Knows the storages of all that operations give while it is there, but those of parameters."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._parameters = {unit.memory for unit in engine._sharded.units}
+        self._found: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in self._parameters:
+                storage = tensor.untyped_storage()
+                self._found[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def nbytes(self) -> int:
+        """Bytes that are still there."""
+        gc.collect()
+        return sum(nbytes for ref, nbytes in self._found.items() if not ref.expired())
+
+
+def made(section: dict[str, Any], rest: dict[str, Any], stage: int = 0) -> Any:
+    values = settings(stage, section, activation_checkpointing=rest)
+    return zero.initialize(model=make(blocks=BLOCKS, dropout=0.0), config=values)[0]
+
+
+def kept(section: dict[str, Any], rest: dict[str, Any]) -> int:
+    """Bytes that one block more keeps between the forward and the backward of the second step."""
+    engine = made(section, rest)
+    steps(engine, 1)
+    found = []
+    for count in (1, BLOCKS):
+        x = engine.module.embed(inputs(0)[0])
+        with Alive(engine) as alive, engine._recomputing.scope():
+            y = x
+            for block in engine.module.blocks[:count]:
+                y = block(y, (engine.module.turn[0], engine.module.turn[1]), scale=engine.module.turn[0, 0])
+            found.append(alive.nbytes())
+        y.sum().backward()
+    engine.zero_grad()
+    engine.destroy()
+    assert (found[1] - found[0]) % (BLOCKS - 1) == 0
+    return (found[1] - found[0]) // (BLOCKS - 1)
+
+
+def table() -> dict[str, int]:
+    selective = {"modules": ["Block"], "policy": "selective"}
+    host = {"cpu_checkpointing": True}
+    slab = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
+    return {
+        "none": kept({}, {}),
+        "full": kept({"modules": ["Block"]}, {}),
+        "selective": kept(selective, {}),
+        "every second": kept({**selective, "products": 2}, {}),
+        "host": kept({"modules": ["Block"]}, host),
+        "slab": kept({"modules": ["Block"]}, slab),
+    }
+
+
+def test_a_block_keeps_what_its_policy_says(pool):
+    found = pool.run(1, table)[0]
+    assert found["full"] == INPUT
+    assert INPUT + PRODUCTS <= found["selective"] <= INPUT + PRODUCTS + STATISTICS
+    assert found["host"] == INPUT  # in the slot; the tensor itself has gone
+    assert found["slab"] == 0  # the slab is one storage, which was there before
+    assert found["selective"] <= 0.7 * found["none"]
+    assert found["every second"] <= 0.5 * found["none"]
+
+
+def slots(rest: dict[str, Any]) -> list[int]:
+    """Bytes that slots take after each of some steps of various lengths, and after the end."""
+    engine = made({"modules": ["Block"]}, rest)
+    found = []
+    for tokens in (5, 5, 3, 5):
+        loss = engine(*(each[:, :tokens] for each in inputs(0)))
+        engine.backward(loss)
+        engine.step()
+        found.append(engine._recomputing.rest.slots.nbytes)
+    rest = engine._recomputing.rest
+    del loss
+    engine.destroy()
+    return [*found, rest.slots.nbytes]
+
+
+def test_slots_are_used_again(pool):
+    page = 4096  # one input fits into a page; slots on the host are whole pages or what was asked for
+    slab = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
+    assert pool.run(1, slots, slab)[0] == [BLOCKS * page] * 4 + [0]
+    assert pool.run(1, slots, {**slab, "cpu_checkpointing": True})[0] == [BLOCKS * page] * 4 + [0]
+    assert pool.run(1, slots, {"cpu_checkpointing": True})[0] == [BLOCKS * INPUT] * 4 + [0]
+
+
+def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
+    """The policies that are chosen under a budget, the peak of what blocks keep in a later step, and what is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    engine = made({"modules": ["Block"], "policy": "auto", "budget": budget}, {}, stage)
+    steps(engine, 1)
+    logging.getLogger("zero").removeHandler(handler)
+    policies = [module.policy.value for module in engine._recomputing.modules]
+    steps(engine, 1)
+    x = engine.module.embed(inputs(0)[0])
+    with Alive(engine) as alive:
+        y = engine.module.body(x)
+        nbytes = alive.nbytes()
+    y.sum().backward()
+    engine.destroy()
+    return policies, nbytes, [line for line in lines if line.startswith("zero.recompute: of")]
+
+
+def all_budgets(stage: int) -> list[Any]:
+    return [under_budget(stage, budget) for budget in (1, 25_000, 40_000, 10**7)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_auto_recomputes_as_little_as_fits(pool, stage):
+    ranks = pool.run(2, all_budgets, stage)
+    assert [[each[0] for each in rank] for rank in ranks] == [[each[0] for each in ranks[0]]] * 2
+    (least, first, said), (_, second, _), (_, third, _), (most, fourth, last) = ranks[0]
+    assert least == ["full"] * BLOCKS
+    assert most == ["none"] * BLOCKS
+    mixed = ranks[0][2][0]
+    assert len(set(mixed)) > 1 and sorted(mixed, key=["full", "selective", "none"].index) == mixed
+    assert first < second < third < fourth
+    assert second <= 25_000 and third <= 40_000
+    assert "which is more than the budget" in said[0] and "4 in full" in said[0]
+    assert "4 keep all" in last[0]
+    assert not ranks[1][0][2], "rank 0 speaks for all"
+
+
+class Other(torch.nn.Module):
+    """Runs its block on rank 0 only, and twice there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make(blocks=2).blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn = torch.ones(2, WIDTH // HEADS)
+        for _ in range(2 if dist.get_rank() == 0 else 0):
+            x = self.blocks[0](x, (turn[0], turn[1]), scale=turn[0, 0])
+        return x.square().mean() + sum(param.sum() for param in self.parameters()) * 0.0
+
+
+def differing() -> list[str]:
+    values = settings(1, {"modules": ["Block"], "policy": "auto", "budget": "1 GiB"})
+    engine = zero.initialize(model=Other(), config=values)[0]
+    engine.backward(engine(torch.ones(2, 5, WIDTH)))
+    engine.step()
+    policies = [module.policy.value for module in engine._recomputing.modules]
+    engine.destroy()
+    return policies
+
+
+def test_ranks_that_call_other_modules_choose_alike(pool):
+    assert pool.run(2, differing) == [[Policy.NONE.value, Policy.FULL.value]] * 2
+
+
+class Pair(torch.nn.Module):
+    """Two blocks, each of a unit of its own."""
+
+    def __init__(self, first: torch.nn.Module, second: torch.nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor, turn: Any, *, scale: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, turn, scale=scale), turn, scale=scale)
+
+
+def pairs() -> list[tuple[int, list[str]]]:
+    """Bytes that `auto` says the model takes, and what it chooses: by blocks, and by pairs of them."""
+    choices: list[Choice] = []
+    for kind in ("Block", "Pair"):
+        model = make(blocks=BLOCKS, dropout=0.0)
+        if kind == "Pair":
+            blocks = list(model.blocks)
+            model.blocks = torch.nn.ModuleList([Pair(*blocks[:2]), Pair(*blocks[2:])])
+        section = {"modules": [kind], "policy": "auto", "budget": "1 GiB"}
+        engine = zero.initialize(model=model, config=settings(3, section, zero={"units": ["Block"]}))[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modules, "say", lambda choice, budget: choices.append(choice))
+            steps(engine, 2)
+        engine.destroy()
+    return [(choice.nbytes, [policy.value for policy in choice.policies.values()]) for choice in choices]
+
+
+def test_parameters_do_not_count_whatever_unit_they_are_of(pool):
+    alone, paired = pool.run(2, pairs)[0]
+    assert alone[1] == ["none"] * 4
+    assert paired == (alone[0], ["none"] * 2)

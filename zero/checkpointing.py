@@ -1,0 +1,135 @@
+"""DeepSpeed's functions for recomputing activations, by the names they have there.
+
+    zero.checkpointing.configure(mpu, deepspeed_config="zero.json")
+    y = zero.checkpointing.checkpoint(block, x)
+
+Inside the forward of an engine, `checkpoint` does as the engine's JSON says and needs no `configure`, unless that was
+called. Modules that the JSON names under `zero.recompute` need neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero.config import Config, load
+from zero.core.agree import agree
+from zero.core.mesh import Axis, local_device
+from zero.recompute.call import recomputed
+from zero.recompute.holder import HOLDER
+from zero.recompute.rest import ALONE, Rest
+from zero.recompute.seeds import SeedTracker, seed_model_parallel
+from zero.recompute.settings import RestSettings
+from zero.watch.watch import Watch
+
+__all__ = [
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+]
+
+_GROUPS = ("get_model_parallel_group", "get_tensor_model_parallel_group")
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: str | Path | Mapping[str, Any] | Config | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how inputs of recomputed calls rest, for this process; an argument goes before the JSON.
+
+    mpu_: what names the ranks that compute one sample together, over which `partition_activations` cuts inputs: an
+    object with `get_model_parallel_group()` (or `get_tensor_model_parallel_group()`), a process group, or None.
+    deepspeed_config: a path, a dict or a checked config, of which the section `activation_checkpointing` counts.
+    All ranks of `mpu_` call it, which is collective for them. Raises ValueError for what does not fit, ConfigError for
+    the JSON, RuntimeError where the ranks say different things.
+    """
+    axis = _axis(mpu_)
+    given = {
+        "partition": partition_activations,
+        "contiguous": contiguous_checkpointing,
+        "count": num_checkpoints,
+        "host": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    known = vars(RestSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
+    settings = RestSettings(**known | {name: value for name, value in given.items() if value is not None})
+    device = local_device() if axis.native else torch.device("cpu")  # where the messages lie
+    what = "the ranks of mpu_ do not configure the same"
+    agree([f"{name} = {value}" for name, value in vars(settings).items() if name != "profile"], axis, device, what)
+    made = Rest(settings, axis)
+    reset()
+    HOLDER.axis, HOLDER.rest = axis, made
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return HOLDER.rest is not None
+
+
+def reset() -> None:
+    """Give the memory back that waits for further inputs; what `configure` said stays, as in DeepSpeed."""
+    if HOLDER.rest is not None:
+        HOLDER.rest.slots.close()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of which the graph keeps the inputs and computes the rest again in backward.
+
+    Dropout gives the same mask and autocast is the same. Tensors among the arguments, and in tuples, rest as
+    `configure` or the JSON of the engine around says. The same as `non_reentrant_checkpoint`.
+    """
+    return recomputed(function, args, kwargs, HOLDER.scope.rest)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def get_cuda_rng_tracker() -> SeedTracker:
+    """Named streams of random numbers; a recomputation finds them as its forward did. Without a GPU, of the CPU."""
+    return HOLDER.seeds
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed torch alike on the ranks of `mpu_`, and the stream of `get_cuda_rng_tracker().fork()` apart on each."""
+    seed_model_parallel(HOLDER.seeds, seed, HOLDER.axis.rank)
+
+
+def _axis(mpu: Any) -> Axis:
+    if mpu is None:
+        return ALONE
+    group = mpu
+    if not isinstance(mpu, dist.ProcessGroup):
+        name = next((name for name in _GROUPS if callable(getattr(mpu, name, None))), None)
+        if name is None:
+            raise ValueError(
+                f"mpu_: got a {type(mpu).__name__}; wanted an object with get_model_parallel_group(), a process group, "
+                "or None"
+            )
+        group = getattr(mpu, name)()
+    if not dist.is_initialized():
+        raise ValueError("mpu_: there is no process group yet; call zero.init_distributed() first")
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"mpu_: its group does not hold this process (rank {dist.get_rank()})")
+    return Axis(group, size, rank, dist.get_backend(group) == "nccl", Watch(dist.get_rank()))
+
+
+def _config(source: Any) -> Config:
+    if isinstance(source, Config):
+        return source
+    return load(source, dist.get_world_size() if dist.is_initialized() else 1, need_batch=False)

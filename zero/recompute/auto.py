@@ -1,0 +1,97 @@
+"""Policy "auto": measure in the first step, then recompute as little as fits into a budget."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.core import comm
+from zero.core.gathering import in_backward
+from zero.core.mesh import Axis
+from zero.core.tensors import tensors_in
+from zero.log import rank_zero
+from zero.plan.host import MIB
+from zero.plan.recompute import Choice, Cost, Policy, choose
+from zero.recompute.measure import measured
+from zero.recompute.rest import Rest
+
+_CODES = (None, Policy.NONE, Policy.SELECTIVE, Policy.FULL)  # the later one wins where ranks differ
+
+
+class Auto:
+    """Sees the calls of the first step.
+
+    Modules of one kind (class, parameters, shapes of the inputs) cost the same, so one of each runs as it is and is
+    measured, and the others are recomputed in full: the first step, too, takes little more than one module.
+    """
+
+    def __init__(self, budget: int, rest: Rest, every: int) -> None:
+        self.budget = budget
+        self._rest = rest
+        self._every = every
+        self._measured_by: dict[Hashable, int] = {}  # kind -> number of the module that stands for it
+        self._costs: dict[Hashable, Cost] = {}
+        self._calls: list[list[tuple[int, Hashable]]] = [[]]  # by backward: modules in the order of their forwards
+
+    def call(
+        self, number: int, module: nn.Module, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
+        """Note a call of module `number`. Run it if it is to be measured: (True, what it gave), else (False, None)."""
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors_in((tuple(args), dict(kwargs)))]
+        kind = (type(module), sum(param.numel() for param in module.parameters()), tuple(shapes))
+        if not in_backward():
+            self._calls[-1].append((number, kind))
+        if self._measured_by.setdefault(kind, number) != number:
+            return False, None
+        out, cost = measured(module, fn, args, kwargs, self._rest, self._every)
+        self._costs[kind] = cost.most(self._costs.get(kind, Cost()))
+        return True, out
+
+    def backward_ended(self) -> None:
+        """What comes is of another forward."""
+        if self._calls[-1]:
+            self._calls.append([])
+
+    def choose(self) -> Choice:
+        """By what this rank has seen: for the forward that keeps most."""
+        choices = []
+        for calls in self._calls:
+            costs: dict[int, Cost] = {}
+            for number, kind in calls:
+                if kind in self._costs:  # else the forward that was to be measured has raised
+                    costs[number] = self._costs[kind].most(costs.get(number, Cost()))
+            choices.append(choose([number for number, _ in calls if number in costs], costs, self.budget))
+        policies: dict[int, Policy] = {}
+        for choice in choices:
+            for number, policy in choice.policies.items():
+                policies[number] = max(policy, policies.get(number, policy), key=_CODES.index)
+        return Choice(policies, max(choice.nbytes for choice in choices))
+
+
+def agreed(choice: Choice, modules: int, axis: Axis, device: torch.device) -> Choice:
+    """One choice for all ranks of the axis: for each module the one that keeps least; collective.
+
+    A module that no rank has called is recomputed in full.
+    """
+    codes = [_CODES.index(choice.policies.get(number)) for number in range(modules)]
+    own = torch.tensor([choice.nbytes, *codes], dtype=torch.int64, device=device)
+    nbytes, *codes = comm.gather_scalars(own, axis, "choice of what is recomputed").amax(dim=0).tolist()
+    return Choice({number: _CODES[code] or Policy.FULL for number, code in enumerate(codes)}, nbytes)
+
+
+def say(choice: Choice, budget: int) -> None:
+    """Log what was chosen."""
+    count = Counter(choice.policies.values())
+    fits = choice.nbytes <= budget
+    rank_zero(
+        logging.INFO if fits else logging.WARNING,
+        "zero.recompute: of %d modules %d keep all, %d are recomputed but for products and attention, %d in full; "
+        "their activations take at most %.2f MiB, %s the budget of %.2f MiB",
+        *(len(choice.policies), count[Policy.NONE], count[Policy.SELECTIVE], count[Policy.FULL]),
+        *(choice.nbytes / MIB, "within" if fits else "which is more than", budget / MIB),
+    )

@@ -1,0 +1,83 @@
+"""Streams of random numbers by name, so that ranks of one axis may draw alike or apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+MODEL_PARALLEL = "model-parallel-rng"
+
+
+class SeedTracker:
+    """Named states of the generator that this process computes with: its CUDA device's, else the CPU's."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self._states, self._seeds = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """The state of each stream."""
+        return dict(self._states)
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put streams back to what `get_states` gave."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a stream. Raises ValueError for a name or a seed that is taken."""
+        if seed in self._seeds:
+            raise ValueError(f"seed: another stream has {seed} already; give each its own")
+        if name in self._states:
+            raise ValueError(f"name: there is a stream {name!r} already; call reset() first")
+        self._seeds.add(seed)
+        generator = _generator()
+        before = generator.get_state()
+        try:
+            generator.manual_seed(seed)
+            self._states[name] = generator.get_state()
+        finally:
+            generator.set_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Inside, torch draws from the stream `name`; outside it goes on as if nothing had been drawn."""
+        if name not in self._states:
+            raise ValueError(f"name: there is no stream {name!r}; add() one of {sorted(self._states)} or a new one")
+        generator = _generator()
+        before = generator.get_state()
+        generator.set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = generator.get_state()
+            generator.set_state(before)
+
+    @contextlib.contextmanager
+    def as_of(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the streams are at `states`; what is drawn there does not move them outside."""
+        now = self.get_states()
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self.set_states(now)
+
+
+def seed_model_parallel(tracker: SeedTracker, seed: int, rank: int) -> None:
+    """Seed torch alike on the ranks of the model axis, and their stream `MODEL_PARALLEL` apart."""
+    tracker.reset()
+    _generator().manual_seed(seed)
+    tracker.add(MODEL_PARALLEL, seed + 2718 + rank)  # DeepSpeed's offset, so that a run's masks stay the same
+
+
+def _generator() -> torch.Generator:
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator
