@@ -37,6 +37,11 @@ class Lane:
         """The point that the lane has reached, for others to wait for."""
         return None if self._stream is None else self._stream.record_event()
 
+    def drain(self) -> None:
+        """Wait until all that was queued on it is over."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def keep(self, tensor: torch.Tensor) -> None:
         """The memory of a device tensor must not be reused before the lane has done with it."""
         if self._stream is not None and tensor.is_cuda:
