@@ -133,7 +133,7 @@ def test_two_ranks(pool, name, precision):
     check(pool, name, 2, precision)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", AT_THREE)
 def test_three_ranks(pool, name, precision):
     check(pool, name, 3, precision)

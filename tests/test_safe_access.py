@@ -129,9 +129,7 @@ OTHERS = [
     ("Lion", {}, ("exp_avg", "step")),
     ("SGD", {"momentum": 0.9}, ("momentum_buffer", "step")),
     ("Adagrad", {"initial_accumulator_value": 0.1}, ("sum", "step")),
-    ("Adam", {"torch_adam": True}, ADAM),
     ("NAdam", {}, ("exp_avg", "exp_avg_sq", "mu_product", "step")),
-    ("Rprop", {}, ("prev", "step_size", "step")),
     ("RMSprop", {"momentum": 0.5, "centered": True}, ("square_avg", "momentum_buffer", "grad_avg", "step")),
     ("SGD", {"momentum": 0.9, "foreach": True}, ("momentum_buffer",)),
 ]

@@ -107,7 +107,7 @@ def test_an_exception_that_is_caught_in_time_ends_nothing(pool: Pool, stage: int
 
 
 PROGRAM = """
-import torch, zero
+import sys, torch, zero
 from models import batch, config, make_net
 
 class Data(torch.utils.data.Dataset):
@@ -121,7 +121,7 @@ workers = torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2, multi
 for tokens, targets in workers:
     engine.backward(engine(tokens, targets))
     engine.step()
-print("trained", engine.global_steps, flush=True)
+sys.stdout.write(f"trained {engine.global_steps}\\n")
 """
 
 
