@@ -154,7 +154,7 @@ def test_the_tree_gives_one_hash_at_any_world_size_and_the_ranks_order_does_not(
                 assert found[world][index]["norm"] == first["norm"]
         losses = first["losses"]
         assert sum(losses[-8:]) < sum(losses[:8]), "nothing was learnt"
-    plain = {world: trained(pool, world, cases("ranks")[:1] + cases("ranks")[6:7]) for world in (1, 2, 4)}
+    plain = {world: trained(pool, world, [cases("ranks")[0], cases("ranks")[-1]]) for world in (1, 2, 4)}
     for index in range(2):
         assert len({plain[world][index]["hash"] for world in plain}) == 3
 
