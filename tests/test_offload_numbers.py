@@ -89,3 +89,10 @@ def test_moments_in_fewer_bits(pool: Any, tmp_path: Any, moments: str) -> None:
     params = {"lr": 1e-2, "weight_decay": 0.1, "zero": {"moments": moments}}
     more = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": params}}
     check(pool, 2, [2, 3], [(1, 0.5)], 5, str(tmp_path), False, more)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_micro_batches_that_add_up_as_a_tree(pool: Any, tmp_path: Any, world: int) -> None:
+    more = {"bf16": {"enabled": True}, "zero": {"reduce": "tree"}}
+    check(pool, world, [2], [(4, 0.5)], 3, str(tmp_path), False, more)
+    check(pool, world, [1], [(4, 0.5)], 3, str(tmp_path), True, more)

@@ -178,6 +178,7 @@ class Gradients:
         inbox, self._inbox = self._inbox, None
         if inbox is None:
             return
+        rests = self.rest is not None and self._partials is None  # a tree keeps the sums that are not finished itself
         if self._mesh.replica.size > 1:
             axis = self._mesh.replica
             total = inbox.flat
@@ -188,10 +189,10 @@ class Gradients:
             self._transfer = comm.gather(total, axis, self._tag + 1)
         elif self._sum is not None and self._partials is None and self._dtypes.kept == torch.float32:
             inbox.sum(self._sum, True)
-        elif len(inbox.rows) == 1 and (self.rest is not None or inbox.rows[0].dtype == self._dtypes.kept):
+        elif len(inbox.rows) == 1 and (rests or inbox.rows[0].dtype == self._dtypes.kept):
             inbox.arrive()
             self._hold(inbox.rows[0])
-        elif self.rest is None or self._partials is not None or not self.rest.add_up(inbox.sum):
+        elif not (rests and self.rest.add_up(inbox.sum)):
             numel = inbox.flat.numel() // self._mesh.shard.size
             total = self._memory(numel, torch.float32)
             inbox.sum(total, False)
