@@ -60,7 +60,22 @@ class Update:
             self.busy.append(now - self.begun)
 
 
-class Ours:
+class Driven:
+    """What an engine drives: ours and DeepSpeed's have the same three calls."""
+
+    engine: Any
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.engine(x, y)
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+
+class Ours(Driven):
     """The engine from a JSON; `section` is its `zero_optimization`."""
 
     def __init__(self, sizes: Sizes, section: dict[str, Any], moments: str | None = None) -> None:
@@ -78,15 +93,6 @@ class Ours:
         updates = self.engine.optimizer._updates
         if updates is not None:
             updates.seen = self.update.seen
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.engine(x, y)
-
-    def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
-
-    def step(self) -> None:
-        self.engine.step()
 
     def settle(self) -> None:
         """Wait for all that runs beside the loop."""
@@ -139,7 +145,7 @@ class Fsdp2:
     def close(self) -> None: ...
 
 
-class DeepSpeed:
+class DeepSpeed(Driven):
     """DeepSpeed's engine with the optimizer on the CPU; stage 3 keeps its parameters on the device, its fastest way."""
 
     def __init__(self, sizes: Sizes, stage: int) -> None:
@@ -155,15 +161,6 @@ class DeepSpeed:
             "zero_optimization": section,
         }
         self.engine, *_ = deepspeed.initialize(model=sizes.made(sizes.device), config=config)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.engine(x, y)
-
-    def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
-
-    def step(self) -> None:
-        self.engine.step()
 
     def settle(self) -> None: ...
 
