@@ -12,16 +12,19 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
+from zero.checkpoint.exchange import Exchange
 from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
 from zero.engine.accumulation import Accumulation, Window
 from zero.engine.compiling import Compiling
+from zero.engine.load_checkpoint import LoadCheckpoint
 from zero.engine.offload import Offload, Rest
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
+from zero.engine.save_checkpoint import SaveCheckpoint
 from zero.engine.weights import Weights
 from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from zero.engine.check.compare import Report
 
 
-class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
+class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Compiling, nn.Module):
     """Wraps a model for training; made by `zero.initialize`.
 
         loss = engine(batch)
@@ -71,6 +74,7 @@ class Engine(Accumulation, Weights, Offload, Compiling, nn.Module):
         self._recomputing = recomputing
         sharded.reducer.on_flush(recomputing.backward_ended)
         self._window = Window()
+        self._exchange = Exchange(sharded.mesh.rank, sharded.mesh.world_size)
         self._resting: list[Rest] = []
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
         self._initialize: Any = None  # what made this engine; check() makes others with it

@@ -71,8 +71,22 @@ class Rule(Protocol):
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
 
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: bool = False) -> dict[str, Kept]:
+        """All states of a fragment of the shard as they are kept, views to read and write while the state is lent.
+
+        The last block of one in 8 bit is whole, so it may have elements behind the fragment, which are padding.
+        Empty where the state does not exist yet, unless it is to `make`.
+        """
+
     def forget(self) -> None:
         """Give all state back."""
+
+
+class Kept(NamedTuple):
+    """One state of some elements, and whether it can be negative."""
+
+    moment: Moment
+    signed: bool
 
 
 def _adam(group: Group, decoupled: bool) -> Adam:
@@ -224,6 +238,11 @@ class FusedRule:
             padded[: part.numel] = values
             moment.write(padded, signed)
 
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: bool = False) -> dict[str, Kept]:
+        """See `Rule.kept`."""
+        names = self._formula(group).state_names
+        return {key: Kept(*self._moment(unit, group, key, part)) for key in names}
+
     def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
         """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""
         index = self._formula(group).state_names.index(key)
@@ -321,6 +340,17 @@ class TorchRule:
         if state.get(key) is None:
             state[key] = torch.zeros_like(unit.master.tensor)
         state[key].narrow(0, part.at, part.numel).copy_(values)
+
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: bool = False) -> dict[str, Kept]:
+        """See `Rule.kept`."""
+        if make:
+            state = self._state(unit, group)
+        else:
+            leaf, inner = self._inner.get(unit.index, (None, None))
+            state = inner.state.get(leaf, {}) if inner is not None else {}
+        shape = unit.master.tensor.shape
+        wide = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape}
+        return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
 
     def forget(self) -> None:
         """See `Rule.forget`."""

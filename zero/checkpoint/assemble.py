@@ -1,0 +1,54 @@
+"""From what all ranks have written to the index of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zero.checkpoint.index import Index, Parameter, Part, Stored
+from zero.checkpoint.safe_file import NAMES, Piece
+
+Line = list[Any]  # [kind, name, dtype, shape, start, numel, file, offset, checksums], as JSON carries it
+
+
+def line_of(piece: Piece, part: Part) -> Line:
+    """What a rank tells of a piece that it has written."""
+    return [piece.kind, piece.name, NAMES[piece.values.dtype], list(piece.shape), *part]
+
+
+def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> Index:
+    """The index of everything that `lines` of all ranks say.
+
+    known:  for each parameter its "group", "numbers", "dtype" and "shape".
+    values: the other fields of `Index`.
+    """
+    found: dict[str, dict[str, Stored]] = {}
+    for kind, name, dtype, shape, start, numel, file, offset, sums in lines:
+        part = Part(start, numel, file, offset, tuple(sums))
+        tensors = found.setdefault(kind, {})
+        before = tensors.get(name, Stored(dtype, tuple(shape), ()))
+        tensors[name] = before._replace(parts=tuple(sorted((*before.parts, part))))
+    weights, masters = found.pop("weight", {}), found.pop("master", {})
+    buffers, tensors = found.pop("buffer", {}), found.pop("tensor", {})
+    scales = {kind.removeprefix("scales."): found.pop(kind) for kind in list(found) if kind.startswith("scales.")}
+    parameters = {
+        name: Parameter(
+            weight=weights.get(name, Stored(more["dtype"], tuple(more["shape"]), ())),  # one without elements
+            master=masters.get(name),
+            moments=_of(found, name),
+            scales=_of(scales, name),
+            numbers=more["numbers"],
+            group=more["group"],
+        )
+        for name, more in known.items()
+    }
+    return Index(parameters=parameters, buffers=buffers, tensors=tensors, **values)
+
+
+def _of(kinds: Mapping[str, Mapping[str, Stored]], name: str) -> dict[str, Stored]:
+    return {kind: tensors[name] for kind, tensors in kinds.items() if name in tensors}
+
+
+def file_name(kind: str, rank: int, world_size: int, save: str) -> str:
+    """What a rank's file of one kind is called; `save` keeps it apart from those of an earlier save of the tag."""
+    return f"{kind}-{rank:05d}-of-{world_size:05d}.{save}.safetensors"

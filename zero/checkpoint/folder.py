@@ -1,0 +1,70 @@
+"""The folder of a run's checkpoints: one folder per tag, and the name of the newest in `latest`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from zero.checkpoint.index import Damaged, Index
+
+INDEX = "index.json"
+LATEST = "latest"
+
+
+def publish(path: Path, text: str) -> None:
+    """Give a file this content in one moment: written beside, synced, renamed, and the folder synced."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_index(folder: Path) -> Index:
+    """The index of one checkpoint; raises Damaged for one that is not whole as far as sizes tell."""
+    path = folder / INDEX
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise Damaged(f"{folder} holds no whole checkpoint: {INDEX}, which is written last, is not there") from None
+    index = Index.of_json(text, str(path))
+    problems = index.problems()
+    for name, nbytes in index.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
+        if found != nbytes:
+            problems.append(f"{name} has {found} bytes, not {nbytes}")
+    if problems:
+        raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(problems[:20])}")
+    return index
+
+
+def latest(folder: Path) -> str | None:
+    """The tag that `latest` names, or None without one."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def tags(folder: Path) -> list[str]:
+    """The tags in a folder that have an index, oldest first."""
+    found = [(path.stat().st_mtime_ns, path.parent.name) for path in folder.glob(f"*/{INDEX}")]
+    return [tag for _, tag in sorted(found)]

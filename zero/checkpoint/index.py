@@ -1,0 +1,257 @@
+"""The index of a checkpoint: which elements of which tensor lie where in which file, and all that is no tensor.
+
+Words: a *tensor* is whole, as a model knows it; a *part* is a range of its elements in one file. The parts of a tensor
+do not overlap and leave nothing out, so a reader of any world size finds the elements that it wants. Nothing here
+touches a tensor or a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+VERSION = 1
+CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
+ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
+ITEMSIZE["bool"] = 1
+
+
+class Damaged(ValueError):
+    """What is wrong with an index, or with a checkpoint that does not hold what its index says."""
+
+
+class Part(NamedTuple):
+    """Elements [start, start + numel) of a flattened tensor, from byte `offset` of `file` on.
+
+    crc32: the CRC-32 of zlib of each CHUNK bytes, the last perhaps of fewer; None where nobody has counted one.
+    """
+
+    start: int
+    numel: int
+    file: str
+    offset: int
+    crc32: tuple[int, ...] | None = None
+
+
+class Stored(NamedTuple):
+    """A tensor in files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parts."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def cover(self, start: int, numel: int) -> Iterator[tuple[Part, int, int]]:
+        """The parts that hold elements of [start, start + numel), with first element (of the tensor) and count."""
+        for part in self.parts:
+            first = max(part.start, start)
+            count = min(part.start + part.numel, start + numel) - first
+            if count > 0:
+                yield part, first, count
+
+    def gaps(self) -> str | None:
+        """Which elements no part or more than one holds, or None."""
+        end = 0
+        for part in sorted(self.parts):
+            if part.start != end:
+                return f"elements {min(end, part.start)} to {max(end, part.start)}"
+            end += part.numel
+        return None if end == self.numel else f"elements {end} to {self.numel}"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter and the state of the optimizer behind it.
+
+    weight:  as the model computes with it.
+    master:  the exact values, fp32, or the int16 remainders that `zero.kernels.remainder` makes them of; None where
+             the weight is exact.
+    moments: by torch's name of the state; those in uint8 have `scales` of the same name, fp32, one for 256 elements.
+    numbers: single numbers of the state, "step" among them.
+    group:   which parameter group trains it; None for a frozen one.
+    """
+
+    weight: Stored
+    master: Stored | None = None
+    moments: Mapping[str, Stored] = field(default_factory=dict)
+    scales: Mapping[str, Stored] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    group: int | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """All of them, with what they are."""
+        yield "weight", self.weight
+        if self.master is not None:
+            yield "master", self.master
+        yield from self.moments.items()
+        for name, stored in self.scales.items():
+            yield f"scales of {name}", stored
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that one checkpoint holds.
+
+    save:    tells this save from every other of the same tag; part of the names of its files.
+    tied:    other names of parameters -> the one that they are stored by.
+    buffers: of rank 0, those that are in a state_dict.
+    tensors: what `shared`, `ranks` and `client` refer to.
+    files:   name -> bytes.
+    ranks:   what each rank keeps for itself (random numbers, buffers that differ), by rank.
+    signed:  name of a moment -> whether it can be negative, which says what codes of 8 bit mean.
+    rotates: whether a later save may delete it to keep their number.
+    """
+
+    save: str
+    tag: str
+    parameters: Mapping[str, Parameter]
+    files: Mapping[str, int]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, Stored] = field(default_factory=dict)
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    shared: Any = None
+    ranks: tuple[Any, ...] = ()
+    client: Any = None
+    signed: Mapping[str, bool] = field(default_factory=dict)
+    config: Any = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rotates: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return len(self.ranks)
+
+    def stored(self) -> Iterator[tuple[str, Stored]]:
+        """Every tensor, with a name for messages."""
+        for name, parameter in self.parameters.items():
+            for what, stored in parameter.tensors():
+                yield f"{what} of '{name}'", stored
+        for name, stored in self.buffers.items():
+            yield f"buffer '{name}'", stored
+        for name, stored in self.tensors.items():
+            yield f"tensor '{name}'", stored
+
+    def problems(self) -> list[str]:
+        """What makes it no whole checkpoint, whatever is in the files; empty for one that is."""
+        found = []
+        for what, stored in self.stored():
+            if gap := stored.gaps():
+                found.append(f"{what}: {gap} of {stored.numel} are missing or there twice")
+            for part in stored.parts:
+                size = self.files.get(part.file)
+                end = part.offset + part.numel * ITEMSIZE[stored.dtype]
+                if size is None or end > size:
+                    found.append(f"{what}: bytes up to {end} of {part.file}, which has {size}")
+        return found
+
+    def to_json(self) -> str:
+        """As text; `of_json` reads it."""
+        parameters = {name: _parameter_to(parameter) for name, parameter in self.parameters.items()}
+        values = {
+            "format": "zero",
+            "version": VERSION,
+            "save": self.save,
+            "tag": self.tag,
+            "versions": dict(self.versions),
+            "rotates": self.rotates,
+            "files": dict(self.files),
+            "parameters": parameters,
+            "tied": dict(self.tied),
+            "buffers": {name: _stored_to(stored) for name, stored in self.buffers.items()},
+            "tensors": {name: _stored_to(stored) for name, stored in self.tensors.items()},
+            "signed": dict(self.signed),
+            "shared": self.shared,
+            "ranks": list(self.ranks),
+            "client": self.client,
+            "config": self.config,
+        }
+        return json.dumps(values, allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def of_json(cls, text: str | bytes, where: str) -> Index:
+        """Raises Damaged, naming `where`, for a text that is not an index of this version."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise Damaged(f"{where} is not JSON ({error}); take another checkpoint") from None
+        if not isinstance(values, dict) or values.get("format") != "zero":
+            raise Damaged(f"{where} is not the index of a checkpoint of zero")
+        if values.get("version") != VERSION:
+            raise Damaged(f"{where} has format version {values.get('version')!r}; this zero reads {VERSION}")
+        try:
+            return cls(
+                save=str(values["save"]),
+                tag=str(values["tag"]),
+                parameters={name: _parameter_of(value) for name, value in values["parameters"].items()},
+                files={str(name): int(size) for name, size in values["files"].items()},
+                tied=values["tied"],
+                buffers={name: _stored_of(value) for name, value in values["buffers"].items()},
+                tensors={name: _stored_of(value) for name, value in values["tensors"].items()},
+                shared=values["shared"],
+                ranks=tuple(values["ranks"]),
+                client=values["client"],
+                signed=values["signed"],
+                config=values["config"],
+                versions=values["versions"],
+                rotates=bool(values["rotates"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{where} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _parameter_to(parameter: Parameter) -> dict[str, Any]:
+    made: dict[str, Any] = {"group": parameter.group, "weight": _stored_to(parameter.weight)}
+    if parameter.master is not None:
+        made["master"] = _stored_to(parameter.master)
+    if parameter.moments:
+        made["moments"] = {name: _stored_to(stored) for name, stored in parameter.moments.items()}
+    if parameter.scales:
+        made["scales"] = {name: _stored_to(stored) for name, stored in parameter.scales.items()}
+    if parameter.numbers:
+        made["numbers"] = dict(parameter.numbers)
+    return made
+
+
+def _parameter_of(values: Mapping[str, Any]) -> Parameter:
+    group = values["group"]
+    return Parameter(
+        weight=_stored_of(values["weight"]),
+        master=_stored_of(values["master"]) if "master" in values else None,
+        moments={name: _stored_of(stored) for name, stored in values.get("moments", {}).items()},
+        scales={name: _stored_of(stored) for name, stored in values.get("scales", {}).items()},
+        numbers=dict(values.get("numbers", {})),
+        group=None if group is None else int(group),
+    )
+
+
+def _stored_to(stored: Stored) -> dict[str, Any]:
+    parts = [[part.start, part.numel, part.file, part.offset, part.crc32] for part in stored.parts]
+    return {"dtype": stored.dtype, "shape": list(stored.shape), "parts": parts}
+
+
+def _stored_of(values: Mapping[str, Any]) -> Stored:
+    if values["dtype"] not in ITEMSIZE:
+        raise ValueError(f"unknown dtype {values['dtype']!r}")
+    parts = tuple(_part_of(part) for part in values["parts"])
+    return Stored(values["dtype"], tuple(int(size) for size in values["shape"]), parts)
+
+
+def _part_of(values: Iterable[Any]) -> Part:
+    start, numel, file, offset, crc32 = values
+    numbers = (int(start), int(numel), int(offset))
+    if min(numbers) < 0 or not isinstance(file, str) or "/" in file:
+        raise ValueError(f"a part at {numbers} of file {file!r}")
+    return Part(numbers[0], numbers[1], file, numbers[2], None if crc32 is None else tuple(map(int, crc32)))

@@ -1,0 +1,206 @@
+"""Files in the safetensors format, written from where tensors lie and read range by range, with checksums.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length, a JSON header, and the
+tensors without gaps. The library writes from bytes that it wants all at once and has no checksums; it reads what is
+written here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+
+from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
+
+# Our names of dtypes, torch's, and those of safetensors.
+_TABLE = (
+    ("fp64", torch.float64, "F64"),
+    ("fp32", torch.float32, "F32"),
+    ("bf16", torch.bfloat16, "BF16"),
+    ("fp16", torch.float16, "F16"),
+    ("int64", torch.int64, "I64"),
+    ("int32", torch.int32, "I32"),
+    ("int16", torch.int16, "I16"),
+    ("int8", torch.int8, "I8"),
+    ("uint8", torch.uint8, "U8"),
+    ("bool", torch.bool, "BOOL"),
+)
+DTYPES = {name: dtype for name, dtype, _ in _TABLE}
+NAMES = {dtype: name for name, dtype, _ in _TABLE}
+_SAFE = {name: safe for name, _, safe in _TABLE}
+_OF_SAFE = {safe: name for name, _, safe in _TABLE}
+_STEP = 16 * CHUNK  # bytes that a tensor of another device takes in host memory on its way
+_LARGEST_HEADER = 100_000_000  # bytes; as in the library
+
+
+class Piece(NamedTuple):
+    """Elements from `start` on of a tensor that has `shape` as a whole; values: contiguous [n], on any device."""
+
+    kind: str
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    values: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: that of the tensor where it is all of it, else with the range of elements."""
+        name = self.name if self.kind in ("weight", "buffer", "tensor") else f"{self.kind}/{self.name}"
+        whole = self.values.numel() == math.prod(self.shape)
+        return name if whole else f"{name}[{self.start}:{self.start + self.values.numel()}]"
+
+
+def write(
+    path: Path, pieces: Sequence[Piece], metadata: dict[str, str] | None = None, moved: Callable[[int], None] = id
+) -> list[tuple[Piece, Part]]:
+    """Write one file, sync it, and give it its name only then; returns where each piece lies.
+
+    `moved` is told how many bytes more have been written. Raises OSError; the file is not there then.
+    """
+    order = sorted(pieces, key=lambda piece: -piece.values.element_size())  # so that each lies on its own multiple
+    header, begins = _header(order, metadata or {})
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    found = []
+    try:
+        with open(beside, "wb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(header))
+            for piece, begin in zip(order, begins, strict=True):
+                sums = []
+                for block in _blocks(piece.values):
+                    sums += _sums(block)
+                    _write_all(file.fileno(), block)
+                    moved(block.nbytes)
+                part = Part(piece.start, piece.values.numel(), path.name, len(header) + begin, tuple(sums))
+                found.append((piece, part))
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return found
+
+
+def _header(pieces: Sequence[Piece], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+    """The bytes before the first tensor, and the first byte of each tensor behind them."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    begins, end = [], 0
+    for piece in pieces:
+        values, name = piece.values, piece.key
+        shape = piece.shape if values.numel() == math.prod(piece.shape) else values.shape
+        begins.append(end)
+        end += values.nbytes
+        safe = _SAFE[NAMES[values.dtype]]
+        if name in entries:
+            raise ValueError(f"two tensors of one file are named '{name}'")
+        entries[name] = {"dtype": safe, "shape": list(shape), "data_offsets": [begins[-1], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, begins
+
+
+def host_bytes(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; the tensor must outlive it."""
+    if not values.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+
+
+def _blocks(values: torch.Tensor) -> Iterator[memoryview]:
+    """Bytes of the tensor, in multiples of CHUNK but for the last."""
+    flat = values.view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
+    for begin in range(0, flat.numel(), _STEP):
+        block = flat[begin : begin + _STEP].cpu()
+        yield host_bytes(block)
+
+
+def _sums(block: memoryview) -> list[int]:
+    return [crc32(block[begin : begin + CHUNK]) for begin in range(0, block.nbytes, CHUNK)]
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[os.write(file, data) :]
+
+
+def read(folder: Path, stored: Stored, start: int, out: torch.Tensor, what: str) -> None:
+    """Fill `out` (contiguous, on the CPU, of the stored dtype) with the elements from `start` on.
+
+    Raises Damaged, naming `what` and the file, for a file that is too short or whose checksum is another.
+    """
+    size, target = ITEMSIZE[stored.dtype], host_bytes(out)
+    for part, first, count in stored.cover(start, out.numel()):
+        begin = (first - start) * size
+        with open(folder / part.file, "rb", buffering=0) as file:
+            _read_part(
+                file.fileno(), part, (first - part.start) * size, target[begin : begin + count * size], size, what
+            )
+
+
+def _read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
+    """Bytes from `skip` of the part on into `target`, chunk by chunk."""
+    total, position = part.numel * size, 0
+    while position < target.nbytes:
+        chunk, inside = divmod(skip + position, CHUNK)
+        begin, end = chunk * CHUNK, min((chunk + 1) * CHUNK, total)
+        count = min(end - begin - inside, target.nbytes - position)
+        place = target[position : position + count]
+        data = place if count == end - begin else memoryview(bytearray(end - begin))
+        got = _read_all(file, data, part.offset + begin)
+        if got < data.nbytes:
+            raise Damaged(f"{what}: {part.file} ends at byte {part.offset + begin + got}, inside of it")
+        if part.crc32 is not None and crc32(data) != part.crc32[chunk]:
+            place = f"bytes {part.offset + begin} to {part.offset + end}"
+            raise Damaged(f"{what}: {place} of {part.file} are not what was saved (their checksum is another)")
+        if data is not place:
+            place[:] = data[inside : inside + count]
+        position += count
+
+
+def _read_all(file: int, data: memoryview, offset: int) -> int:
+    """How many bytes there were."""
+    got = 0
+    while got < data.nbytes:
+        count = os.preadv(file, [data[got:]], offset + got)
+        if count == 0:
+            break
+        got += count
+    return got
+
+
+def contents(path: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, each tensor as one part without a checksum.
+
+    Raises Damaged for a file that is not one, or is shorter than its header says.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            raise Damaged(f"{path} is no safetensors file: its header would have {length} bytes, the file has {size}")
+        try:
+            entries = json.loads(file.read(length))
+            entries.pop("__metadata__", None)
+            found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
+    for name, stored in found.items():
+        if stored.parts[0].offset + stored.nbytes > size:
+            raise Damaged(f"{path} is cut short: it has {size} bytes, and '{name}' ends behind them")
+    return found
+
+
+def _entry(path: Path, base: int, entry: dict[str, Any]) -> Stored:
+    if entry["dtype"] not in _OF_SAFE:
+        raise ValueError(f"dtype {entry['dtype']}, which is not one of {', '.join(_OF_SAFE)}")
+    begin, end = entry["data_offsets"]
+    stored = Stored(_OF_SAFE[entry["dtype"]], tuple(entry["shape"]), ())
+    if end - begin != stored.nbytes or begin < 0:
+        raise ValueError(f"{end - begin} bytes for shape {stored.shape}")
+    return stored._replace(parts=(Part(0, stored.numel, path.name, base + begin),))

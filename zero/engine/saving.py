@@ -1,0 +1,112 @@
+"""What one rank writes of an engine: its part of every unit, each element once over all ranks, on every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.checkpoint.safe_file import Piece
+from zero.core.owner import owner_of
+from zero.core.unit import Unit
+from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.formats import BLOCK
+from zero.plan.layout import Fragment, Span
+
+FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor": "state"}  # all others: moments
+
+
+def window_of(unit: Unit) -> Span:
+    """The part of the flat buffer that this rank writes: that of a cut along all ranks, whatever is cut."""
+    return unit.plan.layout.shard(unit.mesh.rank, unit.mesh.world_size)
+
+
+def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[Piece]:
+    """The pieces of a unit that this rank writes; views that are valid while the unit is borrowed."""
+    shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
+    window = window_of(unit)
+    shift = window.start - unit.window.start  # of what is written in what is kept
+    for found in unit.plan.layout.fragments(window):
+        part = found._replace(at=found.at + shift)
+        shape = tuple(shapes[part.name])
+        yield Piece("weight", part.name, part.start, shape, unit.shard.narrow(0, part.at, part.numel))
+        if unit.master is None:
+            continue
+        if unit.master.tensor is not unit.master.shard:
+            values = unit.master.tensor.narrow(0, part.at, part.numel)
+            yield Piece("master", part.name, part.start, shape, values)
+        yield from _moments(unit, optimizer, part, shape)
+
+
+def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[int, ...]) -> Iterator[Piece]:
+    group = optimizer.param_groups[unit.plan.group]
+    for name, (moment, _) in optimizer.rule.kept(unit, group, part).items():
+        yield Piece(name, part.name, part.start, shape, moment.values[: part.numel])
+        if moment.scales is not None:
+            blocks = -(-part.numel // BLOCK)
+            whole = (-(-nn.Parameter(torch.empty(shape, device="meta")).numel() // BLOCK),)
+            yield Piece(f"scales.{name}", part.name, part.start // BLOCK, whole, moment.scales[:blocks])
+
+
+def numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
+    """The single numbers of a unit's state; none before a state exists."""
+    group = optimizer.param_groups[unit.plan.group]
+    fragments = unit.plan.layout.fragments(unit.window)
+    if not any(optimizer.rule.kept(unit, group, part) for part in fragments[:1]) and not optimizer.rule.foreseen:
+        return {}
+    return {key: optimizer.rule.number(unit, group, key) for key in optimizer.rule.keys(unit, group)[1]}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Other names of parameters -> the one that units know."""
+    names = module.named_parameters(remove_duplicate=False)
+    owners = {name: owner_of(param) for name, param in names}
+    return {name: owner.name for name, owner in owners.items() if owner is not None and owner.name != name}
+
+
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a state_dict, by name."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    }
+
+
+def buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """Whole buffers."""
+    return [_whole("buffer", name, value) for name, value in buffers.items()]
+
+
+def tensor_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """Whole tensors of client state, of random numbers and the like."""
+    return [_whole("tensor", name, value) for name, value in tensors.items()]
+
+
+def _whole(kind: str, name: str, value: torch.Tensor) -> Piece:
+    return Piece(kind, name, 0, tuple(value.shape), value.detach().contiguous().view(-1))
+
+
+def by_file(pieces: Iterator[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each kind of file."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(FILES.get(piece.kind, "moments"), []).append(piece)
+    return found
+
+
+def config_of(raw: Any) -> Any:
+    """The JSON of the run, as far as it can be written as JSON."""
+    if isinstance(raw, Mapping):
+        return {str(key): config_of(value) for key, value in raw.items()}
+    if isinstance(raw, (list, tuple)):
+        return [config_of(value) for value in raw]
+    return raw if raw is None or isinstance(raw, (bool, int, str)) else _number(raw)
+
+
+def _number(value: Any) -> Any:
+    finite = isinstance(value, float) and value - value == 0
+    return value if finite else str(value)
