@@ -308,6 +308,36 @@ int64_t test_sums_of_rows(const std::vector<Way>& all, Random& random) {
   return count;
 }
 
+// Checksums.
+
+// The definition, bit by bit.
+uint32_t crc32_of(uint32_t value, const Array& bytes) {
+  uint32_t state = ~value;
+  for (int64_t i = 0; i < bytes.numel(); ++i) {
+    state ^= bytes.data()[i];
+    for (int bit = 0; bit < 8; ++bit) state = (state >> 1) ^ (state & 1u ? 0xEDB88320u : 0u);
+  }
+  return ~state;
+}
+
+int64_t test_crc32(const std::vector<Way>& all, Random& random) {
+  int64_t count = 0;
+  const auto test = [&](int64_t numel) {
+    const Array bytes = random_bytes(numel, 1, random);
+    const uint32_t value = random.next(), wanted = crc32_of(value, bytes);
+    for (const Way& way : all) {
+      const Array copy(bytes, way.lead_of(0));
+      zero::set_isa(way.isa.c_str());
+      same("crc32 of " + std::to_string(numel) + " bytes, " + way.text(), zero::active().crc32(value, copy.data(), numel),
+           wanted);
+      ++count;
+    }
+  };
+  for (int64_t numel = 0; numel < 600; ++numel) test(numel);
+  for (const int64_t numel : {int64_t{1023}, int64_t{1024}, int64_t{4097}, kTwoThreads}) test(numel);
+  return count;
+}
+
 int run() {
   const std::vector<Way> all = ways();
   std::printf("instruction sets that run here:");
@@ -323,6 +353,7 @@ int run() {
     count += test_buckets(all, random);
     count += test_sums_of_rows(all, random);
     count += test_steps(all, random);
+    count += test_crc32(all, random);
   } catch (const Failure& failure) {
     std::printf("FAILED: %s\n", failure.text.c_str());
     return 1;
