@@ -7,13 +7,14 @@
 
 namespace zero {
 
-#define ZERO_DECLARE_ISA(isa)                                                   \
-  namespace isa {                                                               \
-  void step(const StepJob&, int64_t, int64_t);                                  \
-  void sum_squares_blocks(const void*, int, int64_t, double*);                  \
-  void convert(const void*, int, void*, int, int64_t, float);                   \
-  void sum_rows(const SumRowsJob&, int64_t, int64_t);                           \
-  constexpr Kernels kernels{#isa, step, sum_squares_blocks, convert, sum_rows}; \
+#define ZERO_DECLARE_ISA(isa)                                                          \
+  namespace isa {                                                                      \
+  void step(const StepJob&, int64_t, int64_t);                                         \
+  void sum_squares_blocks(const void*, int, int64_t, double*);                         \
+  void convert(const void*, int, void*, int, int64_t, float);                          \
+  void sum_rows(const SumRowsJob&, int64_t, int64_t);                                  \
+  uint32_t crc32(uint32_t, const void*, int64_t);                                      \
+  constexpr Kernels kernels{#isa, step, sum_squares_blocks, convert, sum_rows, crc32}; \
   }
 
 ZERO_DECLARE_ISA(scalar)

@@ -38,6 +38,7 @@ struct Kernels {
   void (*sum_squares_blocks)(const void* x, int dtype, int64_t numel, double* sums);  // one for each block
   void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale);
   void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
+  uint32_t (*crc32)(uint32_t value, const void* data, int64_t nbytes);  // value: of what comes before; 0 of nothing
 };
 
 // cpu_dispatch.cpp

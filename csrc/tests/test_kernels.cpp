@@ -1,7 +1,7 @@
 // Every kernel, on every instruction set that runs here, with 1 and 2 threads, from aligned and from odd addresses,
-// gives the bits that the scalar one gives, and touches nothing outside its arrays. `make sanitize` builds this with
-// AddressSanitizer and UndefinedBehaviorSanitizer. Whether the scalar one is right is tested against plain torch, in
-// tests/.
+// gives the bits that the scalar one gives, or for CRC-32 those of its definition, and touches nothing outside its
+// arrays. `make sanitize` builds this with AddressSanitizer and UndefinedBehaviorSanitizer. Whether the scalar one is
+// right is tested against plain torch and zlib, in tests/.
 #include <exception>
 
 #include "support.h"
@@ -308,6 +308,36 @@ int64_t test_sums_of_rows(const std::vector<Way>& all, Random& random) {
   return count;
 }
 
+// Checksums.
+
+// The definition, bit by bit.
+uint32_t crc32_of(uint32_t value, const Array& bytes) {
+  uint32_t state = ~value;
+  for (int64_t i = 0; i < bytes.numel(); ++i) {
+    state ^= bytes.data()[i];
+    for (int bit = 0; bit < 8; ++bit) state = (state >> 1) ^ (state & 1u ? 0xEDB88320u : 0u);
+  }
+  return ~state;
+}
+
+int64_t test_crc32(const std::vector<Way>& all, Random& random) {
+  int64_t count = 0;
+  const auto test = [&](int64_t numel) {
+    const Array bytes = random_bytes(numel, 1, random);
+    const uint32_t value = random.next(), wanted = crc32_of(value, bytes);
+    for (const Way& way : all) {
+      const Array copy(bytes, way.lead_of(0));
+      zero::set_isa(way.isa.c_str());
+      const uint32_t got = zero::active().crc32(value, copy.data(), numel);
+      same("crc32: " + std::to_string(numel) + " bytes, " + way.text(), got, wanted);
+      ++count;
+    }
+  };
+  for (int64_t numel = 0; numel < 600; ++numel) test(numel);
+  for (const int64_t numel : {int64_t{1023}, int64_t{1024}, int64_t{4097}, kTwoThreads}) test(numel);
+  return count;
+}
+
 int run() {
   const std::vector<Way> all = ways();
   std::printf("instruction sets that run here:");
@@ -323,6 +353,7 @@ int run() {
     count += test_buckets(all, random);
     count += test_sums_of_rows(all, random);
     count += test_steps(all, random);
+    count += test_crc32(all, random);
   } catch (const Failure& failure) {
     std::printf("FAILED: %s\n", failure.text.c_str());
     return 1;

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from zero.kernels.aio_plain import SHORT, PlainPool
-from zero.kernels.checks import describe
+from zero.kernels.checks import check_on_cpu
 from zero.kernels.native import load
 from zero.kernels.scratch import ALIGN, Descriptor, ScratchFile, aligned
 
@@ -220,12 +220,7 @@ def _pool(threads: int, depth: int, block: int, backend: str | None) -> tuple[An
 
 def _check(file: ScratchFile, tensor: Tensor, offset: int) -> int:
     """Raise ValueError unless the tensor and the place in the file will do; returns the address."""
-    if not isinstance(tensor, Tensor) or not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"tensor: got {describe(tensor)}; wanted a contiguous tensor on the CPU")
-    nbytes = tensor.nbytes
-    if nbytes and tensor.untyped_storage().nbytes() == 0:
-        raise ValueError(f"tensor: got {describe(tensor)}, whose storage was released; wanted one with its data")
-    address = tensor.data_ptr() if nbytes else 0
+    address, nbytes = check_on_cpu("tensor", tensor), tensor.nbytes
     if address % ALIGN or nbytes % ALIGN:
         raise ValueError(
             f"tensor: got {nbytes} bytes at an address {address % ALIGN} bytes past a multiple of {ALIGN}; wanted both "

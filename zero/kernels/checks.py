@@ -55,6 +55,21 @@ def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] | No
         raise ValueError(f"{name}: got {describe(tensor)} without memory (released, or meta); wanted one with data")
 
 
+def check_on_cpu(name: str, tensor: Tensor) -> int:
+    """Raise ValueError unless ``tensor``, of any dtype, is contiguous CPU memory; returns its address, 0 if empty."""
+    right = isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout == torch.strided
+    if not (right and tensor.is_contiguous()):
+        raise ValueError(f"{name}: got {describe(tensor)}; wanted a contiguous tensor on the CPU")
+    if tensor.nbytes == 0:
+        return 0
+    if tensor.untyped_storage().nbytes() == 0:
+        raise ValueError(f"{name}: got {describe(tensor)}, whose storage was released; wanted one with its data")
+    address = tensor.data_ptr()
+    if address == 0:  # a tracer's
+        raise ValueError(f"{name}: got {describe(tensor)} without memory; wanted one with its data")
+    return address
+
+
 def check_flat(
     name: str, tensor: Tensor, numel: int, device: torch.device, dtypes: tuple[torch.dtype, ...] | None = None
 ) -> None:

@@ -69,8 +69,9 @@ def missing_text() -> str | None:
         return None
     return (
         f"compiled CPU kernels are missing ({reason}): the optimizer step, norms, packing and row sums of CPU tensors "
-        "run as plain torch operations, with equal results but several times slower. To get them, install zero from "
-        "source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to see why a build fails."
+        "run as plain torch operations and checksums in zlib, with equal results but several times slower. To get "
+        "them, install zero from source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to "
+        "see why a build fails."
     )
 
 

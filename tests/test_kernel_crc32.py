@@ -1,0 +1,204 @@
+"""Checksums are those of zlib, on every instruction set, at any size, address and value, and without compiled code."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import mmap
+import random
+import warnings
+import zlib
+
+import kernel_cases
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import CPU, ISAS, released
+from torch._subclasses import FakeTensorMode
+
+from zero.kernels import crc32 as crc32_module
+from zero.kernels import native
+from zero.kernels.crc32 import crc32, crc32_chunks
+
+isa = kernel_cases.isa
+compiled_only = pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
+
+DATA = random.Random(7).randbytes((1 << 20) + 4096)
+VIEW = memoryview(DATA)
+# Around powers of two, and around what is folded at a time, 16, 64 and 256 bytes, after some of the larger blocks.
+SIZES = sorted(
+    {(1 << power) + d for power in range(9, 21) for d in (-1, 0, 1)}
+    | {256 * wide + 64 * narrow + d for wide in (1, 2, 3) for narrow in range(5) for d in (-1, 0, 1, 15, 16, 17, 63)}
+)
+
+
+@pytest.fixture(params=["compiled", "zlib"])
+def take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with the compiled kernel, and with what stands in for it."""
+    if request.param == "zlib":
+        monkeypatch.setattr(crc32_module, "load", lambda: None)
+    return request.param
+
+
+def test_known_checksums(isa: str, take: str) -> None:
+    assert crc32(b"123456789") == 0xCBF43926  # the check value that catalogues of CRCs give
+    assert crc32(b"") == 0
+    assert crc32(b"", 0xDEADBEEF) == 0xDEADBEEF
+    assert crc32(bytes(1 << 16)) == zlib.crc32(bytes(1 << 16))
+    assert crc32(b"\xff" * 4099) == zlib.crc32(b"\xff" * 4099)
+
+
+def test_all_small_sizes_and_starts(isa: str) -> None:
+    for size, start in itertools.product(range(301), (0, 1, 7, 15, 33)):
+        wanted = zlib.crc32(VIEW[start : start + size])
+        assert crc32(VIEW[start : start + size]) == wanted, (size, start)
+
+
+def test_sizes_around_blocks_and_powers_of_two(isa: str) -> None:
+    for size, start in itertools.product(SIZES, (0, 3)):
+        span = VIEW[start : start + size]
+        value = zlib.crc32(VIEW[:start], 0x89ABCDEF)
+        assert crc32(span, value) == zlib.crc32(span, value), (size, start)
+
+
+def test_every_start_within_a_cache_line(isa: str) -> None:
+    for start in range(65):
+        assert crc32(VIEW[start : start + 1337]) == zlib.crc32(VIEW[start : start + 1337]), start
+
+
+def test_one_byte_changes_the_checksum_wherever_it_lies(isa: str) -> None:
+    data = bytearray(DATA[:700])
+    wanted = crc32(data)
+    for at in range(len(data)):
+        data[at] ^= 0x10
+        assert crc32(data) != wanted, at
+        data[at] ^= 0x10
+    assert crc32(data) == wanted
+
+
+@given(
+    data=st.binary(max_size=2000), value=st.integers(0, 2**32 - 1), cut=st.integers(0, 2000), start=st.integers(0, 9)
+)
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_in_parts_and_whole(data: bytes, value: int, cut: int, start: int) -> None:
+    shifted = memoryview(bytes(start) + data)[start:]
+    try:
+        for name in ISAS:
+            if CPU is not None:
+                CPU.set_isa(name)
+            whole = crc32(shifted, value)
+            assert whole == zlib.crc32(data, value)
+            assert crc32(shifted[cut:], crc32(shifted[:cut], value)) == whole
+    finally:
+        if CPU is not None:
+            CPU.set_isa("auto")
+
+
+@pytest.mark.parametrize("chunk", [1, 15, 63, 64, 100, 256, 1000, 4096, 9999, 10000, 10001, 2**40])
+def test_chunks(isa: str, take: str, chunk: int) -> None:
+    data = DATA[1:10001]
+    wanted = [zlib.crc32(data[begin : begin + chunk]) for begin in range(0, len(data), chunk)]
+    got = crc32_chunks(data, chunk)
+    assert got == wanted
+    assert all(type(x) is int for x in got)
+    assert crc32_chunks(b"", chunk) == []
+
+
+def test_objects_with_bytes(take: str) -> None:
+    raw = DATA[:960]
+    mapped = mmap.mmap(-1, 960)
+    mapped[:] = raw
+    alike = [
+        bytearray(raw),
+        VIEW[:960],
+        array.array("d", raw),
+        mapped,
+        np.frombuffer(raw, np.float32).reshape(2, 3, 40),
+    ]
+    alike += [np.frombuffer(raw, ">i4"), np.frombuffer(raw, [("a", "<i2"), ("b", "<f4")])]  # formats that no cast takes
+    for data in alike:
+        assert crc32(data) == zlib.crc32(raw), type(data)
+        assert crc32_chunks(data, 500) == [zlib.crc32(raw[:500]), zlib.crc32(raw[500:])], type(data)
+    assert crc32(np.empty((3, 0))) == 0
+    assert crc32_chunks(np.empty((3, 0)), 1) == []
+    mapped.close()  # which an object that is still looked at would refuse
+
+
+def test_tensors_of_any_dtype_and_shape(take: str) -> None:
+    flat = torch.frombuffer(bytearray(DATA[:4801]), dtype=torch.uint8)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.complex64]
+    for dtype in [*dtypes, torch.bool, torch.float8_e4m3fn]:
+        for start in (0, 1) if dtype.itemsize == 1 else (0, 16):
+            raw = flat[start : start + 4768]
+            wanted = zlib.crc32(raw.numpy())
+            assert crc32(raw.view(dtype)) == wanted, dtype
+            assert crc32(raw.view(dtype).view(2, -1)) == wanted, dtype
+    assert crc32(torch.nn.Parameter(torch.ones(3))) == zlib.crc32(np.ones(3, np.float32))
+    assert crc32(torch.tensor(1.0)) == zlib.crc32(np.float32(1.0).tobytes())
+    assert crc32(torch.empty(0, 4)) == 0
+    assert crc32_chunks(torch.empty(0, 4), 8) == []
+    assert crc32_chunks(torch.ones(5), 8) == [zlib.crc32(np.ones(n, np.float32)) for n in (2, 2, 1)]
+
+
+def test_the_object_is_let_go(take: str) -> None:
+    data = bytearray(DATA[:1000])
+    crc32(data)
+    crc32_chunks(data, 100)
+    data.append(0)  # a BufferError while somebody holds the bytes
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(8)
+
+
+BAD_DATA = {
+    "a list": lambda: [1, 2],
+    "text": lambda: "text",
+    "nothing": lambda: None,
+    "strided": lambda: VIEW[::2],
+    "columns": lambda: np.asfortranarray(np.ones((2, 3))),
+    "dates": lambda: np.array(["2020-01-01"], dtype="M8[s]"),
+    "strided tensor": lambda: torch.zeros(16)[::2],
+    "transposed tensor": lambda: torch.zeros(2, 3).t(),
+    "meta": lambda: torch.zeros(8, device="meta"),
+    "sparse": lambda: torch.zeros(8).to_sparse(),
+    "released": lambda: released(8),
+    "a tracer's": fake,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DATA)
+def test_it_refuses_what_has_no_contiguous_bytes(take: str, bad: str) -> None:
+    data = BAD_DATA[bad]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the tracer
+        for call in (lambda: crc32(data), lambda: crc32_chunks(data, 4)):
+            with pytest.raises(ValueError, match=r"^data: got .*wanted "):
+                call()
+
+
+def test_it_refuses_values_and_chunks_out_of_range(take: str) -> None:
+    for bad in (-1, 2**32, 1.0, None, "1"):
+        with pytest.raises(ValueError, match=r"^value: got .*wanted a checksum, an integer from 0"):
+            crc32(b"abc", bad)
+    for bad in (0, -1, 2**63, 1.0, None):
+        with pytest.raises(ValueError, match=r"^chunk: got .*wanted a number of bytes from 1"):
+            crc32_chunks(b"abc", bad)
+    assert crc32(b"abc", 2**32 - 1) == zlib.crc32(b"abc", 2**32 - 1)
+
+
+@compiled_only
+def test_the_compiled_kernel_runs_and_checks_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(zlib, "crc32", None)
+        assert crc32(b"123456789") == 0xCBF43926
+        assert crc32_chunks(b"123456789", 9) == [0xCBF43926]
+    with pytest.raises(ValueError, match="chunk"):
+        CPU.crc32_chunks(b"abc", 0)
+    with pytest.raises((TypeError, BufferError)):
+        CPU.crc32([1], 0)
+    with pytest.raises(BufferError):
+        CPU.crc32(VIEW[::2], 0)

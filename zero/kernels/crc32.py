@@ -1,0 +1,67 @@
+"""CRC-32 checksums of bytes and of tensors' memory, those of ``zlib.crc32``, which also stands in for the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from zero.kernels.checks import check_on_cpu
+from zero.kernels.native import load
+
+
+def crc32(data: Any, value: int = 0) -> int:
+    """Return the CRC-32 of zlib over the bytes of `data`, on the calling thread, which holds no GIL meanwhile.
+
+    ``crc32(b, crc32(a))`` is that of a followed by b.
+
+    Args:
+        data: a contiguous object with the buffer protocol (bytes, bytearray, memoryview, mmap ...), or a contiguous
+            tensor on the CPU of any dtype and shape, whose bytes are those that lie in memory.
+        value: the checksum of what comes before, 0 of nothing.
+
+    Raises:
+        ValueError: for anything else, a tensor whose storage was released, or a value outside 0 to 2**32 - 1.
+    """
+    if not isinstance(value, int) or not 0 <= value < 1 << 32:
+        raise ValueError(f"value: got {value!r}; wanted a checksum, an integer from 0 to 2**32 - 1")
+    held, module = _bytes(data), load()
+    return zlib.crc32(held, value) if module is None else module.crc32(held, value)
+
+
+def crc32_chunks(data: Any, chunk: int) -> list[int]:
+    """Return :func:`crc32` of each `chunk` bytes of `data`, in order; the last one may be shorter. Of no bytes: [].
+
+    Args:
+        data: as for :func:`crc32`.
+        chunk: in bytes, at least 1.
+
+    Raises:
+        ValueError: as :func:`crc32`, and for a chunk out of range.
+    """
+    if not isinstance(chunk, int) or not 1 <= chunk < 1 << 63:
+        raise ValueError(f"chunk: got {chunk!r}; wanted a number of bytes from 1 to 2**63 - 1")
+    held, module = _bytes(data), load()
+    if module is not None:
+        return module.crc32_chunks(held, chunk)
+    return [zlib.crc32(held[begin : begin + chunk]) for begin in range(0, held.nbytes, chunk)]
+
+
+def _bytes(data: Any) -> np.ndarray:
+    """The memory of `data`, which the caller keeps alive, as uint8."""
+    if isinstance(data, Tensor):
+        address = check_on_cpu("data", data)
+        data = (ctypes.c_ubyte * (data.nbytes if address else 0)).from_address(address)
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError, BufferError) as error:
+        raise ValueError(
+            f"data: got {type(data).__name__} ({error}); wanted bytes, another object with the buffer protocol, or a "
+            "torch.Tensor"
+        ) from error
+    if not view.c_contiguous:
+        raise ValueError(f"data: got strides {view.strides} for shape {view.shape}; wanted contiguous memory")
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
