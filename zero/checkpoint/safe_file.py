@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
+from zero.kernels.crc32 import crc32, crc32_chunks
 
 # Our names of dtypes, torch's, and those of safetensors.
 _TABLE = (
@@ -75,7 +75,7 @@ def write(
             for piece, begin in zip(order, begins, strict=True):
                 sums = []
                 for block in _blocks(piece.values):
-                    sums += _sums(block)
+                    sums += crc32_chunks(block, CHUNK)
                     _write_all(file.fileno(), block)
                     moved(block.nbytes)
                 part = Part(piece.start, piece.values.numel(), path.name, len(header) + begin, tuple(sums))
@@ -118,10 +118,6 @@ def _blocks(values: torch.Tensor) -> Iterator[memoryview]:
     for begin in range(0, flat.numel(), _STEP):
         block = flat[begin : begin + _STEP].cpu()
         yield host_bytes(block)
-
-
-def _sums(block: memoryview) -> list[int]:
-    return [crc32(block[begin : begin + CHUNK]) for begin in range(0, block.nbytes, CHUNK)]
 
 
 def _write_all(file: int, data: memoryview) -> None:
