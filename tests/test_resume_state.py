@@ -6,6 +6,7 @@ interrupted; what does not fit is refused before anything is changed, and what o
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -26,7 +27,6 @@ from zero.checkpoint.plain import decode, encode
 from zero.data import RepeatingLoader
 from zero.engine import random_state
 from zero.engine.resume import rank_state, restore, shared_state
-from zero.recompute.holder import HOLDER
 
 STEPS = 9
 AT = 4  # the step behind which the run is interrupted
@@ -304,72 +304,37 @@ def test_a_window_that_is_cut_is_said_and_begins_anew(caplog):
     assert not engine._sharded.reducer.holds_gradients
 
 
-# --- random numbers -------------------------------------------------------------------------------------------
+# --- on ranks -------------------------------------------------------------------------------------------------
 
 
-def draws() -> tuple[Any, ...]:
-    return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.randn(), np.random.bytes(3)
+def deal(saved: Any, batches: int | None) -> Any:
+    """On one rank: what the engine's loader gives, and the state behind it."""
+    world = torch.distributed.get_world_size()
+    settings = config(3, world, micro=2, zero={"check_replicas": 1})
+    made = zero.initialize(model=make_net(blocks=1), config=settings, training_data=tokens())
+    engine, _, loader, _ = made
+    if saved is not None:
+        shared, own = saved
+        state = random_state.for_world(own, engine.global_rank, world, shared["counters"]["global_steps"])
+        restore(engine, shared, {"random": state}, optimizer=True, scheduler=True)
+    drawn, found = torch.rand(2).tolist(), []
+    for batch in itertools.islice(loader, batches):
+        engine.backward(engine(*batch))
+        engine.step()
+        found += [str(row) for row in batch[0].tolist()]
+    shared, own = shared_state(engine), rank_state(engine)["random"]
+    engine.destroy()
+    return found, encode(shared, "shared"), encode(own, "own"), drawn
 
 
-def test_random_numbers_go_on():
-    cpu = torch.device("cpu")
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    HOLDER.seeds.reset()
-    HOLDER.seeds.add("stream", 7)
-
-    def streamed() -> list[float]:
-        with HOLDER.seeds.fork("stream"):
-            return torch.rand(2).tolist() + (torch.rand(2, device="cuda").tolist() if torch.cuda.is_available() else [])
-
-    draws(), streamed()
-    state = through_json(random_state.capture(cpu))
-    wanted = draws(), streamed()
-    draws(), HOLDER.seeds.reset()
-    random_state.restore(state, cpu)
-    assert (draws(), streamed()) == wanted
-    with pytest.raises(ValueError, match="another stream has 7"):
-        HOLDER.seeds.add("other", 7)
-    HOLDER.seeds.reset()
-    with pytest.raises(ValueError, match="cuda, python, numpy, streams missing"):
-        random_state.restore({"torch": state["torch"]}, cpu)
-
-
-def test_ranks_that_were_not_there_draw_what_no_other_draws():
-    cpu = torch.device("cpu")
-    HOLDER.seeds.reset()
-    HOLDER.seeds.add("alike", 7)
-    saved = []
-    for rank in range(2):
-        torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
-        with HOLDER.seeds.fork("alike"):
-            torch.rand(1)
-        if rank == 0:
-            HOLDER.seeds.add("apart", 8)
-        saved.append(random_state.capture(cpu))
-    HOLDER.seeds.set_states(saved[0]["streams"]["states"])
-    saved[1]["streams"] = random_state.capture(cpu)["streams"]
-    with HOLDER.seeds.fork("apart"):
-        torch.rand(1)
-    saved[1]["streams"] = random_state.capture(cpu)["streams"]
-
-    def of(rank: int, world: int, step: int, states: list[Any]) -> tuple[Any, ...]:
-        random_state.restore(through_json(random_state.for_world(states, rank, world, step)), cpu)
-        found = []
-        for name in ("alike", "apart"):
-            with HOLDER.seeds.fork(name):
-                found.append(torch.rand(2).tolist())
-        return (*draws(), *found)
-
-    first = [of(rank, 4, 10, saved) for rank in range(4)]
-    assert first == [of(rank, 4, 10, saved) for rank in range(4)]
-    for index in (0, 1, 3, 6):  # torch, Python, NumPy, the stream that ranks have apart
-        assert len({repr(rank[index]) for rank in first}) == 4
-    assert len({repr(rank[5]) for rank in first}) == 1
-    assert of(1, 2, 10, saved) == first[1] and of(1, 4, 11, saved) == first[1]
-    assert of(2, 4, 11, saved)[0] != first[2][0]
-    assert of(1, 4, 10, [saved[0], None])[0] != first[1][0]
-    HOLDER.seeds.reset()
-    with pytest.raises(ValueError, match="rank 0"):
-        random_state.for_world([None], 0, 1, 0)
-    with pytest.raises(ValueError, match="one of 0 to 1"):
-        random_state.for_world(saved, 2, 2, 0)
+def test_other_numbers_of_ranks_share_what_is_left_of_the_pass(pool):
+    """14 samples: 8 on 2 ranks, then 6 on 3 ranks, or on one."""
+    first = pool.run(2, deal, None, 2)
+    saved = decode(*first[0][1]), [decode(*rank[2]) for rank in first]
+    assert saved[0]["counters"] == {"global_steps": 2, "global_samples": 8, "skipped_steps": 0, "micro_steps": 2}
+    for world in (3, 1):
+        then = pool.run(world, deal, saved, None)
+        rows = sorted(row for rank in (*first, *then) for row in rank[0])
+        assert rows == sorted(str(row[0].tolist()) for row in tokens())
+        assert decode(*then[0][1])["counters"]["global_samples"] == 14
+        assert len({str(rank[3]) for rank in then[1:]}) == max(0, world - 1), "two ranks draw the same"

@@ -40,6 +40,9 @@ class SeedTracker:
 
         A stream without a state, or with that of another kind of device, begins anew, by its name and `seed`.
         """
+        if not state["states"]:  # no generator is looked for where none is needed
+            self._states, self._seeds = {}, set(state["seeds"])
+            return
         generator = _generator()
         before = generator.get_state()
         try:
