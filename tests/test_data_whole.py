@@ -72,7 +72,9 @@ def test_an_iterable_dataset_is_dealt_whole():
         assert all(len(rank) == 12 // world for rank in ranks)
         assert steps(ranks, 4) == [[[8 * s + 2 * b, 8 * s + 2 * b + 1] for b in range(4)] for s in range(3)]
     resumed = build_loader(Stream(30), batch_size=2, rank=1, world_size=2, together=4)
-    resumed.load_state_dict({"epoch": 0, "samples": 8})
+    seen = build_loader(Stream(30), batch_size=2, rank=3, world_size=4, together=4)
+    samples(itertools.islice(seen, 1))
+    resumed.load_state_dict(seen.state_dict())
     assert samples(resumed) == [10, 11, 14, 15, 18, 19, 22, 23]
 
 

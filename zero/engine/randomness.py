@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -55,6 +56,19 @@ class Randomness:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `load_state_dict` needs, the same on all ranks, as plain numbers."""
+        return {"base": list(self._base), "place": list(self._place), "forwards": self._forwards}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run was; on all ranks alike. Raises ValueError for what is no `state_dict`."""
+        wanted = self.state_dict().keys()
+        if state.keys() != wanted:
+            raise ValueError(f"state of zero.reduce's seeds: got the keys {sorted(state)}, wanted {sorted(wanted)}")
+        self._base, self._forwards = [int(word) for word in state["base"]], int(state["forwards"])
+        step, micro_batch = state["place"]
+        self._place = (int(step), int(micro_batch))
 
 
 def _mixed(numbers: tuple[int, ...]) -> int:

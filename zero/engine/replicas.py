@@ -73,6 +73,16 @@ class Replicas:
             finally:
                 self._seen = {}
 
+    @property
+    def own_buffers(self) -> list[str] | None:
+        """Names of the buffers that are each rank's own; None before the first comparison."""
+        return None if self._own_buffers is None else sorted(self._own_buffers)
+
+    def resume(self, own_buffers: Sequence[str] | None) -> None:
+        """Forget what was seen of the parameters before; leave out the buffers that another run has left out."""
+        self._seen = {}
+        self._own_buffers = None if own_buffers is None else set(own_buffers)
+
     def _fleeting(self, unit: Unit) -> bool:
         return unit.gradients is not None and self._sharded.mesh.shard.size > 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -28,6 +30,30 @@ class SeedTracker:
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Put streams back to what `get_states` gave."""
         self._states = dict(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All streams, and the seeds that are taken, as plain values and uint8 tensors."""
+        return {"states": self.get_states(), "seeds": sorted(self._seeds)}
+
+    def load_state_dict(self, state: Mapping[str, Any], seed: int) -> None:
+        """Go on with the streams of `state_dict`.
+
+        A stream without a state, or with that of another kind of device, begins anew, by its name and `seed`.
+        """
+        if not state["states"]:  # no generator is looked for where none is needed
+            self._states, self._seeds = {}, set(state["seeds"])
+            return
+        generator = _generator()
+        before = generator.get_state()
+        try:
+            states = {}
+            for name, kept in state["states"].items():
+                generator.manual_seed(zlib.crc32(name.encode()) ^ seed)
+                new = generator.get_state()
+                states[name] = kept if kept is not None and kept.shape == new.shape else new
+        finally:
+            generator.set_state(before)
+        self._states, self._seeds = states, set(state["seeds"])
 
     def add(self, name: str, seed: int) -> None:
         """Begin a stream. Raises ValueError for a name or a seed that is taken."""

@@ -1,0 +1,262 @@
+"""The loader of one rank, and one that never ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from zero.data.dealing import Batches, Drawn, MicroBatches, Samples
+from zero.data.position import Dealing, Position
+from zero.data.shares import Marked, Marking, RankShare, WholeShare
+
+_END = object()
+
+
+class Loader:
+    """Batches of this rank, one pass per `iter()`. Build it with `build_loader`.
+
+    Each pass shuffles anew: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
+    itself, 0, 1, ... `state_dict()` says where the data are. After `load_state_dict()` the next pass is the rest of
+    that one: samples that were not seen, in their order, also dealt out to another number of ranks or in batches of
+    another size. They are not read again, unless the dataset is iterable and has to be read from its beginning.
+
+    Attributes:
+        dataset: as given.
+        batch_size: samples per batch on this rank.
+        sampler: what gives this rank its indices; None for an IterableDataset.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        collate_fn: Callable[[list], Any] | None = None,
+        drop_last: bool = False,
+        sampler: Sampler | Iterable[int] | None = None,
+        seed: int = 0,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        together: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.sampler = sampler
+        self._rank, self._drop_last = rank, drop_last
+        if together is not None and (together < 1 or together % world_size):
+            raise ValueError(f"together: got {together}; wanted a multiple of the world size {world_size}")
+        # Its own generator: a pass must not draw from torch's global one, on which dropout and the like
+        # depend.
+        self._generator = torch.Generator()
+        common: dict[str, Any] = {
+            "pin_memory": pin_memory,
+            "num_workers": num_workers,
+            "generator": self._generator,
+        }
+        stream = isinstance(dataset, IterableDataset)
+        if stream and sampler is not None:
+            raise ValueError("sampler: an IterableDataset gives its own order, there is none to choose")
+        self._dealing = Dealing(
+            source="stream" if stream else "dealt" if sampler is None else "sampler",
+            batch_size=batch_size,
+            world_size=world_size,
+            together=together or 0,
+            workers=max(1, num_workers) if stream else 1,
+            samples=None if stream or sampler is not None else len(dataset),
+            seed=seed,
+        )
+        if stream:
+            share = RankShare(dataset, rank, world_size)
+            if together is not None:
+                share = WholeShare(dataset, batch_size, together, rank, world_size)
+            marking = Marking(collate_fn or default_collate)
+            self._source: Batches | RankShare | WholeShare = share
+            self._loader = DataLoader(share, batch_size, collate_fn=marking, drop_last=drop_last, **common)
+        else:
+            if sampler is None:
+                self.sampler = self._own_sampler()
+            self._source = Batches(self.sampler, batch_size, drop_last, rank, world_size)
+            read = Drawn(dataset) if num_workers else dataset
+            self._loader = DataLoader(read, batch_sampler=self._source, collate_fn=collate_fn, **common)
+        self._here = self._next = self._dealing.begin(0)
+        self._loads = 0  # positions loaded so far; a pass that was begun before the last one is over
+
+    def _own_sampler(self) -> Sampler:
+        dealing, rank, drop_last = self._dealing, self._rank, self._drop_last
+        if not dealing.samples:
+            raise ValueError("dataset: wanted at least one sample, got an empty one")
+        if not dealing.together:
+            return Samples(self.dataset, dealing.world_size, rank, shuffle=True, seed=dealing.seed)
+        size, together, world_size = dealing.batch_size, dealing.together, dealing.world_size
+        return MicroBatches(dealing.samples, size, together, rank, world_size, drop_last, dealing.seed)
+
+    @property
+    def epoch(self) -> int:
+        """The pass that is running or, between two passes, the next one."""
+        return self._here.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole pass; TypeError if the dataset does not know its length."""
+        if isinstance(self._source, Batches):
+            return len(self._source)
+        dealing = self._dealing
+        if dealing.together:
+            return len(self.dataset) // (self.batch_size * dealing.together) * dealing.together // dealing.world_size
+        samples = len(self.dataset) // dealing.world_size
+        return samples // self.batch_size if self._drop_last else -(-samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next pass, or what is left of the one that was resumed."""
+        self._here, self._next = self._next, self._dealing.begin(self._next.epoch + 1)
+        return self._pass(self._here, self._loads)
+
+    def _pass(self, at: Position, loads: int) -> Iterator[Any]:
+        batches: Iterator[Any] | None = None
+        while self._loads == loads:
+            # Begun with its first batch, and not in `__iter__`: what a pass sets is shared with others.
+            batches = self._begin(at) if batches is None else batches
+            batch = next(batches, _END)
+            if batch is _END:
+                self._here = self._dealing.begin(at.epoch + 1)
+                return
+            if isinstance(batch, Marked):
+                at = at.further(batch.count * self._dealing.world_size, batch.worker)
+                batch = batch.batch
+            else:
+                at = at.further(
+                    self.batch_size * (1 if self._dealing.source == "sampler" else self._dealing.world_size)
+                )
+            self._here = at
+            yield batch
+
+    def _begin(self, at: Position) -> Iterator[Any]:
+        """The batches behind a position. torch's samplers shuffle when the first index is asked for."""
+        dealing = self._dealing
+        for owner in (self.sampler, self.dataset):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(at.epoch)
+        # Workers are seeded from this: otherwise on each rank and in each pass, the same again when resumed.
+        self._generator.manual_seed(dealing.seed + at.epoch * dealing.world_size + self._rank)
+        if isinstance(self._source, Batches):
+            self._source.start, self._source.skip = at.start[0], at.batches
+            self._source.seed = (dealing.seed, at.epoch)
+            return iter(self._loader)
+        self._source.start = at.start
+        return itertools.islice(iter(self._loader), at.batches, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass the one of this number; the same number gives the same order in every run."""
+        if epoch != self._next.epoch:
+            self._here = self._next = self._dealing.begin(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the data are, the same on all ranks, as a small dictionary of JSON values."""
+        return self._dealing.save(self._here)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on behind a saved position, also one of another world size or batch size.
+
+        A pass that is running ends. What cannot be exact is said in a warning: samplers of the user's at another world
+        size, another number of workers for an iterable dataset, another dataset. Raises ValueError for what is no
+        position.
+        """
+        at = self._dealing.load(state)
+        # The last batch may have been handed out before the loop asked for one more and so ended the pass.
+        if isinstance(self._source, Batches) and at.seen[0] and self._left(at) <= 0:
+            at = self._dealing.begin(at.epoch + 1)
+        self._here = self._next = at
+        self._loads += 1
+
+    def _left(self, at: Position) -> float:
+        try:
+            return self._source.left(at.start[0]) - at.batches
+        except TypeError:
+            return float("inf")  # a sampler that does not know its length
+
+
+def build_loader(
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[[list], Any] | None = None,
+    drop_last: bool = False,
+    sampler: Sampler | Iterable[int] | None = None,
+    seed: int = 0,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    together: int | None = None,
+) -> Loader:
+    """Return the batches of one rank out of a dataset that all ranks share.
+
+    A dataset with indices is shuffled and dealt out as by torch's `DistributedSampler`. **It pads:** if the
+    samples do not go round, the first ones of the shuffled order come twice, so that all ranks have as many
+    (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
+    measurement, whose mean is then over 778; a measurement divides the indices itself and weighs by the true
+    counts. An `IterableDataset` is dealt out item by item, and what does not go round is dropped
+    (`RankShare`).
+
+    Args:
+        dataset: map-style, or an IterableDataset that yields the same items on every rank.
+        batch_size: samples per batch on this rank.
+        rank, world_size: which share, of how many.
+        collate_fn: list of samples to batch; None is torch's default.
+        drop_last: leave out the last batch of a pass if it is not full.
+        sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
+        seed: of the shuffle and of the workers.
+        pin_memory, num_workers: as in torch's DataLoader.
+        together: deal out whole batches in turn instead of samples (`MicroBatches`, `WholeShare`): this many of all
+            ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
+    """
+    return Loader(
+        dataset,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        sampler=sampler,
+        seed=seed,
+        pin_memory=pin_memory,
+        num_workers=num_workers,
+        together=together,
+    )
+
+
+class RepeatingLoader:
+    """Batches without end: when the loader is through, its next pass begins. `len()` is that of one pass."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        # Begun at the first batch only, so that a position loaded before it counts.
+        self._batches: Iterator[Any] = iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of the loader; AttributeError if it has none."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next batch be the one behind a saved position; AttributeError if the loader cannot."""
+        self.loader.load_state_dict(state)
+        self._batches = iter(())
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        # The third try is for a pass that was resumed at its very end and has nothing left.
+        for _ in range(3):
+            for batch in self._batches:
+                return batch
+            self._batches = iter(self.loader)
+        raise RuntimeError("the loader has no batch: its dataset is empty, or drop_last left nothing")

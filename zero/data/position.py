@@ -1,0 +1,111 @@
+"""Where in its passes over the data a run is, so that another one goes on there, also dealt out otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from zero.log import rank_zero
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in pass `epoch`.
+
+    start:   samples that had been handed out when dealing began as it is now, by worker for an iterable dataset;
+    batches: what each rank was handed since then;
+    seen:    samples handed out since the beginning of the pass, as `start`.
+
+    Samples are those of all ranks together; with a sampler of the user's, which is the rank's own, those of a rank.
+    """
+
+    epoch: int = 0
+    start: tuple[int, ...] = (0,)
+    batches: int = 0
+    seen: tuple[int, ...] = (0,)
+
+    def further(self, samples: int, worker: int = 0) -> Position:
+        """One batch further, of so many samples from this worker."""
+        seen = tuple(count + samples * (number == worker) for number, count in enumerate(self.seen))
+        return replace(self, batches=self.batches + 1, seen=seen)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How a pass is dealt out.
+
+    source:   "dealt" of a shuffled order, "sampler" of the user's, or "stream" of an iterable dataset;
+    together: micro-batches of one optimizer step, where these are dealt whole, else 0;
+    workers:  that read a stream, at least 1; 1 elsewhere;
+    samples:  of the dataset, None for a stream; seed: of the shuffle.
+    """
+
+    source: str
+    batch_size: int
+    world_size: int
+    together: int
+    workers: int
+    samples: int | None
+    seed: int
+
+    def begin(self, epoch: int) -> Position:
+        """The beginning of a pass."""
+        return Position(epoch, (0,) * self.workers, 0, (0,) * self.workers)
+
+    def save(self, at: Position) -> dict[str, Any]:
+        """A position and what it means, as JSON values."""
+        place = {"epoch": at.epoch, "start": list(at.start), "batches": at.batches, "seen": list(at.seen)}
+        return {**place, "dealing": asdict(self)}
+
+    def load(self, state: Mapping[str, Any]) -> Position:
+        """The position out of `save`, of this dealing or another; says where that cannot be exact.
+
+        Raises ValueError for anything else.
+        """
+        try:
+            was = Dealing(**state["dealing"])
+            at = Position(int(state["epoch"]), tuple(state["start"]), int(state["batches"]), tuple(state["seen"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"state of the data loader: got {str(dict(state))[:200]}, wanted what its state_dict() gave: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+        if was == self:
+            whole = self.batch_size * max(1, self.together)
+            handed = sum(at.seen) - sum(at.start)
+            if self.workers == 1 and (not self.together or handed % whole == 0):
+                return Position(at.epoch, at.seen, 0, at.seen)
+            return at  # inside a step, and where workers take turns, the batches of before decide what comes next
+        seen = self._seen(at, was)
+        return Position(at.epoch, seen, 0, seen)
+
+    def _seen(self, at: Position, was: Dealing) -> tuple[int, ...]:
+        if was.source != self.source:
+            _warn(f"the data came from a {was.source}, now from a {self.source}: pass {at.epoch} begins anew")
+            return (0,) * self.workers
+        if self.source == "dealt" and (was.samples, was.seed) != (self.samples, self.seed):
+            _warn(
+                f"the dataset had {was.samples} samples and the shuffle seed {was.seed}, now {self.samples} and "
+                f"{self.seed}: in pass {at.epoch} samples may come twice, and others not at all"
+            )
+        if self.source == "sampler" and was.world_size != self.world_size:
+            _warn(
+                f"each of {was.world_size} ranks had a sampler of its own, now {self.world_size} have: in pass "
+                f"{at.epoch} samples may come twice, and others not at all, unless the samplers deal out one order "
+                "sample by sample"
+            )
+            return (at.seen[0] * was.world_size // self.world_size,)
+        if was.workers != self.workers:
+            _warn(
+                f"{was.workers} worker(s) read the iterable dataset, now {self.workers} do: in pass {at.epoch} samples "
+                "may come twice, and others not at all, unless the dataset deals out its items to the workers in turn"
+            )
+            total = sum(at.seen)
+            return tuple((total + self.workers - 1 - worker) // self.workers for worker in range(self.workers))
+        return at.seen
+
+
+def _warn(text: str) -> None:
+    rank_zero(logging.WARNING, "data: %s", text)

@@ -1,0 +1,217 @@
+"""What a run needs to go on besides weights and optimizer state: taken from one engine, put into another.
+
+`shared_state` is the same on all ranks, `rank_state` each rank's own. Both are plain values and tensors, as
+`zero.checkpoint.plain` encodes; they are not copies, so encode them before training goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero.data import Loader, RepeatingLoader
+from zero.engine import random_state
+from zero.log import rank_zero
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_NOT_STATE = ("params", "param_names")  # of a parameter group: what it holds, not how that is updated
+# What schedulers read and write in a parameter group; the first, where they move the momentum, too.
+_MOMENTUM = ("betas", "momentum")
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, weakref.ref)
+
+
+def shared_state(engine: Any) -> dict[str, Any]:
+    """Counters, scheduler, loss scale, data position, hyperparameters, and the seed of `zero.reduce` "tree".
+
+    Inside an accumulation window a warning says that the gradients of its micro-batches are not in it; a resumed run
+    begins its window anew with the data that come next. What `zero.recompute` with policy "auto" has chosen is no
+    state: it changes no number, and is measured again for the batch and the device of then.
+    """
+    optimizer, scheduler, loader = engine.optimizer, engine.lr_scheduler, _loader(engine)
+    scaler = optimizer.loss_scaler if optimizer is not None else None
+    window, replicas, randomness = engine._window, engine._replicas, engine._randomness
+    if engine._sharded.reducer.holds_gradients or engine.micro_steps != window.start:
+        rank_zero(
+            logging.WARNING,
+            "checkpoint inside an accumulation window (micro-step %d): the gradients of its micro-batches so far are "
+            "not in it, and a resumed run goes on without them; save between step() at a boundary and the next forward",
+            engine.micro_steps,
+        )
+    counters = {name: getattr(engine, name) for name in _COUNTERS} | {"micro_steps": window.start}
+    return {
+        "counters": counters,
+        "scheduler": None if scheduler is None else _of_scheduler(scheduler),
+        "loss_scaler": scaler.state_dict() if scaler is not None and scaler.rule is not None else None,
+        "data": None if loader is None else loader.state_dict(),
+        "groups": None if optimizer is None else [_of_group(group) for group in optimizer.param_groups],
+        "randomness": None if randomness is None else randomness.state_dict(),
+        "own_buffers": None if replicas is None else replicas.own_buffers,
+    }
+
+
+def rank_state(engine: Any) -> dict[str, Any]:
+    """Random numbers of this rank; `random_state.for_world` gives those of ranks that were not there."""
+    return {"random": random_state.capture(engine.device)}
+
+
+def restore(
+    engine: Any,
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+    *,
+    optimizer: bool,
+    scheduler: bool,
+    data: bool = True,
+) -> None:
+    """Put back what `shared_state` and `rank_state` took, in this run or another; gradients that are there are dropped.
+
+    optimizer: the hyperparameters of the parameter groups and the loss scale, too. scheduler: its state, too, and what
+    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. data: the position of
+    `engine.training_dataloader`, too. `own` None leaves the random numbers alone.
+    Raises ValueError, before anything is changed, where parameter groups or scheduler are others. What only one side
+    has is said in a warning and left alone.
+    """
+    _check(engine, shared, optimizer, scheduler)
+    reducer, window = engine._sharded.reducer, engine._window
+    reducer.abandon()
+    for name in _COUNTERS:
+        setattr(engine, name, int(shared["counters"][name]))
+    window.start, window.rounds, window.samples = engine.micro_steps, reducer.rounds, 0
+    engine._applied = False
+    engine._watch.standing.steps = engine.global_steps
+    engine._mark_boundary()
+
+    takes = scheduler and _both("learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
+    takes = takes and _load_scheduler(engine.lr_scheduler, shared["scheduler"])
+    if engine.optimizer is not None:
+        _load_groups(engine, shared["groups"], optimizer, takes)
+        if optimizer and shared["loss_scaler"] is not None:
+            engine.optimizer.loss_scaler.load_state_dict(dict(shared["loss_scaler"]))
+        engine.optimizer.overflow = False
+        reducer.scale = engine.optimizer.loss_scale
+    if engine._randomness is not None and shared["randomness"] is not None:
+        engine._randomness.load_state_dict(shared["randomness"])
+    if engine._replicas is not None:
+        engine._replicas.resume(shared["own_buffers"])
+    loader = _loader(engine)
+    if data and _both("data position (engine.training_dataloader)", shared["data"], loader):
+        loader.load_state_dict(shared["data"])
+    if own is not None:  # last: nothing shall draw between here and the next forward
+        random_state.restore(own["random"], engine.device)
+
+
+def _check(engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bool) -> None:
+    """Raise ValueError, on all ranks alike, with all that does not fit."""
+    problems = []
+    ours, theirs = engine.optimizer, shared["groups"]
+    if (optimizer or scheduler) and ours is not None and theirs is not None and len(ours.param_groups) != len(theirs):
+        problems.append(
+            f"the checkpoint has {len(theirs)} parameter group(s), the optimizer {len(ours.param_groups)}; give "
+            "initialize() the same, or load with load_optimizer_states=False and load_lr_scheduler_states=False"
+        )
+    saved, here = shared["scheduler"], engine.lr_scheduler
+    if scheduler and saved is not None and here is not None and saved["kind"] != type(here).__name__:
+        problems.append(
+            f"the checkpoint has a learning-rate scheduler {saved['kind']}, this run {type(here).__name__}; use the "
+            "same, or load with load_lr_scheduler_states=False"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _both(what: str, saved: Any, here: Any) -> bool:
+    """Whether both sides have something; a warning if one has."""
+    if (saved is None) != (here is None):
+        have, lacks = ("this run", "the checkpoint") if saved is None else ("the checkpoint", "this run")
+        rank_zero(logging.WARNING, "%s has a %s, %s has none: not loaded", have, what, lacks)
+    return saved is not None and here is not None
+
+
+def _loader(engine: Any) -> Loader | None:
+    """The loader whose position is ours to keep."""
+    loader: Any = engine.training_dataloader
+    while isinstance(loader, RepeatingLoader):
+        loader = loader.loader
+    return loader if isinstance(loader, Loader) else None
+
+
+def _of_scheduler(scheduler: Any) -> dict[str, Any]:
+    state = None
+    if hasattr(scheduler, "state_dict"):
+        state = scheduler.state_dict()
+        state = _without_functions(state) if isinstance(scheduler, LRScheduler) else state
+    else:
+        rank_zero(
+            logging.WARNING,
+            "the scheduler %s has no state_dict(): it is not in the checkpoint",
+            type(scheduler).__name__,
+        )
+    return {"kind": type(scheduler).__name__, "state": state}
+
+
+def _without_functions(state: Any) -> Any:
+    """A state of torch's schedulers without functions, which the new scheduler has by its construction."""
+    if type(state) is dict:
+        return {key: _without_functions(item) for key, item in state.items() if not isinstance(item, _FUNCTIONS)}
+    return [_without_functions(item) for item in state] if type(state) is list else state
+
+
+def _load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> bool:
+    """Whether the scheduler has a state to go on from; a warning if not."""
+    name = type(scheduler).__name__
+    if saved["state"] is None or not hasattr(scheduler, "load_state_dict"):
+        rank_zero(logging.WARNING, "the scheduler %s has no state_dict() and load_state_dict(): it begins anew", name)
+        return False
+    try:
+        scheduler.load_state_dict(copy.deepcopy(saved["state"]))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"the state of the learning-rate scheduler {name} does not fit: {type(error).__name__}: {error}"
+        ) from error
+    return True
+
+
+def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_STATE}
+
+
+def _load_groups(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> None:
+    """Put hyperparameters back: those of schedulers if the scheduler was, or if there is none here; else the others."""
+    if not (optimizer or scheduler) or not _both("optimizer", saved, engine.optimizer):
+        return
+    keeps = engine.lr_scheduler is not None and not scheduler
+    for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
+        scheduled = set(_scheduled(engine.lr_scheduler, group))
+        if scheduler:
+            scheduled |= set(_scheduled(engine.lr_scheduler, values))
+        for key, value in values.items():
+            if (key in scheduled and not keeps) or (key not in scheduled and optimizer):
+                _put(group, key, value)
+
+
+def _scheduled(scheduler: Any, group: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of a group that are a scheduler's."""
+    yield from _SCHEDULED
+    if "max_momentum" in group or getattr(scheduler, "cycle_momentum", False):
+        yield from _MOMENTUM
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    """Write a hyperparameter; a tensor is filled, since a captured graph or a scheduler may hold it."""
+    before = group.get(key)
+    if isinstance(before, torch.Tensor):
+        with torch.no_grad():
+            before.copy_(torch.as_tensor(value))
+    elif isinstance(value, torch.Tensor):
+        group[key] = value.item() if key in group and value.numel() == 1 else value.clone()
+    else:
+        group[key] = copy.deepcopy(value)
