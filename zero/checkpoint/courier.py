@@ -1,4 +1,4 @@
-"""Carries values between the ranks of a save, in a thread of its own: a store whose process is stopped blocks it only."""
+"""Carries values between the ranks of a save, in a thread of its own, as a store that does not answer blocks one."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class Courier(threading.Thread):
     failed: why the store cannot be used any more, or "".
     """
 
-    def __init__(
-        self, store: dist.Store, prefix: str, rank: int, world_size: int, progress: Callable[[], int]
-    ) -> None:
+    def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, progress: Callable[[], int]) -> None:
         super().__init__(name="zero-courier", daemon=True)
         self.failed = ""
         self._store = store
@@ -63,7 +61,7 @@ class Courier(threading.Thread):
         with self._state:
             self._expected = dict(zip(keys, ranks, strict=True))
             self._found = {}
-            self._seen = {rank: (None, now) for rank in ranks}
+            self._seen = dict.fromkeys(ranks, (None, now))
             self._answered = now
             self._state.notify_all()
 
@@ -71,7 +69,7 @@ class Courier(threading.Thread):
         """What was expected, once all of it is there; None after so many seconds, and after a failure."""
         with self._state:
             self._state.wait_for(lambda: self.failed or self._complete(), seconds)
-            return list(self._found[key] for key in self._expected) if self._complete() else None
+            return [self._found[key] for key in self._expected] if self._complete() else None
 
     def flushed(self, seconds: float) -> None:
         """Wait until all have read what was posted; not for ever, as they may be gone."""
@@ -142,7 +140,7 @@ class Courier(threading.Thread):
         self._looked = self._answered = time.monotonic()
 
     def _collect(self, now: float, slow: bool, fresh: bool) -> None:
-        """Bring what has come of the expected values; where it is missing, every so often see whether its rank moves."""
+        """Bring what has come of the expected values; see every so often whether those who owe one get on."""
         pending = {key: rank for key, rank in self._expected.items() if key not in self._found}
         if not pending:
             return

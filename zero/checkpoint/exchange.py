@@ -59,18 +59,23 @@ class Exchange:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Around the rounds of one save: the time in between counts as work, in which the others look for progress."""
-        if self.world_size == 1 or self._courier is not None:
+        if self._courier is not None:
             yield
             return
-        self._courier = Courier(self._store, self._prefix, self.rank, self.world_size, lambda: self.progress)
-        self._courier.start()
+        self.start()
         try:
             yield
         finally:
             self.shut()
 
+    def start(self) -> None:
+        """Begin what `open` does; `shut`, in whatever thread, ends it."""
+        if self.world_size > 1:
+            self._courier = Courier(self._store, self._prefix, self.rank, self.world_size, lambda: self.progress)
+            self._courier.start()
+
     def shut(self) -> None:
-        """End what `open` began."""
+        """End what `start` began."""
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.end()
@@ -136,7 +141,9 @@ class Exchange:
             if why and now - since > SURE:
                 raise RuntimeError(f"rank {self.rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
             if silent > timeout:
-                raise RuntimeError(f"{phase}: {who} made no progress for {silent:.0f} s (zero.timeout); rank {self.rank}")
+                raise RuntimeError(
+                    f"{phase}: {who} made no progress for {silent:.0f} s (zero.timeout); rank {self.rank}"
+                )
             if courier.unanswered(now) > timeout:
                 raise RuntimeError(
                     f"rank {self.rank}, {phase}: the store of the process group has not answered for "
@@ -144,7 +151,9 @@ class Exchange:
                 )
             if silent > SAYS and now - said > SAYS:
                 said = now + AGAIN - SAYS
-                logger.log(logging.WARNING, "rank %d, %s: %s made no progress for %.0f s", self.rank, phase, who, silent)
+                logger.log(
+                    logging.WARNING, "rank %d, %s: %s made no progress for %.0f s", self.rank, phase, who, silent
+                )
 
 
 def _answer(said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:

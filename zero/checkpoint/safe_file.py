@@ -107,7 +107,7 @@ class Writing:
                 self._dirty += chunk.nbytes
                 self._moved(chunk.nbytes)
                 if self._dirty >= _BEHIND:
-                    begin_writeback(self._file, offset - self._dirty, self._dirty)
+                    begin_writeback(self._file)
                     self._dirty = 0
         part = Part(piece.start, piece.values.numel(), self.path.name, begin, tuple(sums))
         self._found.append((piece, part))

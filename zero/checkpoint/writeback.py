@@ -9,11 +9,11 @@ from collections.abc import Callable
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, do not wait; errors stay for fsync to report
 
 
-def begin_writeback(file: int, offset: int, nbytes: int) -> None:
-    """A hint about bytes [offset, offset + nbytes) of an open file; does nothing where the system has no such call."""
+def begin_writeback(file: int) -> None:
+    """A hint about all of an open file; does nothing where the system has no such call."""
     call = _call()
     if call is not None:
-        call(file, offset, nbytes, _WRITE)
+        call(file, 0, 0, _WRITE)  # 0 bytes: up to the end
 
 
 @functools.cache
