@@ -31,6 +31,10 @@ def nothing_known() -> str:
     return ""
 
 
+class Lost(RuntimeError):
+    """What this rank has found out by itself: others may not know, or may have decided otherwise."""
+
+
 class Exchange:
     """Rounds of values (whatever JSON holds) among the ranks of one engine. Of one rank nothing leaves the process.
 
@@ -132,20 +136,20 @@ class Exchange:
             missing, silent = courier.missing(now)
             who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
             if courier.failed:
-                raise RuntimeError(
+                raise Lost(
                     f"rank {self.rank}, {phase}: the store of the process group is gone ({courier.failed}), and rank 0 "
                     "with it, unless a launcher keeps it"
                 )
             why = in_vain()
             since = (since or now) if why else 0.0
             if why and now - since > SURE:
-                raise RuntimeError(f"rank {self.rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
+                raise Lost(f"rank {self.rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
             if silent > timeout:
-                raise RuntimeError(
-                    f"{phase}: {who} made no progress for {silent:.0f} s (zero.timeout); rank {self.rank}"
+                raise Lost(
+                    f"rank {self.rank}, {phase}: {who} made no progress for {silent:.0f} s, the time-out (zero.timeout)"
                 )
             if courier.unanswered(now) > timeout:
-                raise RuntimeError(
+                raise Lost(
                     f"rank {self.rank}, {phase}: the store of the process group has not answered for "
                     f"{courier.unanswered(now):.0f} s (zero.timeout); rank 0 is stopped or out of reach"
                 )
@@ -164,7 +168,9 @@ def _answer(said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) 
     try:
         return {"value": decide([one["value"] for one in said])}
     except (OSError, ValueError, RuntimeError) as error:
-        return _error_of(error)
+        found = _error_of(error)
+        there = "rank 0: " if isinstance(error, OSError) and len(said) > 1 else ""
+        return found | {"error": there + found["error"]}
 
 
 def _merged(wrong: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
@@ -186,7 +192,7 @@ def _error_of(error: BaseException) -> dict[str, Any]:
             text += f": '{name}'" if name else ""
         return {"error": text, "kind": "OSError", "errno": error.errno}
     kind = next((name for name, known in KINDS.items() if isinstance(error, known)), "RuntimeError")
-    plain = type(error) in KINDS.values()
+    plain = type(error) in (*KINDS.values(), Lost)
     return {"error": str(error) if plain else f"{type(error).__name__}: {error}", "kind": kind}
 
 

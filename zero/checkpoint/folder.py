@@ -18,6 +18,16 @@ def publish(path: Path, text: str, time_ns: int | None = None) -> None:
 
     time_ns: when it was changed last, as its time will say; default: now.
     """
+    beside = prepare(path, text, time_ns)
+    try:
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def prepare(path: Path, text: str, time_ns: int | None = None) -> Path:
+    """Write and sync what is to become the content of `path` beside it, and say where; renaming that needs no room."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(beside, "w", encoding="utf-8") as file:
@@ -26,10 +36,10 @@ def publish(path: Path, text: str, time_ns: int | None = None) -> None:
             if time_ns is not None:
                 os.utime(file.fileno(), ns=(time_ns, time_ns))
             os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
+    except BaseException:
         beside.unlink(missing_ok=True)
-    sync(path.parent)
+        raise
+    return beside
 
 
 def sync(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from zero.checkpoint import folder
 from zero.checkpoint.assemble import Line, assemble, file_name, line_of
-from zero.checkpoint.exchange import Exchange, nothing_known
+from zero.checkpoint.exchange import Exchange, Lost, nothing_known
 from zero.checkpoint.retention import Retention, tidy
 from zero.checkpoint.safe_file import Piece, Writing
 from zero.checkpoint.staging import Staging
@@ -68,6 +68,9 @@ class Job:
         if kinds is None:
             return
         rank, world_size, staging = self._exchange.rank, self._exchange.world_size, Staging()
+        end = time.monotonic() + APPEARS
+        while not self.target.place.is_dir() and time.monotonic() < end:
+            time.sleep(0.1)
         if not self.target.place.is_dir():
             raise RuntimeError(_not_shared(self.target.place, "the folder that rank 0 has made"))
         for kind, forms in kinds.items():
@@ -112,16 +115,19 @@ class Job:
                 self.put(piece)
             said = self._said()
         except BaseException as error:
-            said = error
+            said = self._failure = error
+        agreed = False
         try:
             self._exchange.settle(said, self._publish, WRITES, in_vain)
-        except BaseException:
-            self._discard([writing.path for writing in self._writings])
-            if isinstance(said, BaseException) and not isinstance(said, Exception):
-                raise said from None
-            raise
+        except Exception as error:
+            agreed = not isinstance(error, Lost) or self._exchange.rank == 0
+            if not isinstance(said, BaseException) or isinstance(said, Exception):
+                raise
         finally:
+            self._discard(agreed)
             self._writings.clear()
+        if self._failure is not None:
+            raise self._failure
 
     def _said(self) -> dict[str, Any]:
         """Ends this rank's files, and says what is in them."""
@@ -134,24 +140,19 @@ class Job:
         files = {writing.path.name: writing.nbytes for writing in self._writings}
         return {"lines": lines, "files": files, "signed": self.signed, "own": self.own}
 
-    def _discard(self, paths: Sequence[Path]) -> None:
+    def _discard(self, agreed: bool) -> None:
+        """Close the files; where all have `agreed` that nothing is saved, remove them, else a later save does.
+
+        A rank that has only waited too long must not: rank 0 may write an index that names them yet.
+        """
         for writing in self._writings:
             with contextlib.suppress(OSError):
                 writing.discard()
-        if self._named_by_index(paths):
-            return
-        for path in paths:
+                if agreed:
+                    writing.path.unlink(missing_ok=True)
+        if agreed:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.target.place.rmdir()  # where nothing else is in it
-
-    def _named_by_index(self, paths: Sequence[Path]) -> bool:
-        """Whether rank 0 has published after all, and only its answer did not come."""
-        try:
-            return self.target.save in (self.target.place / folder.INDEX).read_text(encoding="utf-8")
-        except OSError:
-            return False
+                self.target.place.rmdir()  # where nothing else is in it
 
     def _publish(self, told: list[dict[str, Any]]) -> None:
         """On rank 0: see that everything is there, write the index, then `latest`, and then clean up."""
@@ -172,26 +173,39 @@ class Job:
             tidy(target.root, target.tag, target.retention, target.began, self._exchange.moved)
         except (OSError, ValueError) as error:  # nothing that a run depends on
             logger.warning("checkpoint '%s' is saved, but what is old could not be removed: %s", target.tag, error)
+        except BaseException as error:
+            self._failure = error  # for this rank's caller; saved is saved
 
     def _name(self, text: str) -> None:
         """The index, which makes it a checkpoint, and `latest`; both or neither."""
         target = self.target
-        path = target.place / folder.INDEX
+        path, latest = target.place / folder.INDEX, target.root / folder.LATEST
         before = path.read_text(encoding="utf-8") if path.exists() else None
-        with _naming(path):
-            folder.publish(path, text)
-            folder.sync(target.root)
-        if not target.latest:
-            return
+        made = []
         try:
-            with _naming(target.root / folder.LATEST):
-                folder.publish(target.root / folder.LATEST, target.tag + "\n")
-        except OSError:
-            if before is None:
-                path.unlink()
-            else:
-                folder.publish(path, before)
-            raise
+            with _naming(path):
+                made.append(folder.prepare(path, text))
+            if target.latest:
+                with _naming(latest):
+                    made.append(folder.prepare(latest, target.tag + "\n"))
+            try:
+                with _naming(path):
+                    os.replace(made[0], path)
+                    folder.sync(target.place)
+                    folder.sync(target.root)
+                if target.latest:
+                    os.replace(made[1], latest)
+            except BaseException:
+                if before is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    folder.publish(path, before)
+                raise
+        finally:
+            for beside in made:
+                beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.sync(target.root)
 
     def _see(self, rank: int, name: str, size: int) -> None:
         """Raise RuntimeError unless a rank's file is there with its size; network file systems may take a moment."""

@@ -74,7 +74,13 @@ class Saver:
         if self.outcome is not Outcome.FAILED:
             return None
         self._ended = Outcome.RAISED
-        return self._error
+        return _like(
+            self._error, f"the last checkpoint could not be saved beside the training loop: {_text(self._error)}"
+        )
+
+    def missed(self) -> None:
+        """This rank leaves a save that the others go on with beside their loops, and knows that it fails."""
+        self._ended, self._error, self._thread = Outcome.RAISED, None, None
 
     def heard(self) -> None:
         """All ranks know how the last save ended."""
@@ -93,7 +99,7 @@ class Saver:
         error, failed = self._error, Outcome.FAILED in told
         self.heard()
         if failed:
-            text = f"a checkpoint could not be saved beside the training loop: {error or 'another rank failed'}; {when}"
+            text = f"a checkpoint could not be saved beside the training loop: {_text(error)}; {when}"
             raise _like(error, text) from error
 
     def _run(self, job: Job) -> None:
@@ -112,6 +118,13 @@ class Saver:
 def _copies(snapshot: Snapshot) -> Iterator[Piece]:
     """Those of the snapshot; what fails on the way fails where they are written."""
     yield from snapshot.wait()
+
+
+def _text(error: Exception | None) -> str:
+    """Without the number of an OSError, which stands in front again."""
+    if error is None:
+        return "another rank failed"
+    return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
 
 
 def _like(error: Exception | None, text: str) -> Exception:

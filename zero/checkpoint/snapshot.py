@@ -28,7 +28,7 @@ class Snapshot:
 
     def begin(self, forms: Sequence[Piece]) -> None:
         """Make room for these, and forget what was in it; MemoryError where there is none."""
-        wanted = sum(round_up(form.values.nbytes, ALIGNED) for form in forms)
+        wanted = max(ALIGNED, sum(round_up(form.values.nbytes, ALIGNED) for form in forms))
         self.clear()
         if wanted > self.nbytes:
             self._memory = None  # before there are two

@@ -96,7 +96,12 @@ class SaveCheckpoint:
             root = check_folder(save_dir)
             tag = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
             survey = Survey(self.module, self._sharded.units, self.optimizer, client or {}, options.exclude_frozen)
-            asked = {"dir": str(root), "tag": tag, "options": list(options), **survey.request()}
+            asked = {
+                "dir": str(root),
+                "tag": tag,
+                "options": list(options),
+                **survey.request(saver.exchange.world_size == 1),
+            }
         except Exception as error:
             asked = error
         try:
@@ -127,6 +132,8 @@ class SaveCheckpoint:
                 job.fail(error)
             saver.begin(job)
             return None
+        if saver.asynchronous:
+            saver.missed()
         try:
             job.finish(rest, in_vain)
         except (OSError, ValueError, RuntimeError) as error:

@@ -67,11 +67,11 @@ class Survey:
         """Whether some of it rests in files, and can only be written during the call."""
         return not all(permanent(unit) for unit in self.units)
 
-    def request(self) -> dict[str, Any]:
-        """What rank 0 must know of it before anything is written, as JSON."""
+    def request(self, alone: bool) -> dict[str, Any]:
+        """What rank 0 must know of it before anything is written, as JSON; `alone`: there is no other rank."""
         every = chain(self._forms, self._checked)
         return {
-            "buffers": [[name, *digest(value)] for name, value in self._buffers.items()],
+            "buffers": [] if alone else [[name, *digest(value)] for name, value in self._buffers.items()],
             "nbytes": sum(form.values.nbytes for form in every),
             "files": self.in_files,
         }

@@ -151,8 +151,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise RuntimeError: see `state_dict`."""
         raise RuntimeError(
-            "optimizer.load_state_dict(): each rank has a shard of the state; engine.load_checkpoint() loads all of it, "
-            "zero.utils.safe_set_full_optimizer_state writes it parameter by parameter"
+            "optimizer.load_state_dict(): each rank has a shard of the state; "
+            "engine.load_checkpoint() loads all of it, zero.utils.safe_set_full_optimizer_state writes it parameter by "
+            "parameter"
         )
 
     def get_lr(self) -> list[float]:
