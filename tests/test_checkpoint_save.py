@@ -23,7 +23,7 @@ from torch import nn
 
 import zero
 
-NVME = {"device": "nvme"}
+UNITS = ("", "blocks.0", "blocks.1", "blocks.2")  # of a Net; each is padded to a multiple of 64 elements per rank
 
 
 def save(stage: int, folder: str, more: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def test_each_element_is_written_once_and_every_file_is_plain_safetensors(
         for name in index["files"]
         if name.startswith("weights")
     ]
-    assert max(weights) - min(weights) <= 0.1 * max(weights), "the ranks' shares differ by more than padding"
+    assert max(weights) <= sum(weights) / world + 64 * len(UNITS), "a rank writes more than its share"
 
 
 def test_a_world_of_one_writes_weights_that_load_into_the_plain_module(tmp_path: Path) -> None:
