@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 
 from zero.checkpoint.index import Damaged, Index
@@ -11,18 +13,33 @@ INDEX = "index.json"
 LATEST = "latest"
 
 
-def publish(path: Path, text: str) -> None:
-    """Give a file this content in one moment: written beside, synced, renamed, and the folder synced."""
+def publish(path: Path, text: str, time_ns: int | None = None) -> None:
+    """Give a file this content in one moment: written beside, synced, renamed, and the folder synced.
+
+    time_ns: when it was changed last, as its time will say; default: now.
+    """
+    beside = prepare(path, text, time_ns)
+    try:
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def prepare(path: Path, text: str, time_ns: int | None = None) -> Path:
+    """Write and sync what is to become the content of `path` beside it, and say where; renaming that needs no room."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            if time_ns is not None:
+                os.utime(file.fileno(), ns=(time_ns, time_ns))
             os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
+    except BaseException:
         beside.unlink(missing_ok=True)
-    sync(path.parent)
+        raise
+    return beside
 
 
 def sync(folder: Path) -> None:
@@ -66,5 +83,13 @@ def latest(folder: Path) -> str | None:
 
 def tags(folder: Path) -> list[str]:
     """The tags in a folder that have an index, oldest first."""
-    found = [(path.stat().st_mtime_ns, path.parent.name) for path in folder.glob(f"*/{INDEX}")]
-    return [tag for _, tag in sorted(found)]
+    found = []
+    for path in folder.glob(f"*/{INDEX}"):
+        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+            found.append((path.stat().st_mtime_ns, _natural(path.parent.name), path.parent.name))
+    return [tag for *_, tag in sorted(found)]
+
+
+def _natural(tag: str) -> list[tuple[int, str]]:
+    """So that step 9 comes before step 10 on a file system whose times are coarse."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", tag)]

@@ -7,18 +7,19 @@ written here.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
-from zero.kernels.crc32 import crc32, crc32_chunks
+from zero.checkpoint.staging import Staging, host_bytes
+from zero.checkpoint.writeback import begin_writeback
+from zero.kernels.crc32 import crc32
 
 # Our names of dtypes, torch's, and those of safetensors.
 _TABLE = (
@@ -37,7 +38,8 @@ DTYPES = {name: dtype for name, dtype, _ in _TABLE}
 NAMES = {dtype: name for name, dtype, _ in _TABLE}
 _SAFE = {name: safe for name, _, safe in _TABLE}
 _OF_SAFE = {safe: name for name, _, safe in _TABLE}
-_STEP = 16 * CHUNK  # bytes that a tensor of another device takes in host memory on its way
+_BEHIND = 32 * CHUNK  # bytes after which the kernel is told to begin to write them
+_PAGE = 4096
 _LARGEST_HEADER = 100_000_000  # bytes; as in the library
 
 
@@ -58,36 +60,97 @@ class Piece(NamedTuple):
         return name if whole else f"{name}[{self.start}:{self.start + self.values.numel()}]"
 
 
+class Writing:
+    """A file that is being written: its header first, then its pieces in any order, each once.
+
+    `forms`: the pieces that there will be, whose values may be on the meta device. `moved` is told how many bytes more
+    have been written. The file has its name, and is safe on the disk, after `finish` only. Raises OSError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        forms: Sequence[Piece],
+        metadata: Mapping[str, str] | None = None,
+        moved: Callable[[int], object] = id,
+        staging: Staging | None = None,
+    ) -> None:
+        order = sorted(forms, key=lambda piece: -piece.values.element_size())  # so that each lies on its own multiple
+        header, begins = _header(order, metadata or {})
+        self.path = path
+        self._beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._left = {piece.key: len(header) + begin for piece, begin in zip(order, begins, strict=True)}
+        self._found: list[tuple[Piece, Part]] = []
+        self._moved = moved
+        self._staging = staging or Staging()
+        self._dirty = 0  # bytes that the kernel has not been told to write
+        self.nbytes = len(header) + sum(piece.values.nbytes for piece in order)
+        self._file = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(self._file, memoryview(header), 0)
+        except BaseException:
+            self.discard()
+            raise
+
+    def put(self, piece: Piece) -> None:
+        """Write one piece, of the dtype and size of its form; RuntimeError for one that there is no form of."""
+        if piece.key not in self._left:
+            raise RuntimeError(f"{self.path.name}: there is no place for '{piece.key}', or it is written already")
+        begin = offset = self._left.pop(piece.key)
+        sums = []
+        for block in self._staging.blocks(piece.values):
+            for at in range(0, block.nbytes, CHUNK):  # while it is in the cache: first counted, then copied
+                chunk = block[at : at + CHUNK]
+                sums.append(crc32(chunk))
+                _write_all(self._file, chunk, offset)
+                offset += chunk.nbytes
+                self._dirty += chunk.nbytes
+                self._moved(chunk.nbytes)
+                if self._dirty >= _BEHIND:
+                    begin_writeback(self._file)
+                    self._dirty = 0
+        part = Part(piece.start, piece.values.numel(), self.path.name, begin, tuple(sums))
+        self._found.append((piece, part))
+
+    def finish(self) -> list[tuple[Piece, Part]]:
+        """Sync the file and give it its name; returns where each piece lies."""
+        if self._left:
+            raise RuntimeError(f"{self.path.name}: never written: {', '.join(list(self._left)[:5])}")
+        os.fsync(self._file)
+        os.close(self._file)
+        self._file = -1
+        os.replace(self._beside, self.path)
+        self._moved(1)
+        return self._found
+
+    def discard(self) -> None:
+        """Let go of the file, and of what is written unless it has its name already."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._beside.unlink(missing_ok=True)
+
+
 def write(
-    path: Path, pieces: Sequence[Piece], metadata: dict[str, str] | None = None, moved: Callable[[int], None] = id
+    path: Path,
+    pieces: Sequence[Piece],
+    metadata: Mapping[str, str] | None = None,
+    moved: Callable[[int], object] = id,
 ) -> list[tuple[Piece, Part]]:
     """Write one file, sync it, and give it its name only then; returns where each piece lies.
 
     `moved` is told how many bytes more have been written. Raises OSError; the file is not there then.
     """
-    order = sorted(pieces, key=lambda piece: -piece.values.element_size())  # so that each lies on its own multiple
-    header, begins = _header(order, metadata or {})
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    found = []
+    writing = Writing(path, pieces, metadata, moved)
     try:
-        with open(beside, "wb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(header))
-            for piece, begin in zip(order, begins, strict=True):
-                sums = []
-                for block in _blocks(piece.values):
-                    sums += crc32_chunks(block, CHUNK)
-                    _write_all(file.fileno(), block)
-                    moved(block.nbytes)
-                part = Part(piece.start, piece.values.numel(), path.name, len(header) + begin, tuple(sums))
-                found.append((piece, part))
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        for piece in pieces:
+            writing.put(piece)
+        return writing.finish()
     finally:
-        beside.unlink(missing_ok=True)
-    return found
+        writing.discard()
 
 
-def _header(pieces: Sequence[Piece], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+def _header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
     """The bytes before the first tensor, and the first byte of each tensor behind them."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     begins, end = [], 0
@@ -101,28 +164,14 @@ def _header(pieces: Sequence[Piece], metadata: dict[str, str]) -> tuple[bytes, l
             raise ValueError(f"two tensors of one file are named '{name}'")
         entries[name] = {"dtype": safe, "shape": list(shape), "data_offsets": [begins[-1], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _PAGE)  # the tensors begin on a page
     return len(text).to_bytes(8, "little") + text, begins
 
 
-def host_bytes(values: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; the tensor must outlive it."""
-    if not values.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
-
-
-def _blocks(values: torch.Tensor) -> Iterator[memoryview]:
-    """Bytes of the tensor, in multiples of CHUNK but for the last."""
-    flat = values.view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
-    for begin in range(0, flat.numel(), _STEP):
-        block = flat[begin : begin + _STEP].cpu()
-        yield host_bytes(block)
-
-
-def _write_all(file: int, data: memoryview) -> None:
+def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
-        data = data[os.write(file, data) :]
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def read(folder: Path, stored: Stored, start: int, out: torch.Tensor, what: str) -> None:

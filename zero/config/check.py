@@ -172,6 +172,12 @@ def _together(file: File) -> list[str]:
             f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
             "with zero.reduce 'tree', whose sums are fp32"
         )
+    saving = file.zero.checkpoint
+    if saving.keep is not None and (saving.keep_optimizer or 0) > saving.keep:
+        lines.append(
+            f"zero.checkpoint.keep_optimizer: got {saving.keep_optimizer}, wanted at most zero.checkpoint.keep, which "
+            f"is {saving.keep}"
+        )
     return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file) + _recompute(file)
 
 

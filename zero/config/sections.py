@@ -1,5 +1,7 @@
 """The sections of a config other than `zero_optimization`."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from zero.config.values import (
@@ -239,6 +241,19 @@ class Recompute(Section):
     """Under auto, what the activations of the modules may take on each rank: bytes, or text such as '12 GiB'."""
 
 
+class Saving(Section):
+    """How `save_checkpoint` saves, and what it keeps."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"async": "asynchronous"}
+
+    asynchronous: Bool = False
+    """Written `async`: copy to host memory during the call, and write beside the training loop."""
+    keep: Positive | None = None
+    """How many checkpoints of a folder stay; older ones are deleted once a newer one is whole. By default all stay."""
+    keep_optimizer: Positive | None = None
+    """How many of them keep the optimizer's state; of older ones the weights stay. By default all do."""
+
+
 class Zero(Section):
     """The keys that DeepSpeed does not have."""
 
@@ -261,3 +276,5 @@ class Zero(Section):
     0 is never."""
     recompute: Recompute = Field(default_factory=Recompute)
     """Modules whose activations are computed again in the backward pass and not kept."""
+    checkpoint: Saving = Field(default_factory=Saving)
+    """How `save_checkpoint` saves, and what it keeps."""

@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from zero.checkpoint.exchange import Exchange
+from zero.checkpoint.retention import Retention
+from zero.checkpoint.saver import Saver
 from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
@@ -74,7 +76,13 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self._recomputing = recomputing
         sharded.reducer.on_flush(recomputing.backward_ended)
         self._window = Window()
-        self._exchange = Exchange(sharded.mesh.rank, sharded.mesh.world_size)
+        saving = config.zero.checkpoint
+        self._saver = Saver(
+            Exchange(sharded.mesh.rank, sharded.mesh.world_size, config.zero.timeout),
+            Retention(saving.keep, saving.keep_optimizer),
+            saving.asynchronous,
+            device.type == "cuda",
+        )
         self._resting: list[Rest] = []
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
         self._initialize: Any = None  # what made this engine; check() makes others with it
@@ -155,6 +163,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
             if boundary:
                 self._update(lr_kwargs or {})
             self._sharded.reducer.end_micro_batch(boundary)
+        if boundary:
+            self._look_at_save()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed parameters."""
@@ -234,9 +244,11 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
 
         The module is a plain one afterwards, also after an exception. A second call does nothing. After an update in
         host memory that failed, and after other ranks were given up, it is no collective: what only other ranks hold
-        of a parameter that is cut is NaN then.
+        of a parameter that is cut is NaN then. A save that runs beside the training loop is waited for; what it failed
+        with is raised at the end, when everything is given back.
         """
         if self._sharded is not None:
+            self._saver.join()
             try:
                 if self.optimizer is not None:
                     self.optimizer.finish()
@@ -250,6 +262,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
                 self._sharded = None
                 if self.optimizer is not None:
                     self.optimizer.unbind()  # whoever still holds it must not keep the state alive
+            if (error := self._saver.error()) is not None:
+                raise error
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.checkpoint import folder
-from zero.checkpoint.assemble import assemble, file_name, line_of
-from zero.checkpoint.exchange import Exchange
-from zero.checkpoint.safe_file import NAMES, Piece, write
+from zero.checkpoint.job import Job
+from zero.checkpoint.saver import Saver
 from zero.config import Config
+from zero.core import comm
 from zero.core.wrap import Sharded
-from zero.engine.saving import buffer_pieces, by_file, config_of, numbers, saved_buffers, tied_names, unit_pieces
+from zero.engine.accumulation import Window
+from zero.engine.save_checks import Options, begin, check_folder, check_tag
+from zero.engine.survey import Survey
 from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.whereabouts import Place
+from zero.watch.watch import Watch
+
+CHECKS = "the checks before a checkpoint is written"
+FILES = "writing the part of a checkpoint that rests in files"
 
 
 class SaveCheckpoint:
-    """`save_checkpoint`; mixed into the engine."""
+    """`save_checkpoint` and `wait_for_checkpoint`; mixed into the engine."""
 
     module: nn.Module
     optimizer: ZeroOptimizer | None
     global_steps: int
+    micro_steps: int
     device: torch.device
     config: Any
     _config: Config
     _sharded: Sharded
-    _exchange: Exchange
+    _saver: Saver
+    _watch: Watch
+    _window: Window
 
     def save_checkpoint(
         self,
@@ -40,62 +48,117 @@ class SaveCheckpoint:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that a run needs to go on, to `save_dir`/`tag` (default: global_step<N>)."""
-        self._alive()
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        target = Path(save_dir) / tag
-        save = self._exchange.all(secrets.token_hex(4))[0]
-        rank, world_size = self._exchange.rank, self._exchange.world_size
-        target.mkdir(parents=True, exist_ok=True)
-        lines, files = [], {}
-        for kind, pieces in by_file(iter(self._pieces())).items():
-            path = target / file_name(kind, rank, world_size, save)
-            lines += [line_of(*written) for written in write(path, pieces)]
-            files[path.name] = path.stat().st_size
-        folder.sync(target)
-        told = self._exchange.all({"lines": lines, "files": files})
-        if rank == 0:
-            every = [line for one in told for line in one["lines"]]
-            values = {
-                "save": save,
-                "tag": tag,
-                "files": {name: size for one in told for name, size in one["files"].items()},
-                "tied": tied_names(self.module),
-                "shared": {"global_steps": self.global_steps},
-                "ranks": tuple({} for _ in told),
-                "signed": self._signed(),
-                "config": config_of(self.config),
-                "rotates": save_latest,
-            }
-            index = assemble(every, self._known(), values)
-            folder.publish(target / folder.INDEX, index.to_json())
-            if save_latest:
-                folder.publish(Path(save_dir) / folder.LATEST, tag + "\n")
-        self._exchange.all(None)
+        """Write everything that a run needs to go on to `save_dir`/`tag` (default: global_step<N>); on all ranks.
+
+        Returns True when the checkpoint is whole; with `zero.checkpoint.async` when it is copied to host memory, from
+        where it is written beside the training loop, while what rests in files is written during the call.
+        `save_latest`: the file `latest` names it; one saved without is never deleted by a later save.
+        `exclude_frozen_parameters`: leaves out parameters that are not trained.
+
+        Raises the same on all ranks, and what was saved before is as it was: ValueError for a wrong argument or one
+        that differs between ranks; RuntimeError inside an accumulation window, whose gradients would be lost, where a
+        rank makes no progress for `zero.timeout` seconds, or when the engine is of no use; OSError that names rank
+        and file; and, without another save, what the last one beside the training loop failed with.
+        """
+        self._need_engine()
+        saver = self._saver
+        saver.join()
+        options = Options(bool(save_latest), bool(exclude_frozen_parameters))
+        saver.exchange.start()
+        try:
+            with self._watch.call(Place.SAVE), self._watch.listening() as in_vain:
+                error = self._save(save_dir, tag, client_state, options, in_vain)
+        finally:
+            if not saver.running:
+                saver.exchange.shut()
+        if error is not None:
+            # Not inside of the watched call: the engine is sound, and no other rank must take this one for lost.
+            raise error
         return True
 
-    def _pieces(self) -> list[Piece]:
-        found = buffer_pieces(saved_buffers(self.module)) if self._exchange.rank == 0 else []
-        for unit in self._sharded.units:
-            unit.take_edits()
-            with unit.borrow():
-                found += unit_pieces(unit, self.optimizer)
-        return found
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the save that runs beside the training loop, if any, has ended; raises what it failed with."""
+        self._need_engine()
+        self._saver.join()
+        if (error := self._saver.error()) is not None:
+            raise error
 
-    def _known(self) -> dict[str, dict[str, Any]]:
-        known = {}
-        for unit in self._sharded.units:
-            more = numbers(unit, self.optimizer) if unit.master is not None else {}
-            group = unit.plan.group if unit.master is not None else None
-            for spec, param in zip(unit.plan.params, unit.params, strict=True):
-                dtype = NAMES[unit.shard.dtype]
-                known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": tuple(param.shape)}
-        return known
+    def _save(
+        self, save_dir: Any, tag: Any, client: Any, options: Options, in_vain: Callable[[], str]
+    ) -> Exception | None:
+        """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks."""
+        saver, survey, asked = self._saver, None, None
+        try:
+            if (error := saver.error()) is not None:
+                raise error
+            self._alive()
+            self._check_window()
+            root = check_folder(save_dir)
+            tag = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
+            survey = Survey(self.module, self._sharded.units, self.optimizer, client or {}, options.exclude_frozen)
+            asked = {
+                "dir": str(root),
+                "tag": tag,
+                "options": list(options),
+                **survey.request(saver.exchange.world_size == 1),
+            }
+        except Exception as error:
+            asked = error
+        try:
+            answer = saver.exchange.settle(asked, begin, CHECKS, in_vain)
+        except (OSError, ValueError, RuntimeError) as error:
+            return error
+        saver.heard()
+        job = saver.job(root, tag, answer["save"], options.latest)
+        return self._write(job, survey, answer, in_vain)
 
-    def _signed(self) -> dict[str, bool]:
-        found: dict[str, bool] = {}
-        for unit in self._sharded.trained if self.optimizer is not None else ():
-            group = self.optimizer.param_groups[unit.plan.group]
-            for part in unit.plan.layout.fragments(unit.window):
-                found.update({key: kept.signed for key, kept in self.optimizer.rule.kept(unit, group, part).items()})
-        return found
+    def _write(
+        self, job: Job, survey: Survey, answer: Mapping[str, Any], in_vain: Callable[[], str]
+    ) -> Exception | None:
+        saver, rest = self._saver, []
+        try:
+            if self.global_rank == 0:
+                survey.describe(job, self.config, {"global_steps": self.global_steps})
+            snapshot = saver.snapshot if saver.asynchronous else None
+            rest = survey.write(job, self.global_rank, answer["differ"], snapshot)
+        except BaseException as error:
+            job.fail(error)  # the others must hear of it
+        if saver.asynchronous and not job.interrupted:
+            try:
+                # Nobody goes on to a collective in which it would wait for who still writes.
+                if answer["files"]:
+                    saver.exchange.settle(None, lambda told: None, FILES, in_vain)
+            except (OSError, ValueError, RuntimeError) as error:
+                job.fail(error)
+            saver.begin(job)
+            return None
+        if saver.asynchronous:
+            saver.missed()
+        try:
+            job.finish(rest, in_vain)
+        except (OSError, ValueError, RuntimeError) as error:
+            return error
+        return None
+
+    def _check_window(self) -> None:
+        """Raise RuntimeError while gradients wait for a step."""
+        window, reducer = self._window, self._sharded.reducer
+        steps = self.gradient_accumulation_steps()
+        managed = window.boundary is None and self._config.managed_gradient_accumulation
+        counted = (self.micro_steps - window.start) % steps if managed else 0
+        if reducer.holds_gradients or counted:
+            count = max(counted, min(reducer.rounds - window.rounds, steps), 1)
+            raise RuntimeError(
+                f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are in, "
+                "and their gradients would be lost; call it after the step() at the boundary"
+            )
+
+    def _look_at_save(self) -> None:
+        """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
+        axis = self._sharded.mesh.reduced_over
+
+        def gather(number: int) -> list[int]:
+            mine = torch.tensor([number], dtype=torch.int64, device=self.device)
+            return comm.gather_scalars(mine, axis, "outcome of a checkpoint").view(-1).tolist()
+
+        self._saver.look(gather, f"step {self.global_steps} itself is done")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
-from zero.checkpoint.safe_file import Piece
+from zero.checkpoint.safe_file import NAMES, Piece
+from zero.checkpoint.staging import host_bytes
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
 from zero.optim.optimizer import ZeroOptimizer
@@ -32,12 +36,64 @@ def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[Piece]:
         part = found._replace(at=found.at + shift)
         shape = tuple(shapes[part.name])
         yield Piece("weight", part.name, part.start, shape, unit.shard.narrow(0, part.at, part.numel))
-        if unit.master is None:
+        if unit.master is None or optimizer is None:
             continue
         if unit.master.tensor is not unit.master.shard:
             values = unit.master.tensor.narrow(0, part.at, part.numel)
             yield Piece("master", part.name, part.start, shape, values)
         yield from _moments(unit, optimizer, part, shape)
+
+
+def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[Piece]:
+    """What `unit_pieces` will give, without values and without bringing any: on the meta device."""
+    if permanent(unit):
+        return [form_of(piece) for piece in unit_pieces(unit, optimizer)]
+    shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
+    shift = window_of(unit).start - unit.window.start
+    found = []
+    for part in unit.plan.layout.fragments(window_of(unit)):
+        base = Piece("weight", part.name, part.start, tuple(shapes[part.name]), unit.shard)
+        found.append(_form(base, unit.shard.dtype, part.numel))
+        if unit.master is None or optimizer is None:
+            continue
+        if unit.master.tensor is not unit.master.shard:
+            found.append(_form(base._replace(kind="master"), unit.master.tensor.dtype, part.numel))
+        # Only rules that know their state beforehand let it rest in files.
+        states = optimizer.rule.states(unit, optimizer.param_groups[unit.plan.group])
+        runs = (each for run, each in states.runs if run.start <= part.at + shift < run.start + run.numel)
+        for name, moment in zip(states.names, next(runs, ()), strict=False):
+            found.append(_form(base._replace(kind=name), moment.values.dtype, part.numel))
+            if moment.scales is not None:
+                scales = base._replace(kind=f"scales.{name}", start=part.start // BLOCK, shape=_blocks(base.shape))
+                found.append(_form(scales, moment.scales.dtype, -(-part.numel // BLOCK)))
+    return found
+
+
+def permanent(unit: Unit) -> bool:
+    """Whether all that is written of a unit is in memory at any time."""
+    return unit.home.states.permanent and unit.home.kept.permanent
+
+
+def signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:
+    """Whether each moment of a unit can be negative; while the unit is borrowed."""
+    if unit.master is None or optimizer is None:
+        return {}
+    group = optimizer.param_groups[unit.plan.group]
+    first = unit.plan.layout.fragments(unit.window)[:1]
+    return {key: kept.signed for part in first for key, kept in optimizer.rule.kept(unit, group, part).items()}
+
+
+def form_of(piece: Piece) -> Piece:
+    """A piece without its values."""
+    return _form(piece, piece.values.dtype, piece.values.numel())
+
+
+def _form(piece: Piece, dtype: torch.dtype, numel: int) -> Piece:
+    return piece._replace(values=torch.empty(numel, dtype=dtype, device="meta"))
+
+
+def _blocks(shape: tuple[int, ...]) -> tuple[int]:
+    return (-(-math.prod(shape) // BLOCK),)
 
 
 def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[int, ...]) -> Iterator[Piece]:
@@ -46,8 +102,7 @@ def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[
         yield Piece(name, part.name, part.start, shape, moment.values[: part.numel])
         if moment.scales is not None:
             blocks = -(-part.numel // BLOCK)
-            whole = (-(-nn.Parameter(torch.empty(shape, device="meta")).numel() // BLOCK),)
-            yield Piece(f"scales.{name}", part.name, part.start // BLOCK, whole, moment.scales[:blocks])
+            yield Piece(f"scales.{name}", part.name, part.start // BLOCK, _blocks(shape), moment.scales[:blocks])
 
 
 def numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
@@ -76,6 +131,18 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What modules give of themselves by `get_extra_state`, by its name in a state_dict."""
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA}
+
+
+def digest(value: torch.Tensor) -> list[Any]:
+    """What is equal for equal tensors, and hardly ever else; JSON."""
+    flat = value.detach().cpu().contiguous()
+    return [NAMES.get(value.dtype, str(value.dtype)), list(value.shape), crc32(host_bytes(flat))]
+
+
 def buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> list[Piece]:
     """Whole buffers."""
     return [_whole("buffer", name, value) for name, value in buffers.items()]
@@ -87,10 +154,14 @@ def tensor_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 
 def _whole(kind: str, name: str, value: torch.Tensor) -> Piece:
+    if value.dtype not in NAMES or value.layout != torch.strided:
+        raise ValueError(
+            f"{kind} '{name}' is {value.layout} {value.dtype}; a checkpoint holds {', '.join(NAMES.values())}"
+        )
     return Piece(kind, name, 0, tuple(value.shape), value.detach().contiguous().view(-1))
 
 
-def by_file(pieces: Iterator[Piece]) -> dict[str, list[Piece]]:
+def by_file(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     """The pieces of each kind of file."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:

@@ -144,7 +144,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Raise RuntimeError: the state lies in shards, which one rank's dictionary cannot hold."""
         raise RuntimeError(
-            "optimizer.state_dict(): each rank has a shard of the state; "
+            "optimizer.state_dict(): each rank has a shard of the state; engine.save_checkpoint() saves all of it, "
             "zero.utils.safe_get_full_optimizer_state reads it parameter by parameter"
         )
 
@@ -152,7 +152,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Raise RuntimeError: see `state_dict`."""
         raise RuntimeError(
             "optimizer.load_state_dict(): each rank has a shard of the state; "
-            "zero.utils.safe_set_full_optimizer_state writes it parameter by parameter"
+            "engine.load_checkpoint() loads all of it, zero.utils.safe_set_full_optimizer_state writes it parameter by "
+            "parameter"
         )
 
     def get_lr(self) -> list[float]:

@@ -23,6 +23,7 @@ class Place(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+    SAVE = "save_checkpoint()"
     DESTROYED = "destroyed"
     ENDED = "ended"
 

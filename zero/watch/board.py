@@ -33,6 +33,7 @@ class Board(threading.Thread):
         super().__init__(name="zero-board", daemon=True)
         self.asks = 0
         self.reading = False
+        self.listeners = 0  # who else wants the records of the others
         self.read_at = -math.inf  # time.monotonic() of the last complete reading
         self._standing = standing
         self._size = size
@@ -98,7 +99,7 @@ class Board(threading.Thread):
                 return
             if ended:
                 return
-            self._wake.wait(self._hurry if self.reading or self._standing.failing else self._period)
+            self._wake.wait(self._hurry if self.reading or self.listeners or self._standing.failing else self._period)
             self._wake.clear()
 
     def _turn(self) -> None:
@@ -112,7 +113,7 @@ class Board(threading.Thread):
         asked = self._asked
         self.asks = self._store.add(self._prefix + "asks", asked - self._told)
         self._told = asked
-        if self.reading:
+        if self.reading or self.listeners:
             self._read()
         self._answered = time.monotonic()
 

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from zero.plan.whereabouts import Place, clipped
+from zero.plan.whereabouts import Place, cause, clipped
 from zero.watch.board import Board
 from zero.watch.sentry import EXPLAINS, OUTLIVES, Sentry
 from zero.watch.standing import Collective, Loss, Standing, Waiting
@@ -110,6 +110,24 @@ class Watch:
             raise
         finally:
             standing.place = before
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Callable[[], str]]:
+        """Around a wait that no collective is part of: gives what says why it is in vain, or "" while it is not.
+
+        It may be so for a moment only: another rank's exception counts until its next call of the engine.
+        """
+        board = self._board
+        if board is None:
+            yield lambda: ""
+            return
+        since = time.monotonic()
+        board.listeners += 1
+        board.poke()
+        try:
+            yield lambda: cause(board.view(), sys.maxsize) if board.read_at > since else ""
+        finally:
+            board.listeners -= 1
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an error that no call of the engine has raised yet; from any thread."""

@@ -1,0 +1,81 @@
+"""What lies in a checkpoint folder, read with the safetensors library and put together with nothing but the index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import batch, config, make_net
+from safetensors.torch import load_file
+
+import zero
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int16": torch.int16,
+    "uint8": torch.uint8,
+    "int64": torch.int64,
+}
+
+
+def index_of(place: Path) -> dict[str, Any]:
+    return json.loads((place / "index.json").read_text())
+
+
+def entries(index: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every tensor that the index knows, by kind and name."""
+    found = {f"buffer/{name}": stored for name, stored in index["buffers"].items()}
+    found |= {f"tensor/{name}": stored for name, stored in index["tensors"].items()}
+    for name, parameter in index["parameters"].items():
+        found[f"weight/{name}"] = parameter["weight"]
+        if "master" in parameter:
+            found[f"master/{name}"] = parameter["master"]
+        for group in ("moments", "scales"):
+            found |= {f"{group}.{key}/{name}": stored for key, stored in parameter.get(group, {}).items()}
+    return found
+
+
+def tensors(place: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole; each element must have been written exactly once."""
+    by_place = {}
+    for name in index_of(place)["files"]:
+        raw = (place / name).read_bytes()
+        base = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:base])
+        for key, values in load_file(place / name).items():
+            by_place[name, base + header[key]["data_offsets"][0]] = values.reshape(-1)
+    made, used = {}, set()
+    for what, stored in entries(index_of(place)).items():
+        whole = torch.zeros(stored["shape"], dtype=DTYPES[stored["dtype"]])
+        counts = torch.zeros(whole.numel(), dtype=torch.int64)
+        for start, numel, file, offset, _ in stored["parts"]:
+            if numel:
+                whole.view(-1)[start : start + numel] = by_place[file, offset]
+                counts[start : start + numel] += 1
+                used.add((file, offset))
+        assert (counts == 1).all(), what
+        made[what] = whole
+    assert used == {where for where, values in by_place.items() if values.numel()}, "bytes that the index does not name"
+    return made
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def engine_of(stage: int, world: int, model: torch.nn.Module | None = None, **more: Any) -> Any:
+    model = make_net() if model is None else model
+    return zero.initialize(model=model, config=config(stage, world, **more))[0]
+
+
+def step(engine: Any, number: int) -> float:
+    """One step of a Net on this rank's part of the batch."""
+    rank, world = engine.global_rank, engine.world_size
+    tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(number, 2 * world))
+    loss = engine(tokens, targets)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()

@@ -1,0 +1,166 @@
+"""The promise: a save that fails, on any rank and in any way, leaves the former checkpoint, and no rank waits for ever.
+
+Full disks are file size limits here, which come back from the system as EFBIG.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from checkpoint_files import engine_of, same, step, tensors
+from ranks import Pool
+
+SHORT = {"zero": {"timeout": 2}}
+
+
+def fill(folder: str, which: int) -> dict[str, Any]:
+    """A save that finds no room on rank `which`, another in the same place, and the run goes on."""
+    engine = engine_of(3, 2)
+    step(engine, 0)
+    engine.save_checkpoint(folder, tag="former")
+    step(engine, 1)
+    former = sorted(os.listdir(f"{folder}/former"))
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said = []
+    try:
+        if dist.get_rank() == which:
+            # Rank 0's weights have room, its moments have not: some files of the save are there when it fails.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (9500, before[1]))
+        for tag in ("new", "former"):
+            with pytest.raises(OSError) as error:
+                engine.save_checkpoint(folder, tag=tag)
+            said.append((error.value.errno, str(error.value)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    left = (sorted(os.listdir(folder)), sorted(os.listdir(f"{folder}/former")) == former)
+    step(engine, 2)
+    engine.save_checkpoint(folder, tag="better")
+    engine.destroy()
+    return {"said": said, "left": left}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_full_disk_is_an_error_on_all_ranks_that_names_rank_and_file(pool: Pool, tmp_path: Path, which: int) -> None:
+    found = pool.run(2, fill, str(tmp_path), which)
+    assert found[0]["said"] == found[1]["said"]
+    for code, text in found[0]["said"]:
+        assert code == errno.EFBIG
+        assert f"rank {which}: {os.strerror(errno.EFBIG)}" in text
+        assert f"moments-0000{which}-of-00002" in text
+    dist_free = found[0]["left"]
+    assert dist_free == (["former", "latest"], True)
+    assert (tmp_path / "latest").read_text().strip() == "better"
+    tensors(tmp_path / "former")
+    tensors(tmp_path / "better")
+
+
+def stop(folder: str, which: int) -> str:
+    """Rank `which` stops for good while it writes; the other one says so."""
+    real, rank = os.fsync, dist.get_rank()
+    engine = engine_of(1, 2, **SHORT)
+    step(engine, 0)
+    engine.save_checkpoint(folder)
+    step(engine, 1)
+    others = [None, None]
+    dist.all_gather_object(others, os.getpid())
+
+    def stops(file: int) -> None:
+        os.fsync = real
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == which:
+        os.fsync = stops
+    try:
+        with pytest.raises(RuntimeError) as error:
+            engine.save_checkpoint(folder)
+    finally:
+        os.fsync = real
+        if rank != which:
+            os.kill(others[which], signal.SIGCONT)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("which", [1, 0])
+def test_a_rank_that_stops_is_named(pool: Pool, tmp_path: Path, which: int) -> None:
+    said = pool.run(2, stop, str(tmp_path), which)
+    assert f"writing a checkpoint: rank {which} has made no progress for" in said[1 - which]
+    assert (tmp_path / "latest").read_text().strip() == "global_step1"
+    tensors(tmp_path / "global_step1")
+
+
+PROGRAM = """
+import os, signal, sys, time
+from checkpoint_files import engine_of, step
+import zero
+
+folder, what, which = sys.argv[1:]
+zero.init_distributed()
+engine = engine_of(2, 2, zero={"timeout": 3})
+step(engine, 0)
+engine.save_checkpoint(folder)
+step(engine, 1)
+if os.environ["RANK"] == which:
+    def ends(file):
+        os.kill(os.getpid(), getattr(signal, what))
+    os.fsync = ends
+try:
+    engine.save_checkpoint(folder)
+except Exception as error:
+    sys.stdout.write(f"said: {type(error).__name__}: {error}\\n")
+    sys.stdout.flush()
+    os._exit(3)
+"""
+
+
+def launch(program: Path, folder: Path, what: str, which: int) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here)])
+    env = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(program), str(folder), what, str(which)]
+    return [
+        subprocess.Popen(
+            command, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+
+
+def test_a_rank_that_is_killed_or_takes_the_store_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    cases = {
+        ("SIGKILL", 1): "rank 1 has made no progress",
+        ("SIGKILL", 0): "the store of the process group is gone",
+        ("SIGSTOP", 0): "has not answered for|rank 0 has made no progress",
+    }
+    runs = {case: launch(program, tmp_path / f"{case[0]}{case[1]}", *case) for case in cases}
+    end = time.monotonic() + 100
+    for (what, which), pattern in cases.items():
+        ranks = runs[what, which]
+        try:
+            said = ranks[1 - which].communicate(timeout=end - time.monotonic())[0]
+        finally:
+            ranks[which].kill()
+            ranks[1 - which].kill()
+        assert ranks[1 - which].returncode == 3, said
+        text = said.partition("said: ")[2]
+        assert any(part in text for part in pattern.split("|")), text
+        folder = tmp_path / f"{what}{which}"
+        assert (folder / "latest").read_text().strip() == "global_step1"
+        assert not (folder / "global_step2" / "index.json").exists()
+        assert same(tensors(folder / "global_step1"), tensors(tmp_path / "SIGKILL1" / "global_step1"))

@@ -1,0 +1,242 @@
+"""One save on one rank: what it writes, what it tells the others, and what rank 0 makes of that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.checkpoint import folder
+from zero.checkpoint.assemble import Line, assemble, file_name, line_of
+from zero.checkpoint.exchange import Exchange, Lost, nothing_known
+from zero.checkpoint.retention import Retention, tidy
+from zero.checkpoint.safe_file import Piece, Writing
+from zero.checkpoint.staging import Staging
+from zero.log import logger
+
+APPEARS = 10.0  # seconds that another host's file may take to be seen
+WRITES = "writing a checkpoint"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes. save: see `Index`; `latest`: whether the file of that name will name it."""
+
+    root: Path
+    tag: str
+    save: str
+    latest: bool
+    retention: Retention
+    began: float
+
+    @property
+    def place(self) -> Path:
+        """The folder of the tag."""
+        return self.root / self.tag
+
+
+class Job:
+    """The files of this rank in one save, and how it ends.
+
+    Pieces come through `put`, as many and in whatever order they become readable; `finish` does the rest, in any
+    thread. fields: of the index; used on rank 0 only. own: what this rank keeps for itself, as JSON.
+    """
+
+    def __init__(self, target: Target, exchange: Exchange) -> None:
+        self.target = target
+        self.fields: dict[str, Any] = {}
+        self.known: Mapping[str, Mapping[str, Any]] = {}
+        self.signed: dict[str, bool] = {}
+        self.own: Any = {}
+        self._exchange = exchange
+        self._kinds: Mapping[str, Sequence[Piece]] | None = {}
+        self._writings: list[Writing] = []
+        self._homes: dict[tuple[str, str, int], Writing] = {}
+        self._failure: BaseException | None = None
+
+    def begin(self, kinds: Mapping[str, Sequence[Piece]]) -> None:
+        """Say for each kind of file which pieces it will hold; their values may be on the meta device."""
+        self._kinds = kinds
+
+    def _open(self) -> None:
+        """Make the files, unless they are there."""
+        kinds, self._kinds = self._kinds, None
+        if kinds is None:
+            return
+        rank, world_size, staging = self._exchange.rank, self._exchange.world_size, Staging()
+        end = time.monotonic() + APPEARS
+        while not self.target.place.is_dir() and time.monotonic() < end:
+            time.sleep(0.1)
+        if not self.target.place.is_dir():
+            raise RuntimeError(_not_shared(self.target.place, "the folder that rank 0 has made"))
+        for kind, forms in kinds.items():
+            path = self.target.place / file_name(kind, rank, world_size, self.target.save)
+            with _naming(path):
+                made = Writing(path, forms, {}, self._exchange.moved, staging)
+            self._writings.append(made)
+            self._homes |= {(form.kind, form.name, form.start): made for form in forms}
+
+    def put(self, piece: Piece) -> None:
+        """Write one piece. Raises OSError."""
+        self._open()
+        writing = self._homes[piece.kind, piece.name, piece.start]
+        with _naming(writing.path):
+            writing.put(piece)
+
+    def moved(self, nbytes: int) -> None:
+        """This rank gets on."""
+        self._exchange.moved(nbytes)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it failed with what is no error, such as Ctrl-C, and must reach the caller at once."""
+        return self._failure is not None and not isinstance(self._failure, Exception)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank's part cannot be written; `finish` will tell the others."""
+        self._failure = self._failure or error
+
+    def finish(self, rest: Iterable[Piece] = (), in_vain: Callable[[], str] = nothing_known) -> None:
+        """Write what is left, and end the save with the other ranks.
+
+        Raises OSError or RuntimeError, the same on all ranks, naming rank and file; nothing of this save is left then,
+        and what was there before is there.
+        """
+        said: Any
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._open()
+            for piece in rest:
+                self.put(piece)
+            said = self._said()
+        except BaseException as error:
+            said = self._failure = error
+        agreed = False
+        try:
+            self._exchange.settle(said, self._publish, WRITES, in_vain)
+        except Exception as error:
+            agreed = not isinstance(error, Lost) or self._exchange.rank == 0
+            if not isinstance(said, BaseException) or isinstance(said, Exception):
+                raise
+        finally:
+            self._discard(agreed)
+            self._writings.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    def _said(self) -> dict[str, Any]:
+        """Ends this rank's files, and says what is in them."""
+        lines: list[Line] = []
+        for writing in self._writings:
+            with _naming(writing.path):
+                lines += [line_of(*found) for found in writing.finish()]
+        if self._writings:
+            folder.sync(self.target.place)
+        files = {writing.path.name: writing.nbytes for writing in self._writings}
+        return {"lines": lines, "files": files, "signed": self.signed, "own": self.own}
+
+    def _discard(self, agreed: bool) -> None:
+        """Close the files; where all have `agreed` that nothing is saved, remove them, else a later save does.
+
+        A rank that has only waited too long must not: rank 0 may write an index that names them yet.
+        """
+        for writing in self._writings:
+            with contextlib.suppress(OSError):
+                writing.discard()
+                if agreed:
+                    writing.path.unlink(missing_ok=True)
+        if agreed:
+            with contextlib.suppress(OSError):
+                self.target.place.rmdir()  # where nothing else is in it
+
+    def _publish(self, told: list[dict[str, Any]]) -> None:
+        """On rank 0: see that everything is there, write the index, then `latest`, and then clean up."""
+        files = {name: size for one in told for name, size in one["files"].items()}
+        for rank, one in enumerate(told):
+            for name, size in one["files"].items():
+                self._see(rank, name, size)
+        signed = {key: value for one in reversed(told) for key, value in one["signed"].items()}
+        more = {"files": files, "signed": signed, "ranks": tuple(one["own"] for one in told)}
+        lines = (line for one in told for line in one["lines"])
+        target = self.target
+        index = assemble(lines, self.known, self.fields | more)
+        if problems := index.problems():
+            raise RuntimeError(f"the ranks have not written a whole checkpoint: {'; '.join(problems[:5])}")
+        self._exchange.moved(1)
+        self._name(index.to_json())
+        try:
+            tidy(target.root, target.tag, target.retention, target.began, self._exchange.moved)
+        except (OSError, ValueError) as error:  # nothing that a run depends on
+            logger.warning("checkpoint '%s' is saved, but what is old could not be removed: %s", target.tag, error)
+        except BaseException as error:
+            self._failure = error  # for this rank's caller; saved is saved
+
+    def _name(self, text: str) -> None:
+        """The index, which makes it a checkpoint, and `latest`; both or neither."""
+        target = self.target
+        path, latest = target.place / folder.INDEX, target.root / folder.LATEST
+        before = path.read_text(encoding="utf-8") if path.exists() else None
+        made = []
+        try:
+            with _naming(path):
+                made.append(folder.prepare(path, text))
+            if target.latest:
+                with _naming(latest):
+                    made.append(folder.prepare(latest, target.tag + "\n"))
+            try:
+                with _naming(path):
+                    os.replace(made[0], path)
+                    folder.sync(target.place)
+                    folder.sync(target.root)
+                if target.latest:
+                    os.replace(made[1], latest)
+            except BaseException:
+                if before is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    folder.publish(path, before)
+                raise
+        finally:
+            for beside in made:
+                beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.sync(target.root)
+
+    def _see(self, rank: int, name: str, size: int) -> None:
+        """Raise RuntimeError unless a rank's file is there with its size; network file systems may take a moment."""
+        path, end = self.target.place / name, time.monotonic() + APPEARS
+        while True:
+            try:
+                with open(path, "rb") as file:  # which has caches look again, as stat need not
+                    found = os.fstat(file.fileno()).st_size
+                if found == size:
+                    return
+                problem = f"{found} bytes of {size}"
+            except FileNotFoundError:
+                problem = "nothing"
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    _not_shared(path, f"what rank {rank} has written, {size} bytes, for rank 0: {problem}")
+                )
+            self._exchange.moved(1)
+            time.sleep(0.1)
+
+
+def _not_shared(path: Path, what: str) -> str:
+    return f"{path} does not show {what}; the folder of a checkpoint must be shared by all ranks"
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Any:
+    """An OSError that leaves names the file, also where the system call knew a number only."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

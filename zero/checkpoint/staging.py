@@ -1,0 +1,54 @@
+"""The bytes of a tensor in host memory, piece by piece, wherever the tensor is."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+STEP = 16 << 20  # bytes of one of the two buffers
+
+
+def host_bytes(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; the tensor must outlive it."""
+    if not values.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+
+
+class Staging:
+    """Two buffers, made when a device needs them: one is filled while the other is written. For one thread."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def blocks(self, values: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of a contiguous tensor in order; each block is valid until the next is asked for.
+
+        What lies on the CPU is one block and is not copied.
+        """
+        flat = values.view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
+        if flat.device.type == "cpu":
+            yield host_bytes(flat)
+            return
+        pinned = flat.device.type == "cuda"
+        if not self._buffers:
+            self._buffers = [torch.empty(STEP, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        filled = None
+        for index, begin in enumerate(range(0, flat.numel(), STEP)):
+            part = flat[begin : begin + STEP]
+            place = self._buffers[index % 2][: part.numel()]
+            place.copy_(part, non_blocking=pinned)
+            arrived = torch.cuda.current_stream(flat.device).record_event() if pinned else None
+            if filled is not None:
+                yield _arrived(*filled)
+            filled = place, arrived
+        if filled is not None:
+            yield _arrived(*filled)
+
+
+def _arrived(place: torch.Tensor, mark: torch.cuda.Event | None) -> memoryview:
+    if mark is not None:
+        mark.synchronize()
+    return host_bytes(place)
