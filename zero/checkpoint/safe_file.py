@@ -138,13 +138,12 @@ def read(folder: Path, stored: Stored, start: int, out: torch.Tensor, what: str)
     for part, first, count in stored.cover(start, out.numel()):
         begin = (first - start) * size
         with open(folder / part.file, "rb", buffering=0) as file:
-            _read_part(
-                file.fileno(), part, (first - part.start) * size, target[begin : begin + count * size], size, what
-            )
+            place = target[begin : begin + count * size]
+            read_part(file.fileno(), part, (first - part.start) * size, place, size, what)
 
 
-def _read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
-    """Bytes from `skip` of the part on into `target`, chunk by chunk."""
+def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
+    """Bytes from `skip` of the part (elements of `size` bytes) on into `target`, chunk by chunk; raises Damaged."""
     total, position = part.numel * size, 0
     while position < target.nbytes:
         chunk, inside = divmod(skip + position, CHUNK)
@@ -152,7 +151,10 @@ def _read_part(file: int, part: Part, skip: int, target: memoryview, size: int, 
         count = min(end - begin - inside, target.nbytes - position)
         place = target[position : position + count]
         data = place if count == end - begin else memoryview(bytearray(end - begin))
-        got = _read_all(file, data, part.offset + begin)
+        try:
+            got = _read_all(file, data, part.offset + begin)
+        except OSError as error:
+            raise Damaged(f"{what}: {part.file} cannot be read: {error.strerror}") from None
         if got < data.nbytes:
             raise Damaged(f"{what}: {part.file} ends at byte {part.offset + begin + got}, inside of it")
         if part.crc32 is not None and crc32(data) != part.crc32[chunk]:
