@@ -100,7 +100,9 @@ def compare(
             match.missing.append(each.names[0])
     match.unexpected += [name for name in index.parameters if name not in used]
     _fit_buffers(match, index.buffers, buffers)
-    if ask.states:
+    if ask.states and index.stripped:
+        match.states.append("its masters and moments have been deleted to save room (zero.checkpoint.keep_optimizer)")
+    elif ask.states:
         _fit_groups(match, index, wanted)
         _fit_numbers(match, index, wanted)
     if not ask.strict:
@@ -134,12 +136,9 @@ def _fit(match: Match, index: Index, each: Wanted, sources: list[str], ask: Ask)
     match.names[name] = sources[0]
     if len(sources) > 1:
         match.doubles[name] = tuple(sources[1:])
-    if not ask.states or each.group is None or not source.weight.numel:
+    if not ask.states or index.stripped or each.group is None or not source.weight.numel:
         return
-    lost = not source.moments and bool(each.moments) and bool(index.signed) and source.group is not None
-    if lost:
-        match.states.append(f"'{name}': its state of the optimizer has been deleted from the checkpoint")
-    elif stateless(source):
+    if stateless(source):
         match.fresh += [name] if source.group is None else []
     elif set(source.moments) != set(each.moments):
         match.states.append(f"'{name}' has {_states(source.moments)} there and {_states(each.moments)} here")

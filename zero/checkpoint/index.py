@@ -112,6 +112,8 @@ class Index:
     ranks:   what each rank keeps for itself (random numbers, buffers that differ), by rank.
     signed:  name of a moment -> whether it can be negative, which says what codes of 8 bit mean.
     rotates: whether a later save may delete it to keep their number.
+    excluded: frozen parameters that were left out on purpose (`exclude_frozen_parameters`).
+    stripped: masters and moments were there once and were deleted to save room (`zero.checkpoint.keep_optimizer`).
     """
 
     save: str
@@ -128,6 +130,8 @@ class Index:
     config: Any = None
     versions: Mapping[str, str] = field(default_factory=dict)
     rotates: bool = True
+    excluded: tuple[str, ...] = ()
+    stripped: bool = False
 
     @property
     def world_size(self) -> int:
@@ -167,6 +171,8 @@ class Index:
             "tag": self.tag,
             "versions": dict(self.versions),
             "rotates": self.rotates,
+            "excluded": list(self.excluded),
+            "stripped": self.stripped,
             "files": dict(self.files),
             "parameters": parameters,
             "tied": dict(self.tied),
@@ -207,6 +213,8 @@ class Index:
                 config=values["config"],
                 versions=values["versions"],
                 rotates=bool(values["rotates"]),
+                excluded=tuple(map(str, values.get("excluded", ()))),
+                stripped=bool(values.get("stripped", False)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{where} is damaged: {type(error).__name__}: {error}") from None

@@ -181,6 +181,11 @@ def contents(path: Path) -> dict[str, Stored]:
 
     Raises Damaged for a file that is not one, or is shorter than its header says.
     """
+    return contents_and_metadata(path)[0]
+
+
+def contents_and_metadata(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """As `contents`, and what the writer has said beside the tensors."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -188,14 +193,14 @@ def contents(path: Path) -> dict[str, Stored]:
             raise Damaged(f"{path} is no safetensors file: its header would have {length} bytes, the file has {size}")
         try:
             entries = json.loads(file.read(length))
-            entries.pop("__metadata__", None)
+            metadata = dict(entries.pop("__metadata__", None) or {})
             found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
     for name, stored in found.items():
         if stored.parts[0].offset + stored.nbytes > size:
             raise Damaged(f"{path} is cut short: it has {size} bytes, and '{name}' ends behind them")
-    return found
+    return found, metadata
 
 
 def _entry(path: Path, base: int, entry: dict[str, Any]) -> Stored:

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from zero.checkpoint import folder
 from zero.checkpoint.differences import Ask, Match, Wanted, compare
+from zero.checkpoint.find import find
+from zero.checkpoint.folder import LATEST
 from zero.checkpoint.index import Damaged, Index
 from zero.checkpoint.safe_file import NAMES
 from zero.config import Config
 from zero.core.access import GatheredParameters
-from zero.core.agree import everyone
 from zero.core.owner import owner_of
 from zero.core.wrap import Sharded
-from zero.engine.loading import Source, doubled, load_unit, renew, restart
+from zero.engine.loading import (
+    Source,
+    doubled,
+    load_buffers,
+    load_unit,
+    names_of_parameters,
+    renew,
+    restart,
+    shapes_of_buffers,
+)
 from zero.engine.saving import saved_buffers
+from zero.engine.together import Found, Together
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
-
-# What a rank finds before anything is changed, and tells the others.
-Refusal = (ValueError, OSError, RuntimeError)
-
-
-class Found(NamedTuple):
-    """A checkpoint that fits, and what is loaded from where."""
-
-    place: Path
-    index: Index
-    match: Match
-    ask: Ask
 
 
 class LoadCheckpoint:
@@ -77,7 +74,7 @@ class LoadCheckpoint:
         raises ValueError on all ranks, too, but the engine is half loaded then: another `load_checkpoint` repairs it,
         and `destroy()` is all that it does else.
         """
-        self._may_load()
+        self._need_engine()
         ask = Ask(
             states=load_optimizer_states and not load_module_only and self.optimizer is not None,
             strict=load_module_strict,
@@ -85,22 +82,21 @@ class LoadCheckpoint:
             masters=self._config.zero_optimization.load_from_fp32_weights,
             argument="load_module_strict",
         )
-        found = self._agree_on(lambda: self._find(Path(load_dir), None if tag is None else str(tag), ask))
+        ranks = self._ranks("load_checkpoint")
+        found = ranks.find(lambda: self._find(Path(load_dir), None if tag is None else str(tag), ask))
         if found is None:
-            rank_zero(
-                logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, folder.LATEST
-            )
+            rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
             return None, None
         anew = not load_optimizer_states and not load_module_only
-        self._take(found, anew, custom_load_fn)
+        self._take(ranks, found, anew, custom_load_fn)
         return str(found.place), self._resume(found, load_module_only, load_lr_scheduler_states)
 
-    def take_weights(self, place: Path, index: Index, strict: bool) -> Match:
-        """The weights, exact, of an index of any safetensors files; for `zero.load_weights`, and as collective."""
-        self._may_load()
-        ask = Ask(strict=strict)
-        found = self._agree_on(lambda: self._fitted(place, index, ask))
-        self._take(found, False, None)
+    def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
+        """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
+        self._need_engine()
+        ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
+        found = ranks.find(lambda: self._fitted(*look(saved_buffers(self.module)), ask))
+        self._take(ranks, found, False, None)
         return found.match
 
     def _resume(self, found: Found, module_only: bool, scheduler: bool) -> dict[str, Any]:
@@ -108,6 +104,9 @@ class LoadCheckpoint:
         if not module_only:
             self.global_steps = found.index.shared["global_steps"]
         return {}
+
+    def _ranks(self, what: str) -> Together:
+        return Together(what, self._sharded.mesh.reduced_over, self.device)
 
     def _may_load(self) -> None:
         """As `_alive`, but for what a load repairs."""
@@ -118,34 +117,38 @@ class LoadCheckpoint:
             self._half_loaded = torn
         if self.optimizer is not None:
             self.optimizer.settle()
+        self._sharded.check_parameters()
+        held = [unit.plan.name for unit in self._sharded.units if unit.holds]
+        if held:
+            raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
 
     def _find(self, load_dir: Path, tag: str | None, ask: Ask) -> Found | None:
-        there = folder.find(load_dir, tag)
+        there = find(load_dir, tag)
         return None if there is None else self._fitted(*there, ask)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
         """Raises Damaged where the engine cannot take what is there."""
-        held = [unit.plan.name for unit in self._sharded.units if unit.holds]
-        if held:
-            raise RuntimeError(f"load_checkpoint() while GatheredParameters holds {held} open; call it outside")
-        buffers = {name: (tuple(value.shape), NAMES[value.dtype]) for name, value in saved_buffers(self.module).items()}
-        match = compare(index, self._wanted(), buffers, ask)
+        self._may_load()
+        ask = ask._replace(left_out=index.excluded)
+        match = compare(index, self._wanted(), shapes_of_buffers(self.module), ask)
         problem = match.problem(ask)
         if problem is not None:
             raise Damaged(f"{place} does not fit this engine:\n  {problem}")
         if match.doubles:
             with Source(place, index) as source:
-                unequal = [line for unit in self._sharded.units for line in doubled(unit, source, match, ask)]
+                unequal = [
+                    line
+                    for unit in self._sharded.units
+                    for part in unit.plan.layout.fragments(unit.window)
+                    for line in doubled(source, match, ask, part, ask.states and unit.master is not None)
+                ]
             if unequal:
                 raise Damaged(f"{place} does not fit this engine:\n  " + "\n  ".join(unequal))
         return Found(place, index, match, ask)
 
     def _wanted(self) -> list[Wanted]:
         """What this engine has, in its terms for a checkpoint."""
-        names: dict[int, list[str]] = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        found, keys = [], {}
+        names, found, keys = names_of_parameters(self.module), [], {}
         for unit in self._sharded.units:
             group, states = None, ((), ())
             if unit.master is not None and self.optimizer is not None:
@@ -160,64 +163,33 @@ class LoadCheckpoint:
                 found.append(Wanted((own, *others), tuple(param.shape), dtype, unit.plan.name, group, *states))
         return found
 
-    def _agree_on(self, find: Callable[[], Found | None]) -> Found | None:
-        """What all ranks find alike; raises on all of them where one finds nothing it can load, or another save."""
-        found, problem = None, None
-        try:
-            found = find()
-        except Refusal as error:
-            problem = error
-        said = {
-            "problem": None if problem is None else str(problem),
-            "save": None if found is None else f"{found.index.tag}, saved as {found.index.save}",
-            "place": None if found is None else str(found.place),
-        }
-        told = self._tell(said)
-        if problem is not None:
-            raise problem
-        for rank, other in enumerate(told):
-            if other["problem"] is not None:
-                raise Damaged(f"load_checkpoint: rank {rank}: {other['problem']}")
-        if len({other["save"] for other in told}) > 1:
-            each = "; ".join(f"rank {rank}: {other['save']} in {other['place']}" for rank, other in enumerate(told))
-            raise Damaged(f"load_checkpoint: the ranks would load different checkpoints: {each}")
-        return found
-
-    def _tell(self, value: Any) -> list[Any]:
-        """What each rank says, by rank; collective."""
-        return [json.loads(text) for text in everyone(json.dumps(value), self._sharded.mesh.reduced_over, self.device)]
-
     @torch.no_grad()
-    def _take(self, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
+    def _take(self, ranks: Together, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
         """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read."""
         self._half_loaded = (
-            f"the weights are half loaded: load_checkpoint of {found.place} was broken off. Load a checkpoint that is "
-            "whole, or call destroy()"
+            f"the weights are half loaded: reading {found.place} was broken off. Load a checkpoint that is whole, or "
+            "call destroy()"
         )
         self._sharded.recover()
         self.zero_grad()
         self._begin_window()
-        problem, state = None, None
-        try:
+
+        def read() -> dict[str, torch.Tensor] | None:
             with Source(found.place, found.index) as source:
-                state = self._read(source, found, anew, custom is not None)
-        except Refusal as error:
-            problem = error
-        told = self._tell(None if problem is None else str(problem))
-        renew(self._sharded.units)  # also where it failed: the units must be whole again for whatever comes next
-        if problem is not None:
-            raise problem
-        for rank, other in enumerate(told):
-            if other is not None:
-                raise Damaged(f"load_checkpoint: rank {rank} could not read its part: {other}")
+                return self._read(source, found, anew, custom is not None)
+
+        # Also where one failed: full copies must be there again for whatever comes next.
+        state = ranks.read(read, lambda: renew(self._sharded.units))
         if custom is not None:
             with GatheredParameters(self.module.parameters(), modifier_rank=0):
                 custom(src=state, dst=self.module)
         self._half_loaded = None
         for line in found.match.warnings:
-            rank_zero(logging.WARNING, "load_checkpoint: %s", line)
+            rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
         if found.match.left_out:
-            rank_zero(logging.INFO, "load_checkpoint: frozen and not saved, so as before: %s", found.match.left_out)
+            rank_zero(
+                logging.INFO, "loading %s: frozen and not saved, so as before: %s", found.place, found.match.left_out
+            )
 
     def _read(self, source: Source, found: Found, anew: bool, whole: bool) -> dict[str, torch.Tensor] | None:
         """This rank's part of everything; `whole`: returns the state_dict instead of taking weights and buffers."""
@@ -229,14 +201,7 @@ class LoadCheckpoint:
                 restart(unit, self.optimizer)
         if whole:
             return _state_dict(source)
-        buffers = saved_buffers(self.module)
-        for name in found.match.buffers:
-            value = source.whole(found.index.buffers[name], f"buffer '{name}'")
-            parent, _, last = name.rpartition(".")
-            if last == "_extra_state":
-                self.module.get_submodule(parent).set_extra_state(value)
-            else:
-                buffers[name].copy_(value)
+        load_buffers(source, self.module, found.match.buffers)
         return None
 
 

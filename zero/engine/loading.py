@@ -8,12 +8,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero.checkpoint.differences import Ask, Match, stateless
 from zero.checkpoint.index import Index, Stored
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES
 from zero.core.unit import Unit
+from zero.engine.saving import saved_buffers
 from zero.kernels.moments import Moment
 from zero.kernels.remainder import join
 from zero.optim.optimizer import ZeroOptimizer
@@ -147,11 +149,7 @@ def _load_values(unit: Unit, source: Source, name: str, part: Fragment, masters:
     place = shard.narrow(0, part.at, numel)
     alike = NAMES[place.dtype] == parameter.weight.dtype
     if master is None:
-        if alike:
-            source.fill(place, parameter.weight, start, f"weight of '{name}'")
-        else:
-            for at, count in _slices(numel):
-                source.exact(name, start + at, count, place.narrow(0, at, count).copy_, masters)
+        fill_plain(source, name, place, start, masters)
         return
     kept = master.tensor.narrow(0, part.at, numel)
     if alike and master.tensor is master.shard and parameter.master is None:
@@ -162,6 +160,16 @@ def _load_values(unit: Unit, source: Source, name: str, part: Fragment, masters:
     else:
         for at, count in _slices(numel):
             source.exact(name, start + at, count, _writer(unit, part.at + at), masters)
+
+
+def fill_plain(source: Source, name: str, place: torch.Tensor, start: int, masters: bool = True) -> None:
+    """Fill `place` [n], contiguous, of any dtype and on any device, with the values from element `start` on."""
+    parameter = source.index.parameters[name]
+    if NAMES[place.dtype] == parameter.weight.dtype:
+        source.fill(place, parameter.weight, start, f"weight of '{name}'")
+        return
+    for at, count in _slices(place.numel()):
+        source.exact(name, start + at, count, place.narrow(0, at, count).copy_, masters)
 
 
 def _writer(unit: Unit, at: int) -> Callable[[torch.Tensor], None]:
@@ -224,18 +232,21 @@ def _slices(numel: int) -> Iterator[tuple[int, int]]:
         yield at, min(SLICE, numel - at)
 
 
-def doubled(unit: Unit, source: Source, match: Match, ask: Ask) -> list[str]:
-    """What of this rank's shard is one parameter here and several in the checkpoint that are not equal."""
+def doubled(source: Source, match: Match, ask: Ask, part: Fragment, states: bool) -> list[str]:
+    """What says that a parameter here is several in the checkpoint that are not equal in this part.
+
+    `states`: those of the optimizer must be equal, too.
+    """
     lines = []
-    for part in unit.plan.layout.fragments(unit.window):
-        for other in match.doubles.get(part.name, ()):
-            name = match.names[part.name]
-            if not _equal(source, name, other, part, ask.masters):
-                lines.append(f"'{part.name}' is tied here; '{name}' and '{other}' of the checkpoint have other values")
-            elif ask.states and unit.master is not None and not _equal_states(source, name, other, part):
-                lines.append(
-                    f"'{part.name}' is tied here; the states of the optimizer for '{name}' and '{other}' differ"
-                )
+    for other in match.doubles.get(part.name, ()):
+        name = match.names[part.name]
+        if not _equal(source, name, other, part, ask.masters):
+            lines.append(f"'{part.name}' is tied here; '{name}' and '{other}' of the checkpoint have other values")
+        elif states and not _equal_states(source, name, other, part):
+            lines.append(
+                f"'{part.name}' is tied here; the states of the optimizer for '{name}' and '{other}' are not equal; "
+                "load_optimizer_states=False loads the weights, and the optimizer begins anew"
+            )
     return lines
 
 
@@ -272,3 +283,28 @@ def renew(units: Iterable[Unit]) -> None:
         unit.gather()
     for unit in kept:
         unit.wait()
+
+
+def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(name)
+    return found
+
+
+def shapes_of_buffers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each buffer of a state_dict."""
+    return {name: (tuple(value.shape), NAMES[value.dtype]) for name, value in saved_buffers(module).items()}
+
+
+def load_buffers(source: Source, module: nn.Module, names: Iterable[str]) -> None:
+    """Take these buffers whole."""
+    buffers = saved_buffers(module)
+    for name in names:
+        value = source.whole(source.index.buffers[name], f"buffer '{name}'")
+        parent, _, last = name.rpartition(".")
+        if last == "_extra_state":  # of a module that makes it for each state_dict
+            module.get_submodule(parent).set_extra_state(value)
+        else:
+            buffers[name].copy_(value)

@@ -78,8 +78,9 @@ class SaveCheckpoint:
         found = buffer_pieces(saved_buffers(self.module)) if self._exchange.rank == 0 else []
         for unit in self._sharded.units:
             unit.take_edits()
-            with unit.borrow():
-                found += unit_pieces(unit, self.optimizer)
+            with unit.borrow():  # cloned: what rests in a file is here only for now
+                pieces = unit_pieces(unit, self.optimizer)
+                found += [piece._replace(values=piece.values.clone()) for piece in pieces]
         return found
 
     def _known(self) -> dict[str, dict[str, Any]]:
@@ -96,6 +97,8 @@ class SaveCheckpoint:
         found: dict[str, bool] = {}
         for unit in self._sharded.trained if self.optimizer is not None else ():
             group = self.optimizer.param_groups[unit.plan.group]
-            for part in unit.plan.layout.fragments(unit.window):
-                found.update({key: kept.signed for key, kept in self.optimizer.rule.kept(unit, group, part).items()})
+            for part in unit.plan.layout.fragments(unit.window)[:1]:
+                with unit.borrow():
+                    kept = self.optimizer.rule.kept(unit, group, part)
+                    found.update({key: state.signed for key, state in kept.items()})
         return found
