@@ -76,7 +76,7 @@ def read_index(folder: Path) -> Index:
 def latest(folder: Path) -> str | None:
     """The tag that `latest` names, or None without one."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
 

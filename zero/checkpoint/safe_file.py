@@ -183,13 +183,12 @@ def read(folder: Path, stored: Stored, start: int, out: torch.Tensor, what: str)
     for part, first, count in stored.cover(start, out.numel()):
         begin = (first - start) * size
         with open(folder / part.file, "rb", buffering=0) as file:
-            _read_part(
-                file.fileno(), part, (first - part.start) * size, target[begin : begin + count * size], size, what
-            )
+            place = target[begin : begin + count * size]
+            read_part(file.fileno(), part, (first - part.start) * size, place, size, what)
 
 
-def _read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
-    """Bytes from `skip` of the part on into `target`, chunk by chunk."""
+def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
+    """Bytes from `skip` of the part (elements of `size` bytes) on into `target`, chunk by chunk; raises Damaged."""
     total, position = part.numel * size, 0
     while position < target.nbytes:
         chunk, inside = divmod(skip + position, CHUNK)
@@ -197,7 +196,10 @@ def _read_part(file: int, part: Part, skip: int, target: memoryview, size: int, 
         count = min(end - begin - inside, target.nbytes - position)
         place = target[position : position + count]
         data = place if count == end - begin else memoryview(bytearray(end - begin))
-        got = _read_all(file, data, part.offset + begin)
+        try:
+            got = _read_all(file, data, part.offset + begin)
+        except OSError as error:
+            raise Damaged(f"{what}: {part.file} cannot be read: {error.strerror}") from None
         if got < data.nbytes:
             raise Damaged(f"{what}: {part.file} ends at byte {part.offset + begin + got}, inside of it")
         if part.crc32 is not None and crc32(data) != part.crc32[chunk]:
@@ -224,6 +226,11 @@ def contents(path: Path) -> dict[str, Stored]:
 
     Raises Damaged for a file that is not one, or is shorter than its header says.
     """
+    return contents_and_metadata(path)[0]
+
+
+def contents_and_metadata(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """As `contents`, and what the writer has said beside the tensors."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -231,14 +238,14 @@ def contents(path: Path) -> dict[str, Stored]:
             raise Damaged(f"{path} is no safetensors file: its header would have {length} bytes, the file has {size}")
         try:
             entries = json.loads(file.read(length))
-            entries.pop("__metadata__", None)
+            metadata = dict(entries.pop("__metadata__", None) or {})
             found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
     for name, stored in found.items():
         if stored.parts[0].offset + stored.nbytes > size:
             raise Damaged(f"{path} is cut short: it has {size} bytes, and '{name}' ends behind them")
-    return found
+    return found, metadata
 
 
 def _entry(path: Path, base: int, entry: dict[str, Any]) -> Stored:

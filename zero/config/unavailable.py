@@ -85,7 +85,6 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     ),
     Unavailable(f"{_ZERO}.offload_optimizer.super_offload", true, "is not available; leave it out"),
     Unavailable(f"{_ZERO}.elastic_checkpoint", true, "DeepSpeed's elastic checkpoints are not available; leave it out"),
-    Unavailable(f"{_ZERO}.load_from_fp32_weights", false, "is not available in this release; leave it out"),
     Unavailable(
         f"{_ZERO}.ignore_unused_parameters",
         false,

@@ -24,9 +24,17 @@ def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, not
     told = comm.gather_scalars(mine, axis, "comparison").tolist()
     if all(one == told[0] for one in told):
         return
-    longest = max(length for _, length in told)
-    padded = torch.tensor(list(data.ljust(longest, b" ")), dtype=torch.uint8, device=device)
-    rows = comm.gather_scalars(padded, axis, "comparison").cpu()
-    lists = [bytes(row[:length].tolist()).decode().split("\n") for row, (_, length) in zip(rows, told, strict=True)]
+    lists = [text.split("\n") for text in everyone(data.decode(), axis, device)]
     index, there = first_difference(lists)
     raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing)}")
+
+
+def everyone(text: str, axis: Axis, device: torch.device) -> list[str]:
+    """What each rank of the axis says, in their order; a collective, as `agree`."""
+    data = text.encode()
+    lengths = comm.gather_scalars(torch.tensor([len(data)], dtype=torch.int64, device=device), axis, "comparison")
+    padded = torch.tensor(list(data.ljust(int(lengths.max()), b" ")), dtype=torch.uint8, device=device)
+    if not padded.numel():
+        return [text] * axis.size
+    rows = comm.gather_scalars(padded, axis, "comparison").cpu()
+    return [bytes(row[:length].tolist()).decode() for row, (length,) in zip(rows, lengths.tolist(), strict=True)]

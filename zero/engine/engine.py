@@ -87,6 +87,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}
         self._initialize: Any = None  # what made this engine; check() makes others with it
         self._torn: str | None = None  # why the weights are not those of any step
+        self._half_loaded: str | None = None  # the same, where another checkpoint repairs it
         self._applied = False
         self._progress = Progress(config, self.global_rank, device)
         self._precision = Precision(config, device)
@@ -291,8 +292,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self._need_engine()
         if self._torn is None and self.optimizer is not None and self.optimizer.failure is not None:
             self._tear(f"{self.optimizer.failure}, after step {self.global_steps}")
-        if self._torn is not None:
-            raise RuntimeError(self._torn)
+        if self._torn is not None or self._half_loaded is not None:
+            raise RuntimeError(self._torn or self._half_loaded)
         if self.optimizer is not None and self.optimizer.away:
             raise RuntimeError("the engine's states are offloaded; call reload_states() first")
 

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from zero.checkpoint import folder
-from zero.checkpoint.index import Index
+from zero.checkpoint.differences import Ask, Match, Wanted, compare
+from zero.checkpoint.find import find
+from zero.checkpoint.folder import LATEST
+from zero.checkpoint.index import Damaged, Index
+from zero.checkpoint.safe_file import NAMES
+from zero.config import Config
+from zero.core.access import GatheredParameters
+from zero.core.owner import owner_of
 from zero.core.wrap import Sharded
-from zero.engine.loading import Source, load_unit, renew
+from zero.engine.loading import (
+    Source,
+    doubled,
+    load_buffers,
+    load_unit,
+    names_of_parameters,
+    renew,
+    restart,
+    shapes_of_buffers,
+)
 from zero.engine.saving import saved_buffers
-from zero.log import logger
+from zero.engine.together import Found, Together
+from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 
 
@@ -23,7 +41,10 @@ class LoadCheckpoint:
     module: nn.Module
     optimizer: ZeroOptimizer | None
     global_steps: int
+    device: torch.device
+    _config: Config
     _sharded: Sharded
+    _half_loaded: str | None
 
     def load_checkpoint(
         self,
@@ -35,25 +56,159 @@ class LoadCheckpoint:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Take everything from `load_dir`/`tag` (default: what `latest` names)."""
-        self._alive()
-        tag = folder.latest(Path(load_dir)) if tag is None else str(tag)
-        if tag is None:
-            logger.warning("load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, folder.LATEST)
-            return None, None
-        place = Path(load_dir) / tag
-        index = folder.read_index(place)
-        self._load(place, index, load_optimizer_states and not load_module_only)
-        self.global_steps = index.shared["global_steps"]
-        return str(place), {}
+        """Go on from `load_dir`/`tag` (default: what `latest` names); returns its path and the client state.
 
-    def _load(self, place: Path, index: Index, states: bool) -> None:
-        source = Source(place, index)
+        Collective. A checkpoint loads at any number of ranks, on any stage, placement, precision and format of the
+        optimizer's state, whatever it was saved with. Gradients of an open accumulation window are dropped. Without
+        `latest`: a warning, and (None, None).
+
+        load_module_strict: False: a parameter or buffer that only the model has keeps its values and moments, one that
+        only the checkpoint has is left out, both with a warning that names them.
+        load_optimizer_states: False: the weights are exact (from the masters), the optimizer begins anew.
+        load_module_only: the weights, exact, and nothing else; the optimizer keeps its state.
+        custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` to bring the weights in, with the whole
+        state_dict in host memory and all parameters whole; what it writes on rank 0 counts.
+
+        Raises ValueError, on all ranks and before anything is changed, for what is not a whole checkpoint, and with
+        all differences for one of another model or another optimizer. What is found to be damaged only on reading
+        raises ValueError on all ranks, too, but the engine is half loaded then: another `load_checkpoint` repairs it,
+        and `destroy()` is all that it does else.
+        """
+        self._need_engine()
+        ask = Ask(
+            states=load_optimizer_states and not load_module_only and self.optimizer is not None,
+            strict=load_module_strict,
+            weights=custom_load_fn is None,
+            masters=self._config.zero_optimization.load_from_fp32_weights,
+            argument="load_module_strict",
+        )
+        ranks = self._ranks("load_checkpoint")
+        found = ranks.find(lambda: self._find(Path(load_dir), None if tag is None else str(tag), ask))
+        if found is None:
+            rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
+            return None, None
+        anew = not load_optimizer_states and not load_module_only
+        self._take(ranks, found, anew, custom_load_fn)
+        return str(found.place), self._resume(found, load_module_only, load_lr_scheduler_states)
+
+    def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
+        """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
+        self._need_engine()
+        ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
+        found = ranks.find(lambda: self._fitted(*look(saved_buffers(self.module)), ask))
+        self._take(ranks, found, False, None)
+        return found.match
+
+    def _resume(self, found: Found, module_only: bool, scheduler: bool) -> dict[str, Any]:
+        """Bring back what is no tensor of the model; returns the client state."""
+        if not module_only:
+            self.global_steps = found.index.shared["global_steps"]
+        return {}
+
+    def _ranks(self, what: str) -> Together:
+        return Together(what, self._sharded.mesh.reduced_over, self.device)
+
+    def _may_load(self) -> None:
+        """As `_alive`, but for what a load repairs."""
+        torn, self._half_loaded = self._half_loaded, None
+        try:
+            self._alive()
+        finally:
+            self._half_loaded = torn
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        self._sharded.check_parameters()
+        held = [unit.plan.name for unit in self._sharded.units if unit.holds]
+        if held:
+            raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
+
+    def _find(self, load_dir: Path, tag: str | None, ask: Ask) -> Found | None:
+        there = find(load_dir, tag)
+        return None if there is None else self._fitted(*there, ask)
+
+    def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
+        """Raises Damaged where the engine cannot take what is there."""
+        self._may_load()
+        ask = ask._replace(left_out=index.excluded)
+        match = compare(index, self._wanted(), shapes_of_buffers(self.module), ask)
+        problem = match.problem(ask)
+        if problem is not None:
+            raise Damaged(f"{place} does not fit this engine:\n  {problem}")
+        if match.doubles:
+            with Source(place, index) as source:
+                unequal = [
+                    line
+                    for unit in self._sharded.units
+                    for part in unit.plan.layout.fragments(unit.window)
+                    for line in doubled(source, match, ask, part, ask.states and unit.master is not None)
+                ]
+            if unequal:
+                raise Damaged(f"{place} does not fit this engine:\n  " + "\n  ".join(unequal))
+        return Found(place, index, match, ask)
+
+    def _wanted(self) -> list[Wanted]:
+        """What this engine has, in its terms for a checkpoint."""
+        names, found, keys = names_of_parameters(self.module), [], {}
+        for unit in self._sharded.units:
+            group, states = None, ((), ())
+            if unit.master is not None and self.optimizer is not None:
+                group = unit.plan.group
+                if group not in keys:
+                    keys[group] = self.optimizer.rule.keys(unit, self.optimizer.param_groups[group])
+                states = keys[group]
+            for param in unit.params:
+                own = owner_of(param).name
+                others = [name for name in names.get(id(param), ()) if name != own]
+                dtype = NAMES[unit.shard.dtype]
+                found.append(Wanted((own, *others), tuple(param.shape), dtype, unit.plan.name, group, *states))
+        return found
+
+    @torch.no_grad()
+    def _take(self, ranks: Together, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
+        """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read."""
+        self._half_loaded = (
+            f"the weights are half loaded: reading {found.place} was broken off. Load a checkpoint that is whole, or "
+            "call destroy()"
+        )
+        self._sharded.recover()
+        self.zero_grad()
+        self._begin_window()
+
+        def read() -> dict[str, torch.Tensor] | None:
+            with Source(found.place, found.index) as source:
+                return self._read(source, found, anew, custom is not None)
+
+        # Also where one failed: full copies must be there again for whatever comes next.
+        state = ranks.read(read, lambda: renew(self._sharded.units))
+        if custom is not None:
+            with GatheredParameters(self.module.parameters(), modifier_rank=0):
+                custom(src=state, dst=self.module)
+        self._half_loaded = None
+        for line in found.match.warnings:
+            rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
+        if found.match.left_out:
+            rank_zero(
+                logging.INFO, "loading %s: frozen and not saved, so as before: %s", found.place, found.match.left_out
+            )
+
+    def _read(self, source: Source, found: Found, anew: bool, whole: bool) -> dict[str, torch.Tensor] | None:
+        """This rank's part of everything; `whole`: returns the state_dict instead of taking weights and buffers."""
         for unit in self._sharded.units:
             unit.invalidate()
-            names = {spec.name: spec.name for spec in unit.plan.params}
-            load_unit(unit, self.optimizer, source, names, states, True)
-        renew(self._sharded.units)
-        buffers = saved_buffers(self.module)
-        for name, stored in index.buffers.items():
-            buffers[name].copy_(source.whole(stored, f"buffer '{name}'"))
+        for unit in self._sharded.units:
+            load_unit(unit, self.optimizer, source, found.match, found.ask)
+            if anew and unit.master is not None:
+                restart(unit, self.optimizer)
+        if whole:
+            return _state_dict(source)
+        load_buffers(source, self.module, found.match.buffers)
+        return None
+
+
+def _state_dict(source: Source) -> dict[str, torch.Tensor]:
+    """The whole model as it computed, in host memory."""
+    index = source.index
+    state = {name: source.whole(each.weight, f"weight of '{name}'") for name, each in index.parameters.items()}
+    state.update({name: state[other] for name, other in index.tied.items()})
+    state.update({name: source.whole(stored, f"buffer '{name}'") for name, stored in index.buffers.items()})
+    return state

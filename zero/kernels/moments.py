@@ -191,8 +191,17 @@ class Moment:
         scales = torch.zeros(blocks_of(numel), device=device) if format == "8bit" else None
         made = cls(values, scales)
         if value != 0.0:
-            made.write(torch.full((numel,), value, device=device), signed)
+            made.fill(value, signed)
         return made
+
+    @torch.no_grad()
+    def fill(self, value: float, signed: bool) -> None:
+        """Make all elements ``value``, rounded as by :meth:`write`."""
+        self.values.zero_()
+        if self.scales is not None:
+            self.scales.zero_()
+        if value != 0.0:
+            self.write(torch.full_like(self.values, value, dtype=torch.float32), signed)
 
     @torch.no_grad()
     def decode(self, signed: bool) -> Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from zero.config.optimizers import ARGUMENTS, Arguments, torch_reason
 from zero.core.unit import Unit
@@ -17,10 +16,10 @@ from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
 from zero.log import rank_zero
+from zero.optim.rule import Group, Kept, Rule
+from zero.optim.torch_rule import TorchRule
 from zero.plan.formats import Formats, Run, runs
 from zero.plan.layout import Fragment, Span, round_up
-
-Group = Mapping[str, Any]
 
 # These look at whole matrices or at the whole model, which a shard is not.
 NOT_ELEMENTWISE = {
@@ -29,64 +28,6 @@ NOT_ELEMENTWISE = {
     "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it needs sparse gradients, and gradients here are dense",
 }
-
-
-class Rule(Protocol):
-    """Updates the shard of one unit with one parameter group's hyperparameters."""
-
-    defaults: dict[str, Any]
-    formats: Formats
-    foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
-
-    def check(self, group: Group) -> None:
-        """Raise ValueError for hyperparameters that no step can be taken with; nothing was touched then."""
-
-    def begin(self, unit: Unit, group: Group) -> None:
-        """Make the state of the unit, so that it is where it rests before the first step."""
-
-    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
-        """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
-
-        The state must be lent. `threads`: how many compute it on a CPU; default torch's.
-        """
-
-    def nbytes(self, unit: Unit, group: Group) -> int:
-        """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
-
-    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """All tensors of the unit's state that exist, as they are kept: name, elements of the shard, and the tensor."""
-
-    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Torch's names of the states: those with an element per parameter, and single numbers of the unit."""
-
-    def number(self, unit: Unit, group: Group, key: str) -> float:
-        """The number `key`; "step" is an int."""
-
-    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
-        """Replace it."""
-
-    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """State `key` of a fragment of the shard, fp32 [n], a copy; before the first step, where that begins."""
-
-    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
-
-    def kept(self, unit: Unit, group: Group, part: Fragment, make: bool = False) -> dict[str, Kept]:
-        """All states of a fragment of the shard as they are kept, views to read and write while the state is lent.
-
-        The last block of one in 8 bit is whole, so it may have elements behind the fragment, which are padding.
-        Empty where the state does not exist yet, unless it is to `make`.
-        """
-
-    def forget(self) -> None:
-        """Give all state back."""
-
-
-class Kept(NamedTuple):
-    """One state of some elements, and whether it can be negative."""
-
-    moment: Moment
-    signed: bool
 
 
 def _adam(group: Group, decoupled: bool) -> Adam:
@@ -238,10 +179,23 @@ class FusedRule:
             padded[: part.numel] = values
             moment.write(padded, signed)
 
-    def kept(self, unit: Unit, group: Group, part: Fragment, make: bool = False) -> dict[str, Kept]:
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
         """See `Rule.kept`."""
         names = self._formula(group).state_names
         return {key: Kept(*self._moment(unit, group, key, part)) for key in names}
+
+    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
+        """See `Rule.restart`."""
+        value = float(group.get("initial_accumulator_value", 0.0))
+        if part is None:
+            formula = self._formula(group)
+            for _, moments in self.states(unit, group).runs:
+                for moment, signed in zip(moments, formula.signed, strict=True):
+                    moment.fill(value, signed)
+            self._states[unit.index] = self.states(unit, group)._replace(steps=0)
+            return
+        for moment, signed in self.kept(unit, group, part).values():
+            moment.fill(value, signed)
 
     def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
         """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""
@@ -257,134 +211,6 @@ class FusedRule:
     def forget(self) -> None:
         """See `Rule.forget`."""
         self._states.clear()
-
-
-class TorchRule:
-    """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
-
-    foreseen = False
-
-    def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
-        self._kind = kind
-        # Constructed once on a throw-away parameter, so that a bad argument fails here and now.
-        self.defaults = dict(kind([nn.Parameter(torch.zeros(1))], **params).defaults)
-        self.formats = Formats()  # the number of states is Adam's: what a class keeps shows at its first step only
-        self._params = params
-        self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
-
-    def check(self, group: Group) -> None:
-        """See `Rule.check`; torch's classes look at their arguments at the start only."""
-
-    def begin(self, unit: Unit, group: Group) -> None:
-        """See `Rule.begin`; torch's classes make their state in the first step."""
-
-    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
-        """One step of the torch optimizer on the unit's shard, with torch's own threads; see `Rule.update`."""
-        leaf, inner = self._instance(unit, group)
-        leaf.grad = grad.to(leaf.dtype).mul_(factor)
-        inner.step()
-        leaf.grad = None
-        unit.master.publish()
-
-    def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `Rule.nbytes`."""
-        return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
-
-    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """See `Rule.tensors`."""
-        if unit.index in self._inner:
-            leaf, inner = self._inner[unit.index]
-            for name, value in inner.state[leaf].items():
-                if isinstance(value, torch.Tensor):
-                    yield name, Span(0, leaf.numel()), value
-
-    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `Rule.keys`; found by a step of the class on three throw-away elements."""
-        leaf = nn.Parameter(torch.zeros(3, device=unit.home.updates))
-        leaf.grad = torch.zeros_like(leaf)
-        trial = self._kind([leaf], **self._params)
-        trial.param_groups[0].update(_hyperparameters(group))
-        trial.step()
-        state = {key: value for key, value in trial.state[leaf].items() if value is not None}
-        wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
-        return wide, tuple(key for key in state if key not in wide)
-
-    def number(self, unit: Unit, group: Group, key: str) -> float:
-        """See `Rule.number`."""
-        unit.settle()
-        value = self._state(unit, group).get(key, 0)
-        value = value.item() if isinstance(value, torch.Tensor) else value
-        return int(value) if key == "step" else value
-
-    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
-        """See `Rule.set_number`."""
-        unit.settle()
-        state = self._state(unit, group)
-        if isinstance(state.get(key), torch.Tensor):
-            state[key].fill_(value)
-        else:
-            state[key] = int(value) if key == "step" else value
-
-    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """See `Rule.read`."""
-        unit.settle()
-        kept = self._state(unit, group).get(key)
-        if kept is None:  # made in the first step, out of zeros; to make it now could change that step
-            return torch.zeros(part.numel, device=unit.home.updates)
-        return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
-
-    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """See `Rule.write`."""
-        unit.settle()
-        state = self._state(unit, group)
-        if state.get(key) is None:
-            state[key] = torch.zeros_like(unit.master.tensor)
-        state[key].narrow(0, part.at, part.numel).copy_(values)
-
-    def kept(self, unit: Unit, group: Group, part: Fragment, make: bool = False) -> dict[str, Kept]:
-        """See `Rule.kept`."""
-        if make:
-            state = self._state(unit, group)
-        else:
-            leaf, inner = self._inner.get(unit.index, (None, None))
-            state = inner.state.get(leaf, {}) if inner is not None else {}
-        shape = unit.master.tensor.shape
-        wide = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape}
-        return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
-
-    def forget(self) -> None:
-        """See `Rule.forget`."""
-        self._inner.clear()
-
-    def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        """The unit's optimizer and what it updates, with the hyperparameters of now."""
-        if unit.index not in self._inner:
-            leaf = nn.Parameter(unit.master.tensor)
-            self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
-        leaf, inner = self._inner[unit.index]
-        inner.param_groups[0].update(_hyperparameters(group))
-        return leaf, inner
-
-    def _state(self, unit: Unit, group: Group) -> dict[str, Any]:
-        """What the unit's optimizer keeps; before the first step, what torch's classes would begin that step with.
-
-        Raises RuntimeError for a class that is not torch's and has no state yet.
-        """
-        leaf, inner = self._instance(unit, group)
-        if inner.state.get(leaf):
-            return inner.state[leaf]
-        begin = getattr(inner, "_init_group", None)
-        if begin is None or self._kind.__module__.split(".")[0] != "torch":
-            raise RuntimeError(f"{self._kind.__name__} makes its state in its first step; read or write it after that")
-        leaf.grad = torch.zeros_like(leaf)
-        # All but the group are lists that the class fills for its loop; what matters is the state it makes on the way.
-        begin(inner.param_groups[0], *([] for _ in list(inspect.signature(begin).parameters)[1:]))
-        leaf.grad = None
-        return inner.state[leaf]
-
-
-def _hyperparameters(group: Group) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> Rule:

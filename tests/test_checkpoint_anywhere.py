@@ -1,0 +1,184 @@
+"""The promise: a checkpoint loads at any number of ranks, stage, placement, precision and format of the state.
+
+Exact values and moments come back bit by bit (moments in fewer bits: their rounding), and so do the losses of the steps
+that follow, wherever the order of sums is the same: with the same ranks, and under zero.reduce "tree" with others.
+
+With ZERO_ALL_PAIRS=1 in the environment every configuration loads every other one's checkpoint; else each one loads
+that of one other.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import FORMATS, MOMENTS, PLACES, Case, differing, engine_of, states, step
+from models import WIDE, batch, make_net
+
+FIRST, MORE = 3, 5  # steps before the first save, and after each
+
+
+def cases(shift: int = 0) -> list[Case]:
+    """All numbers of ranks, stages and placements, in an order in which neighbours differ, each with some format."""
+    found = [Case(world, stage, place) for world in (1, 2, 3, 4) for stage, place in PLACES]
+    random.Random(4).shuffle(found)
+    return [case._replace(format=FORMATS[(index // 3 + shift) % len(FORMATS)]) for index, case in enumerate(found)]
+
+
+def same_sums(one: Case, other: Case) -> bool:
+    """Whether both add up in one order and round alike."""
+    return one.format == other.format and (one.world == other.world or 3 not in (one.world, other.world))
+
+
+def save_first(case: Case, folder: Path) -> None:
+    """Some steps, a checkpoint, and what the uninterrupted run does after it."""
+    with engine_of(case, folder) as engine:
+        for number in range(FIRST):
+            step(engine, number)
+        keep(engine, folder)
+
+
+def keep(engine: Any, folder: Path) -> None:
+    """Save; leave beside it what there is and what comes."""
+    engine.save_checkpoint(folder, tag="all")
+    found = states(engine)
+    losses = [step(engine, FIRST + number) for number in range(MORE)]
+    if dist.get_rank() == 0:
+        torch.save((found, losses), folder / "facts")
+    dist.barrier()
+
+
+def look(engine: Any, case: Case, folder: Path, before: Case) -> list[str]:
+    """Load what `before` has saved in `folder`; what is wrong."""
+    path, _ = engine.load_checkpoint(folder)
+    saved, losses = torch.load(folder / "facts")
+    lines = differing(states(engine), saved, case, before)
+    lines += [] if path == str(folder / "all") else [f"path {path}"]
+    lines += [] if engine.global_steps == FIRST else [f"{engine.global_steps} steps"]
+    if same_sums(case, before):
+        found = [step(engine, FIRST + number) for number in range(MORE)]
+        lines += [] if found == losses else [f"losses {found}, not {losses}"]
+    return lines
+
+
+def link(case: Case, folder: Path, before: Case, its: Path) -> list[str]:
+    """Load it twice, the second time over a trained engine, and save it again."""
+    with engine_of(case, folder, make_net(seed=8, width=WIDE, blocks=1)) as engine:
+        lines = look(engine, case, its, before)
+        step(engine, 99)
+        engine.load_checkpoint(its)
+        keep(engine, folder)
+    return lines
+
+
+def all_links(case: Case, folder: Path, others: list[tuple[Case, Path]]) -> dict[str, list[str]]:
+    with engine_of(case, folder, make_net(seed=8, width=WIDE, blocks=1)) as engine:
+        return {f"{case} from {before}": look(engine, case, its, before) for before, its in others}
+
+
+def folders(tmp_path: Path, count: int) -> list[Path]:
+    found = [tmp_path / str(index) for index in range(count)]
+    for folder in found:
+        folder.mkdir()
+    return found
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_configuration_loads_what_another_saved(pool: Any, tmp_path: Path, part: int) -> None:
+    chosen = cases()[part::4]
+    places = folders(tmp_path, len(chosen) + 1)
+    pool.run(chosen[-1].world, save_first, chosen[-1], places[-1])
+    before, its = chosen[-1], places[-1]
+    for case, folder in zip(chosen, places, strict=False):
+        for lines in pool.run(case.world, link, case, folder, before, its):
+            assert not lines, f"{case} from {before}: {lines}"
+        before, its = case, folder
+
+
+@pytest.mark.skipif("ZERO_ALL_PAIRS" not in os.environ, reason="some minutes; set ZERO_ALL_PAIRS=1")
+def test_all_pairs(pool: Any, tmp_path: Path) -> None:
+    sources, targets = cases(), cases(shift=1)
+    places = folders(tmp_path, len(sources) + 1)
+    for case, folder in zip(sources, places, strict=False):
+        pool.run(case.world, save_first, case, folder)
+    others, done, equal = list(zip(sources, places, strict=False)), 0, 0
+    for case in targets:
+        for start in range(0, len(others), 12):  # a call of the pool has a time limit
+            some = others[start : start + 12]
+            for found in pool.run(case.world, all_links, case, places[-1], some):
+                assert not any(found.values()), {pair: lines for pair, lines in found.items() if lines}
+            done, equal = done + len(some), equal + sum(same_sums(case, before) for before, _ in some)
+    print(f"{done} pairs, {equal} of them with losses")
+    assert done == len(sources) * len(targets)
+
+
+def fp32_run(world: int, folder: Path, load: bool) -> list[list[float]]:
+    """Save after some steps, or go on from there; global batches of 12, whoever shares them."""
+    case = Case(3, 3)  # its JSON has the plain order of sums
+    import checkpoint_cases
+
+    import zero
+
+    made = checkpoint_cases.settings(case, folder) | {"train_micro_batch_size_per_gpu": 12 // world}
+    engine, *_ = zero.initialize(model=make_net(width=WIDE, blocks=1), config=made)
+    rank, size = dist.get_rank(), 12 // world
+    if load:
+        engine.load_checkpoint(folder)
+    found = []
+    for number in range(FIRST, FIRST + MORE) if load else range(FIRST):
+        tokens, targets = batch(number, 12)
+        loss = engine(tokens[rank * size : (rank + 1) * size], targets[rank * size : (rank + 1) * size])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double() / world
+        dist.all_reduce(mean)
+        found.append(mean.item())
+    if not load:
+        engine.save_checkpoint(folder)
+        kept = states(engine)
+        if rank == 0:
+            torch.save(kept, folder / "facts")
+    engine.destroy()
+    return found
+
+
+def plain(kept: dict[str, Any], dtype: torch.dtype) -> list[float]:
+    """The same steps in plain torch, from the state that was saved."""
+    model = make_net(width=WIDE, blocks=1).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for name, param in model.named_parameters():
+        param.data.copy_(kept[name]["exact"])
+        moments = {key: kept[name][key].to(dtype) for key in MOMENTS}
+        optimizer.state[param] = {"step": torch.tensor(float(kept[name]["step"])), **moments}
+    found = []
+    for number in range(FIRST, FIRST + MORE):
+        logits_loss = loss_of(model, *batch(number, 12))
+        optimizer.zero_grad()
+        logits_loss.backward()
+        optimizer.step()
+        found.append(logits_loss.item())
+    return found
+
+
+def loss_of(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """That of a Net, without its rounding of the logits to fp32."""
+    x = model.embed(tokens)
+    for block in model.blocks:
+        x = block(x)
+    return torch.nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_other_ranks_go_on_within_the_rounding_of_plain_torch(pool: Any, tmp_path: Path, world: int) -> None:
+    pool.run(world, fp32_run, world, tmp_path, False)
+    kept = torch.load(tmp_path / "facts")
+    exact = torch.tensor(plain(kept, torch.float64), dtype=torch.float64)
+    allowed = (torch.tensor(plain(kept, torch.float32), dtype=torch.float64) - exact).abs().max()
+    for other in (1, 2, 3, 4):
+        found = torch.tensor(pool.run(other, fp32_run, other, tmp_path, True)[0], dtype=torch.float64)
+        assert (found - exact).abs().max() <= 2 * allowed, f"{world} to {other}"

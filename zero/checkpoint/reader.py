@@ -1,0 +1,138 @@
+"""Many ranges of tensors out of the files of one folder: each file opened once, large reads by a few threads."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
+from zero.checkpoint.safe_file import host_bytes, read_part
+from zero.memory.threads import host_threads
+
+_TASK = 8 * CHUNK  # bytes that one thread reads at a time
+_STAGED = 64 * CHUNK  # bytes of host memory for what does not go straight to its place
+_OPEN = 128  # files that stay open
+_THREADS = 4  # reading and checking more would only share one memory
+
+
+class Task(NamedTuple):
+    """Bytes from `skip` of a part on into `target`; the tensor of the target is kept alive by the `Reader`."""
+
+    file: int
+    part: Part
+    skip: int
+    target: memoryview
+    itemsize: int
+    what: str
+
+    def run(self) -> None:
+        """Read and check them; raises Damaged."""
+        read_part(*self)
+
+
+class Reader:
+    """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread and closed in the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._tasks: list[Task] = []
+        self._then: list[Callable[[], None]] = []
+        self._alive: list[torch.Tensor] = []
+        self._staged = 0
+        self._pool: ThreadPoolExecutor | None = None
+
+    def ask(
+        self, stored: Stored, start: int, out: torch.Tensor, what: str, then: Callable[[], None] | None = None
+    ) -> None:
+        """Have `out` (contiguous, on the CPU, of the stored dtype) filled with the elements from `start` on.
+
+        `then` is called when it and all that was asked for before are there, in this thread and in order. Such an `out`
+        is memory for the meantime: when there is much of it, `finish` comes by itself. Raises Damaged as `finish` does.
+        """
+        size, target = ITEMSIZE[stored.dtype], host_bytes(out)
+        self._alive.append(out)
+        for part, first, count in stored.cover(start, out.numel()):
+            begin, skip, nbytes = (first - start) * size, (first - part.start) * size, count * size
+            done = 0
+            while done < nbytes:
+                # Ends on a chunk of the part, so that no two tasks read the same one.
+                step = min(nbytes - done, _TASK - (skip + done) % CHUNK)
+                place = target[begin + done : begin + done + step]
+                self._tasks.append(Task(self._open(part.file, what), part, skip + done, place, size, what))
+                done += step
+        if then is not None:
+            self._then.append(then)
+            self._staged += out.nbytes
+            if self._staged >= _STAGED:
+                self.finish()
+
+    def finish(self) -> None:
+        """Read all that was asked for. Raises Damaged, naming tensor and file, for what is not as it was saved."""
+        tasks, then, alive = self._tasks, self._then, self._alive
+        self._tasks, self._then, self._alive, self._staged = [], [], [], 0
+        if sum(task.target.nbytes for task in tasks) <= _TASK:
+            for task in tasks:
+                task.run()
+        else:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(max(2, min(_THREADS, host_threads())), "zero-read")
+            failed = [done.exception() for done in [self._pool.submit(_run, group) for group in _groups(tasks)]]
+            for error in failed:
+                if error is not None:
+                    raise error
+        for call in then:
+            call()
+        del alive  # the memory that the tasks wrote to
+
+    def close(self) -> None:
+        """Close all files; what was asked for and not read is forgotten."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._tasks, self._then, self._alive = [], [], []
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _open(self, name: str, what: str) -> int:
+        if name not in self._files:
+            if len(self._files) >= _OPEN:
+                self._run_early()
+                os.close(self._files.popitem(last=False)[1])
+            try:
+                self._files[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise Damaged(f"{what}: {name} is missing in {self.folder}") from None
+            except OSError as error:
+                raise Damaged(f"{what}: {self.folder / name} cannot be read: {error.strerror}") from None
+        self._files.move_to_end(name)
+        return self._files[name]
+
+    def _run_early(self) -> None:
+        """A file that a task is to read from must not be closed before."""
+        for task in self._tasks:
+            task.run()
+        self._tasks = []
+
+
+def _run(group: list[Task]) -> None:
+    for task in group:
+        task.run()
+
+
+def _groups(tasks: list[Task]) -> list[list[Task]]:
+    """Neighbours together, so that a thread has enough to do."""
+    found: list[list[Task]] = [[]]
+    nbytes = 0
+    for task in tasks:
+        if nbytes and nbytes + task.target.nbytes > _TASK:
+            found.append([])
+            nbytes = 0
+        found[-1].append(task)
+        nbytes += task.target.nbytes
+    return found

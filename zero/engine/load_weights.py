@@ -1,0 +1,146 @@
+"""Weights out of safetensors files into a module, one that is built in pieces, or an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from zero.checkpoint.differences import Ask, Match, Wanted, compare
+from zero.checkpoint.index import Damaged, Index
+from zero.checkpoint.safe_file import NAMES
+from zero.checkpoint.weight_files import sort_out, weights_at
+from zero.core.mesh import Axis, local_device
+from zero.core.owner import owner_of
+from zero.core.piece import Piece
+from zero.core.unit import State
+from zero.engine.load_checkpoint import LoadCheckpoint
+from zero.engine.loading import Source, doubled, fill_plain, load_buffers, names_of_parameters, shapes_of_buffers
+from zero.engine.saving import saved_buffers
+from zero.engine.together import Found, Together
+from zero.engine.weights import Unmatched
+from zero.log import rank_zero
+from zero.plan.layout import Fragment
+
+
+def load_weights(
+    target: nn.Module,
+    path: str | Path,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+) -> Unmatched:
+    """Take weights and buffers from `path`; returns the names that only the model and only the files have.
+
+    target: an engine, whose exact values these are from then on (its optimizer keeps its state); a module; or a module
+    built under `zero.Init`, of which each rank reads its own ranges, one parameter at a time. For all but a plain
+    module a collective.
+    path: a safetensors file; a folder of Hugging Face with `model.safetensors` or shards and their index; or a
+    checkpoint (its folder, or that of the run), from whose masters the weights are exact.
+    strict: False: what only one side has is left as it is, with a warning that names it.
+    rename: gives the model's name for each of the files, or None for what is to be left out.
+
+    Values are converted to the dtype of the parameter. Raises ValueError, before anything is changed, with all
+    differences of names, shapes and kinds of dtype, and for files of torch.save, which are not read.
+    """
+    path = Path(path)
+
+    def look(buffers: Collection[str]) -> tuple[Path, Index]:
+        place, index = weights_at(path)
+        return place, sort_out(index, buffers, rename)
+
+    if isinstance(target, LoadCheckpoint):
+        match = target.take_weights(look, strict)
+    elif isinstance(target, nn.Module):
+        match = _into_module(target, look, strict)
+    else:
+        raise ValueError(
+            f"load_weights(target=...): got {type(target).__name__}; wanted an engine or a torch.nn.Module"
+        )
+    return Unmatched(match.missing, match.unexpected)
+
+
+@torch.no_grad()
+def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
+    params = dict(module.named_parameters())
+    pieces = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
+    if any(not isinstance(unit, Piece) for unit in pieces):
+        raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
+    axis = pieces[0].mesh.reduced_over if pieces else Axis(None, 1, 0, False)
+    ranks = Together("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
+    found = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
+
+    def read() -> None:
+        with Source(found.place, found.index) as source:
+            for name, other in found.match.names.items():
+                _fill(source, other, params[name])
+            load_buffers(source, module, found.match.buffers)
+
+    try:
+        ranks.read(read)
+    except Damaged as error:
+        raise Damaged(f"{error}. The module is half loaded") from None
+    for line in found.match.warnings:
+        rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
+    return found.match
+
+
+def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, index: Index, ask: Ask) -> Found:
+    """Raises Damaged where the module cannot take what is there."""
+    names = names_of_parameters(module)
+    wanted = []
+    for name, param in params.items():
+        owner = owner_of(param)
+        if is_lazy(param) or param.is_meta:
+            raise Damaged(
+                f"load_weights: parameter '{name}' has no memory yet; build the module on a device, or under zero.Init"
+            )
+        if owner is not None and not owner.unit.opened and owner.unit.state is not State.SHARDED:
+            raise Damaged(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
+        others = [other for other in names[id(param)] if other != name]
+        wanted.append(Wanted((name, *others), tuple(param.shape), NAMES[param.dtype]))
+    match = compare(index, wanted, shapes_of_buffers(module), ask)
+    problem = match.problem(ask)
+    if problem is not None:
+        raise Damaged(f"{place} does not fit this module:\n  {problem}")
+    if match.doubles:
+        with Source(place, index) as source:
+            unequal = [
+                line
+                for name in match.doubles
+                for part in _parts(params[name], name)
+                for line in doubled(source, match, ask, part, False)
+            ]
+        if unequal:
+            raise Damaged(f"{place} does not fit this module:\n  " + "\n  ".join(unequal))
+    return Found(place, index, match, ask)
+
+
+def _parts(param: nn.Parameter, name: str) -> list[Fragment]:
+    """What this rank holds of a parameter."""
+    owner = owner_of(param)
+    if owner is None or owner.unit.opened:
+        return [Fragment(name, 0, 0, param.numel())]
+    return [part._replace(name=name) for part in owner.unit.plan.layout.fragments(owner.unit.window)]
+
+
+def _fill(source: Source, name: str, param: nn.Parameter) -> None:
+    """One parameter, or this rank's ranges of one that is built in pieces."""
+    owner = owner_of(param)
+    if owner is None or owner.unit.opened:
+        values = param.detach()
+        place = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
+        fill_plain(source, name, place.view(-1), 0)
+        source.finish()
+        if place is not values:
+            values.copy_(place)
+        torch.autograd.graph.increment_version((param,))
+        return
+    piece = owner.unit
+    for part in _parts(param, name):
+        fill_plain(source, name, piece.shard.narrow(0, part.at, part.numel), part.start)
+    source.finish()
+    piece.renew(0, piece.shard)

@@ -1,0 +1,81 @@
+"""What every rank does by itself and all must succeed in: looking at a checkpoint, and reading their parts of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from zero.checkpoint.differences import Ask, Match
+from zero.checkpoint.index import Damaged, Index
+from zero.core.agree import everyone
+from zero.core.mesh import Axis
+
+T = TypeVar("T")
+
+# What one rank may find wrong alone, and tells the others, so that none waits for it.
+REFUSALS = (ValueError, OSError, RuntimeError, MemoryError)
+
+
+class Found(NamedTuple):
+    """A checkpoint that fits, and what is loaded from where."""
+
+    place: Path
+    index: Index
+    match: Match
+    ask: Ask
+
+
+class Together:
+    """The ranks of `axis`, whose messages are on `device`; `what` they do is said in errors.
+
+    Methods are collectives.
+    """
+
+    def __init__(self, what: str, axis: Axis, device: torch.device) -> None:
+        self._what = what
+        self._axis = axis
+        self._device = device
+
+    def find(self, look: Callable[[], Found | None]) -> Found | None:
+        """What all ranks find alike; raises on all of them where one cannot load it, or finds another save."""
+        found, problem = None, None
+        try:
+            found = look()
+        except REFUSALS as error:
+            problem = error
+        save = None if found is None else f"'{found.index.tag}' saved as {found.index.save}"
+        place = None if found is None else str(found.place)
+        told = self._tell([None if problem is None else str(problem), save, place])
+        self._raise(problem, [text for text, _, _ in told])
+        if len({save for _, save, _ in told}) > 1:
+            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place) in enumerate(told))
+            raise Damaged(f"{self._what}: the ranks would load different checkpoints: {each}")
+        return found
+
+    def read(self, work: Callable[[], T], after: Callable[[], None] | None = None) -> T:
+        """The result of `work`; raises on all ranks where it fails on one. All call `after` in any case."""
+        result, problem = None, None
+        try:
+            result = work()
+        except REFUSALS as error:
+            problem = error
+        told = self._tell(None if problem is None else str(problem))
+        if after is not None:
+            after()
+        self._raise(problem, told)
+        return result
+
+    def _tell(self, value: Any) -> list[Any]:
+        """What each rank says, by rank."""
+        return [json.loads(text) for text in everyone(json.dumps(value), self._axis, self._device)]
+
+    def _raise(self, problem: Exception | None, told: list[str | None]) -> None:
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise Damaged(f"{self._what}: rank {rank}: {text}")

@@ -1,0 +1,180 @@
+"""An optimizer class of `torch.optim`, or one like them, run on the shards of units."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.core.unit import Unit
+from zero.kernels.moments import Moment
+from zero.optim.rule import Group, Kept
+from zero.plan.formats import Formats
+from zero.plan.layout import Fragment, Span
+
+
+class TorchRule:
+    """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
+
+    foreseen = False
+
+    def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
+        self._kind = kind
+        # Constructed once on a throw-away parameter, so that a bad argument fails here and now.
+        self.defaults = dict(kind([nn.Parameter(torch.zeros(1))], **params).defaults)
+        self.formats = Formats()  # the number of states is Adam's: what a class keeps shows at its first step only
+        self._params = params
+        self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
+
+    def check(self, group: Group) -> None:
+        """See `Rule.check`; torch's classes look at their arguments at the start only."""
+
+    def begin(self, unit: Unit, group: Group) -> None:
+        """See `Rule.begin`; torch's classes make their state in the first step."""
+
+    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+        """One step of the torch optimizer on the unit's shard, with torch's own threads; see `Rule.update`."""
+        leaf, inner = self._instance(unit, group)
+        leaf.grad = grad.to(leaf.dtype).mul_(factor)
+        inner.step()
+        leaf.grad = None
+        unit.master.publish()
+
+    def nbytes(self, unit: Unit, group: Group) -> int:
+        """See `Rule.nbytes`."""
+        return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """See `Rule.tensors`."""
+        if unit.index in self._inner:
+            leaf, inner = self._inner[unit.index]
+            for name, value in inner.state[leaf].items():
+                if isinstance(value, torch.Tensor):
+                    yield name, Span(0, leaf.numel()), value
+
+    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `Rule.keys`; found by a step of the class on three throw-away elements."""
+        state = self._trial(unit.home.updates, group)
+        wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
+        return wide, tuple(key for key in state if key not in wide)
+
+    def _trial(self, device: torch.device, group: Group) -> dict[str, Any]:
+        """What the class keeps after a step on three throw-away elements."""
+        leaf = nn.Parameter(torch.zeros(3, device=device))
+        leaf.grad = torch.zeros_like(leaf)
+        trial = self._kind([leaf], **self._params)
+        trial.param_groups[0].update(_hyperparameters(group))
+        trial.step()
+        return {key: value for key, value in trial.state[leaf].items() if value is not None}
+
+    def number(self, unit: Unit, group: Group, key: str) -> float:
+        """See `Rule.number`."""
+        unit.settle()
+        value = self._state(unit, group).get(key, 0)
+        value = value.item() if isinstance(value, torch.Tensor) else value
+        return int(value) if key == "step" else value
+
+    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
+        """See `Rule.set_number`."""
+        unit.settle()
+        state = self._state(unit, group)
+        if isinstance(state.get(key), torch.Tensor):
+            state[key].fill_(value)
+        else:
+            state[key] = int(value) if key == "step" else value
+
+    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
+        """See `Rule.read`."""
+        unit.settle()
+        kept = self._state(unit, group).get(key)
+        if kept is None:  # made in the first step, out of zeros; to make it now could change that step
+            return torch.zeros(part.numel, device=unit.home.updates)
+        return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
+
+    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
+        """See `Rule.write`."""
+        unit.settle()
+        state = self._state(unit, group)
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(unit.master.tensor)
+        state[key].narrow(0, part.at, part.numel).copy_(values)
+
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
+        """See `Rule.kept`."""
+        leaf, inner = self._instance(unit, group) if make else self._inner.get(unit.index, (None, None))
+        state = inner.state[leaf] if inner is not None else {}
+        if make and not state:
+            state.update(self._first(unit.master.tensor, group))
+        for key in make:
+            if state.get(key) is None:
+                state[key] = torch.zeros_like(unit.master.tensor)
+        shape = unit.master.tensor.shape
+        wide = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape}
+        return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
+
+    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
+        """See `Rule.restart`."""
+        if part is None:
+            self._inner.pop(unit.index, None)
+            return
+        if kept := self.kept(unit, group, part):
+            first = self._first(torch.zeros(3, device=unit.home.updates), group)
+            for key, (moment, _) in kept.items():
+                value = first.get(key)
+                moment.values.copy_(value[:1].expand(part.numel)) if value is not None else moment.values.zero_()
+
+    def forget(self) -> None:
+        """See `Rule.forget`."""
+        self._inner.clear()
+
+    def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        """The unit's optimizer and what it updates, with the hyperparameters of now."""
+        if unit.index not in self._inner:
+            leaf = nn.Parameter(unit.master.tensor)
+            self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
+        leaf, inner = self._inner[unit.index]
+        inner.param_groups[0].update(_hyperparameters(group))
+        return leaf, inner
+
+    def _state(self, unit: Unit, group: Group) -> dict[str, Any]:
+        """What the unit's optimizer keeps; before the first step, what torch's classes would begin that step with.
+
+        Raises RuntimeError for a class that is not torch's and has no state yet.
+        """
+        leaf, inner = self._instance(unit, group)
+        if inner.state.get(leaf):
+            return inner.state[leaf]
+        begun = self._begun(leaf, inner)
+        if begun is None:
+            raise RuntimeError(f"{self._kind.__name__} makes its state in its first step; read or write it after that")
+        return begun
+
+    def _begun(self, leaf: nn.Parameter, inner: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Have `inner` make the state that its first step begins with; None for a class that is not torch's."""
+        begin = getattr(inner, "_init_group", None)
+        if begin is None or self._kind.__module__.split(".")[0] != "torch":
+            return None
+        leaf.grad = torch.zeros_like(leaf)
+        # All but the group are lists that the class fills for its loop; what matters is the state it makes on the way.
+        begin(inner.param_groups[0], *([] for _ in list(inspect.signature(begin).parameters)[1:]))
+        leaf.grad = None
+        return inner.state[leaf]
+
+    def _first(self, values: torch.Tensor, group: Group) -> dict[str, Any]:
+        """What the first step on `values` [n] begins with; zeros for the states of a class that is not torch's."""
+        leaf = nn.Parameter(values)
+        inner = self._kind([leaf], **self._params)
+        inner.param_groups[0].update(_hyperparameters(group))
+        begun = self._begun(leaf, inner)
+        if begun is not None:
+            return begun
+        trial = self._trial(values.device, group)
+        wide = {key for key, value in trial.items() if isinstance(value, torch.Tensor) and value.shape == (3,)}
+        return {key: torch.zeros_like(values) if key in wide else value for key, value in trial.items()}
+
+
+def _hyperparameters(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
