@@ -18,6 +18,7 @@ from zlib import crc32
 
 import torch
 
+from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
 
 # Our names of dtypes, torch's, and those of safetensors.
@@ -42,13 +43,16 @@ _LARGEST_HEADER = 100_000_000  # bytes; as in the library
 
 
 class Piece(NamedTuple):
-    """Elements from `start` on of a tensor that has `shape` as a whole; values: contiguous [n], on any device."""
+    """Elements from `start` on of a tensor that has `shape` as a whole.
+
+    values: contiguous [n], on any device; or a Flow that gives them when they are written.
+    """
 
     kind: str
     name: str
     start: int
     shape: tuple[int, ...]
-    values: torch.Tensor
+    values: torch.Tensor | Flow
 
     @property
     def key(self) -> str:
@@ -112,8 +116,12 @@ def host_bytes(values: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
 
 
-def _blocks(values: torch.Tensor) -> Iterator[memoryview]:
+def _blocks(values: torch.Tensor | Flow) -> Iterator[memoryview]:
     """Bytes of the tensor, in multiples of CHUNK but for the last."""
+    if isinstance(values, Flow):
+        for block in values.blocks():
+            yield host_bytes(block)
+        return
     flat = values.view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
     for begin in range(0, flat.numel(), _STEP):
         block = flat[begin : begin + _STEP].cpu()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from zero.checkpoint.exact import exact, fetch
 from zero.checkpoint.index import Index, Parameter, Stored
-from zero.checkpoint.safe_file import DTYPES, NAMES, read
+from zero.checkpoint.safe_file import NAMES, read
 from zero.core.master import rounded
 from zero.core.unit import Unit
 from zero.kernels.moments import Moment
-from zero.kernels.remainder import join
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Kept
 from zero.plan.formats import BLOCK
@@ -28,9 +28,7 @@ class Source:
 
     def read(self, stored: Stored, start: int, numel: int, what: str) -> torch.Tensor:
         """Elements [start, start + numel), [numel] in the stored dtype."""
-        out = torch.empty(numel, dtype=DTYPES[stored.dtype])
-        read(self.folder, stored, start, out, what)
-        return out
+        return fetch(self.folder, stored, start, numel, what)
 
     def fill(self, out: torch.Tensor, stored: Stored, start: int, what: str) -> None:
         """Fill `out` [n], contiguous and of the stored dtype, on any device, with the elements from `start` on."""
@@ -48,12 +46,7 @@ class Source:
 
         `masters`: those of the optimizer, where they are there, and not what the model computed with.
         """
-        if masters and parameter.master is not None and parameter.master.dtype == "fp32":
-            return self.read(parameter.master, start, numel, f"master of '{name}'")
-        weight = self.read(parameter.weight, start, numel, f"weight of '{name}'")
-        if masters and parameter.master is not None:
-            return join(weight, self.read(parameter.master, start, numel, f"master of '{name}'"))
-        return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
+        return exact(self.folder, name, parameter, start, numel, masters)
 
     def moment(self, name: str, parameter: Parameter, key: str, start: int, numel: int) -> Kept:
         """State `key` of elements [start, start + numel), as it was kept; in 8 bit of whole blocks around them."""
