@@ -53,7 +53,7 @@ def model_pieces(folder: Path, index: Index, dtype: str) -> list[Piece]:
     for name, parameter in index.parameters.items():
         stored = parameter.weight
         kind = DTYPES[stored.dtype]
-        if not kind.is_floating_point or stored.dtype == dtype and (dtype != "fp32" or parameter.master is None):
+        if not kind.is_floating_point or (stored.dtype == dtype and (dtype != "fp32" or parameter.master is None)):
             of = partial(fetch, folder, stored, what=f"weight of '{name}'")
         else:
             kind, of = DTYPES[dtype], partial(_exact, folder, name, parameter)

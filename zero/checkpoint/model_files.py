@@ -7,10 +7,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from zero.checkpoint.folder import publish, sync
 from zero.checkpoint.safe_file import Piece, write
+from zero.config.values import Nbytes
 
 NAME = "model.safetensors"
+
+
+def size_of(value: int | str, what: str) -> int:
+    """A number of bytes, perhaps as "5GB" (1000 MB) or "5GiB"; raises ValueError, naming `what`."""
+    try:
+        return TypeAdapter(Nbytes).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{what}: got {value!r}, wanted {error.errors()[0]['msg']}") from None
 
 
 def write_model(

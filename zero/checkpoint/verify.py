@@ -12,16 +12,18 @@ from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
 from zero.checkpoint.safe_file import DTYPES, contents, read
 
 
-def verify(folder: str | Path, moved: Callable[[int], None] = id) -> list[str]:
+def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] = lambda total: id) -> list[str]:
     """All that is wrong with the checkpoint in `folder`, each with tensor and file; empty for a whole one.
 
-    Reads every file once, a MiB at a time. `moved` is told how many bytes more have been read.
+    Reads every file once, a MiB at a time. `progress` is told the number of bytes of all files, and gives what is told
+    how many more have been read.
     """
     folder = Path(folder)
     try:
         index = load_index(folder)
     except Damaged as error:
         return [str(error)]
+    moved = progress(sum(index.files.values()))
     found = index.problems()
     headers = {}
     for name, nbytes in index.files.items():
