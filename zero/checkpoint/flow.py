@@ -9,7 +9,7 @@ import torch
 
 from zero.checkpoint.index import CHUNK
 
-STEP = 4 * CHUNK  # bytes that are asked for at once
+STEP = CHUNK // 2  # numbers that are asked for at once, at least; blocks of any dtype are whole CHUNKs
 
 
 class Flow(NamedTuple):
@@ -41,7 +41,7 @@ class Flow(NamedTuple):
         return self.dtype.itemsize
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """All of them in order, contiguous on the CPU, STEP bytes each but for the last."""
-        step = STEP // self.dtype.itemsize
+        """All of them in order, contiguous on the CPU, a few CHUNKs each but for the last."""
+        step = max(STEP, CHUNK // self.dtype.itemsize)
         for start in range(0, self.count, step):
             yield self.of(start, min(step, self.count - start)).to("cpu", self.dtype).contiguous()

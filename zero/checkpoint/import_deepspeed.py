@@ -74,7 +74,7 @@ def import_deepspeed(
         "tag": target.name,
         "files": sizes,
         "tied": _tied(files, known),
-        "shared": {"global_steps": int(files.model["global_steps"])},
+        "shared": _shared(files),
         "ranks": ({},),
         "client": _client(files, left),
         "signed": dict.fromkeys(_NOT_NEGATIVE, False),
@@ -230,6 +230,18 @@ def _tied(files: Files, known: Mapping[str, Any]) -> dict[str, str]:
         if stored in known and alias not in known:
             found[alias] = stored
     return found
+
+
+def _shared(files: Files) -> dict[str, Any]:
+    """Counters of the run; below "deepspeed" what it says of schedule and groups, for whoever wants to look it up."""
+    model, base = files.model, files.base(0)
+    groups = base.get("param_groups", []) if isinstance(base, Mapping) else []
+    more = {
+        "lr_scheduler": _plain(model.get("lr_scheduler")),
+        "param_groups": _plain([{key: value for key, value in group.items() if key != "params"} for group in groups]),
+        **{key: model.get(key) for key in ("global_samples", "skipped_steps", "ds_version")},
+    }
+    return {"global_steps": int(model["global_steps"]), "deepspeed": _plain(more)}
 
 
 def _client(files: Files, left: list[str]) -> dict[str, Any]:
