@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zero.launch import args as run_args
-from zero.launch import check_args
+from zero.launch import check_args, checkpoint_args
 
 _CLOSED_PIPE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
     _add_report(commands)
+    checkpoint_args.add_commands(commands)
     return parser
 
 
@@ -74,6 +75,10 @@ def _command(given: argparse.Namespace) -> int:
         return _report(given)
     if given.command == "check":
         return _check(given)
+    if given.command in checkpoint_args.COMMANDS:
+        from zero.checkpoint import commands
+
+        return commands.run(given)
     return _run(given)
 
 

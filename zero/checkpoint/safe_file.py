@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
 from zero.checkpoint.staging import Staging, host_bytes
 from zero.checkpoint.writeback import begin_writeback
@@ -44,13 +45,16 @@ _LARGEST_HEADER = 100_000_000  # bytes; as in the library
 
 
 class Piece(NamedTuple):
-    """Elements from `start` on of a tensor that has `shape` as a whole; values: contiguous [n], on any device."""
+    """Elements from `start` on of a tensor that has `shape` as a whole.
+
+    values: contiguous [n], on any device; or a Flow that gives them when they are written.
+    """
 
     kind: str
     name: str
     start: int
     shape: tuple[int, ...]
-    values: torch.Tensor
+    values: torch.Tensor | Flow
 
     @property
     def key(self) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from zero.checkpoint.flow import Flow
+
 STEP = 16 << 20  # bytes of one of the two buffers
 
 
@@ -23,11 +25,15 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
 
-    def blocks(self, values: torch.Tensor) -> Iterator[memoryview]:
+    def blocks(self, values: torch.Tensor | Flow) -> Iterator[memoryview]:
         """The bytes of a contiguous tensor in order; each block is valid until the next is asked for.
 
         What lies on the CPU is one block and is not copied.
         """
+        if isinstance(values, Flow):
+            for block in values.blocks():
+                yield host_bytes(block)
+            return
         flat = values.view(-1).view(torch.uint8) if values.numel() else values.new_empty(0, dtype=torch.uint8)
         if flat.device.type == "cpu":
             yield host_bytes(flat)

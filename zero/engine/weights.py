@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from zero.checkpoint.model_files import NAME, size_of
 from zero.config import Config
 from zero.core import comm
 from zero.core.access import GatheredParameters
@@ -19,6 +19,7 @@ from zero.core.owner import owner_of
 from zero.core.unit import Unit
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.core.wrap import Sharded
+from zero.engine.streaming import stream_model
 from zero.log import rank_zero
 
 
@@ -104,15 +105,31 @@ class Weights:
         return unmatched
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: int | str | None = None,
     ) -> bool:
-        """Write the weights as the model computes with them into one file; False where the JSON does not allow it.
+        """Write the weights as the model computes with them; False where the JSON does not allow it.
 
         A name that ends in `.safetensors` gives that format, with tied weights once and their other names in its
-        metadata; any other name torch's. The file appears whole or not at all. At stage 3 the JSON must say
-        `stage3_gather_16bit_weights_on_model_save`. Raises OSError on all ranks when rank 0 cannot write.
+        metadata, and one unit at a time is in memory; any other name gives torch's format, and the whole model is in
+        the memory of rank 0. With `max_shard_size`, such as "5GB", the folder gets the layout of Hugging Face: files
+        of at most so many bytes and their index; the name, by default model.safetensors, is what theirs begin with.
+        A file appears whole or not at all. At stage 3 the JSON must say
+        `stage3_gather_16bit_weights_on_model_save`. Raises ValueError for a name or size that does not go, and OSError
+        on all ranks when rank 0 cannot write.
         """
         self._alive()
+        limit = None if max_shard_size is None else size_of(max_shard_size, "max_shard_size")
+        if limit is not None and save_filename == "pytorch_model.bin":
+            save_filename = NAME
+        if limit is not None and not save_filename.endswith(".safetensors"):
+            raise ValueError(
+                f"max_shard_size is for names that end in .safetensors; save_filename is {save_filename!r}"
+            )
         allowed = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self._sharded.sharding.params and not allowed:
             rank_zero(
@@ -121,15 +138,23 @@ class Weights:
                 Path(save_dir) / save_filename,
             )
             return False
-        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        problem = None
-        if state is not None:
-            try:
-                _write(state, Path(save_dir), save_filename)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
+        if save_filename.endswith(".safetensors"):
+            state = self._named_state(exclude_frozen_parameters)
+            problem = stream_model(state, self._sharded, Path(save_dir), save_filename, limit, self.global_rank == 0)
+        else:
+            problem = self._save_torch(Path(save_dir) / save_filename, exclude_frozen_parameters)
         self._all_agree(problem, OSError)
         return True
+
+    def _save_torch(self, path: Path, exclude_frozen_parameters: bool) -> str | None:
+        """Write the file; returns what went wrong."""
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        try:
+            if state is not None:
+                _write(state, path)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """`save_16bit_model` by its older name."""
@@ -144,9 +169,7 @@ class Weights:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
         self._alive()
-        names = self.module.state_dict(keep_vars=True)
-        if exclude_frozen_parameters:
-            names = {name: value for name, value in names.items() if not _is_frozen(value)}
+        names = self._named_state(exclude_frozen_parameters)
         keep = self.global_rank == 0
         whole = self._whole(names.values(), keep)
         if not keep:
@@ -155,6 +178,11 @@ class Weights:
             if isinstance(value, torch.Tensor) and id(value) not in whole:
                 whole[id(value)] = value.detach().to("cpu", copy=True)
         return {name: whole.get(id(value), value) for name, value in names.items()}
+
+    def _named_state(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
+        """The module's own tensors by the names of its state_dict, cut or not."""
+        names = self.module.state_dict(keep_vars=True)
+        return {name: value for name, value in names.items() if not (exclude_frozen_parameters and _is_frozen(value))}
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is whole only for now, and give unused memory of a GPU back."""
@@ -208,20 +236,12 @@ def _misfits(names: Mapping[str, Any], given: Mapping[str, Any], unmatched: Unma
     return f"load_module_state_dict: {'; '.join(lines)}" if lines else None
 
 
-def _write(state: dict[str, Any], folder: Path, name: str) -> None:
-    """One file in `folder`, by way of a temporary one, so that nobody sees half of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, temporary = folder / name, folder / f".{name}.{os.getpid()}.tmp"
+def _write(state: dict[str, Any], path: Path) -> None:
+    """One file of torch's, by way of a temporary one, so that nobody sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if name.endswith(".safetensors"):
-            first: dict[int, str] = {}
-            aliases = {
-                alias: first[id(value)] for alias, value in state.items() if first.setdefault(id(value), alias) != alias
-            }
-            tensors = {key: value.contiguous() for key, value in state.items() if key not in aliases}
-            save_file(tensors, temporary, metadata={"format": "pt", **aliases})
-        else:
-            torch.save(state, temporary)
+        torch.save(state, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

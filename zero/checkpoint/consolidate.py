@@ -1,0 +1,68 @@
+"""One model in safetensors out of a checkpoint, in a few MiB of memory whatever the size of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint.exact import exact, fetch
+from zero.checkpoint.flow import Flow
+from zero.checkpoint.folder import read_index
+from zero.checkpoint.index import Index, Parameter
+from zero.checkpoint.model_files import NAME, write_model
+from zero.checkpoint.safe_file import DTYPES, Piece
+
+LIMIT = 5_000_000_000  # bytes of a file in the layout of Hugging Face, as their library has it
+
+
+def consolidate(
+    folder: Path,
+    out: Path,
+    dtype: str = "fp32",
+    limit: int | None = None,
+    hf: bool = False,
+    progress: Callable[[int], Callable[[int], None]] = lambda total: id,
+) -> list[Path]:
+    """Write the model of the checkpoint `folder`; returns the files.
+
+    out:      a file whose name ends in .safetensors; any other name, or `hf`, makes it a folder in the layout of
+              Hugging Face, with files of at most `limit` bytes (default 5 GB).
+    dtype:    of floating-point parameters. "fp32" gives the exact values, from masters where there are any. Of "bf16"
+              and "fp16", weights that the model computes with in that dtype stay as they are, and others are the exact
+              values, rounded to nearest, ties to even. Buffers and parameters of integers stay as they are.
+    progress: told the number of bytes of all tensors; gives what is told how many more have been written.
+    Raises Damaged for a checkpoint that is not whole, and OSError.
+    """
+    single = out.suffix == ".safetensors" and not hf
+    if single and limit is not None:
+        raise ValueError(f"a largest size of files is for a folder, and '{out}' is one file; give a folder")
+    index = read_index(folder)
+    pieces = model_pieces(folder, index, dtype)
+    moved = progress(sum(piece.values.nbytes for piece in pieces))
+    if single:
+        return write_model(out.parent, out.name, pieces, index.tied, None, moved)
+    return write_model(out, NAME, pieces, index.tied, limit or LIMIT, moved)
+
+
+def model_pieces(folder: Path, index: Index, dtype: str) -> list[Piece]:
+    """Parameters and buffers, whole, each read when it is written."""
+    found = []
+    for name, parameter in index.parameters.items():
+        stored = parameter.weight
+        kind = DTYPES[stored.dtype]
+        if not kind.is_floating_point or (stored.dtype == dtype and (dtype != "fp32" or parameter.master is None)):
+            of = partial(fetch, folder, stored, what=f"weight of '{name}'")
+        else:
+            kind, of = DTYPES[dtype], partial(_exact, folder, name, parameter)
+        found.append(Piece("weight", name, 0, stored.shape, Flow(kind, stored.numel, of)))
+    for name, stored in index.buffers.items():
+        of = partial(fetch, folder, stored, what=f"buffer '{name}'")
+        found.append(Piece("buffer", name, 0, stored.shape, Flow(DTYPES[stored.dtype], stored.numel, of)))
+    return found
+
+
+def _exact(folder: Path, name: str, parameter: Parameter, start: int, numel: int) -> torch.Tensor:
+    return exact(folder, name, parameter, start, numel)

@@ -1,0 +1,269 @@
+"""A checkpoint of DeepSpeed into one of ours, as a single rank would have written it."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.checkpoint import folder as folders
+from zero.checkpoint.assemble import assemble, file_name, line_of
+from zero.checkpoint.deepspeed_files import Files, Slice, open_files, slices
+from zero.checkpoint.flow import Flow
+from zero.checkpoint.index import Damaged
+from zero.checkpoint.safe_file import NAMES, Piece, write
+
+_NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
+# What DeepSpeed itself puts beside the client's state.
+_OWN = (
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
+    *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts"),
+)
+
+
+def find(given: Path, tag: str | None = None) -> Path:
+    """The folder with the files: `given` itself, or the one below it that `tag` or `latest` names."""
+    if not given.is_dir():
+        raise ValueError(f"there is no folder {given}")
+    if tag is None and any(given.glob("*_optim_states.pt")):
+        return given
+    tag = folders.latest(given) if tag is None else tag
+    if tag is None:
+        raise ValueError(f"{given} has neither *_optim_states.pt nor the file '{folders.LATEST}'; give --tag")
+    if not (given / tag).is_dir():
+        raise ValueError(f"{given} has no checkpoint '{tag}'")
+    return given / tag
+
+
+def import_deepspeed(
+    folder: Path, out: Path, progress: Callable[[int], Callable[[int], None]] = lambda total: id
+) -> tuple[Path, list[str]]:
+    """Write `out`/<tag> from the files in `folder`, and `out`/latest; returns it, and what was not taken.
+
+    progress: as of `zero.checkpoint.consolidate.consolidate`. Memory: files are mapped, and a few MiB.
+    Raises ValueError: Refused for a file with foreign objects, Damaged for missing files and elements.
+    """
+    target = out / folder.name
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} is not empty; give another folder")
+    files = open_files(folder)
+    where = slices(files)
+    left: list[str] = []
+    weights, known = _weights(files, where, left)
+    kinds = {"weights": weights, "masters": _masters(files, where, known), "moments": _moments(files, where, known)}
+    moved = progress(sum(piece.values.nbytes for pieces in kinds.values() for piece in pieces))
+    save = secrets.token_hex(4)
+    target.mkdir(parents=True, exist_ok=True)
+    lines, sizes = [], {}
+    for kind, pieces in kinds.items():
+        if pieces:
+            path = target / file_name(kind, 0, 1, save)
+            lines += [line_of(*written) for written in write(path, pieces, None, moved)]
+            sizes[path.name] = path.stat().st_size
+    folders.sync(target)
+    values = {
+        "save": save,
+        "tag": target.name,
+        "files": sizes,
+        "tied": _tied(files, known),
+        "shared": _shared(files),
+        "ranks": ({},),
+        "client": _client(files, left),
+        "signed": dict.fromkeys(_NOT_NEGATIVE, False),
+        "config": _plain(files.model.get("ds_config")),
+        "rotates": True,
+    }
+    index = assemble(lines, known, values)
+    if problems := index.problems():
+        raise Damaged(f"{folder}: {'; '.join(problems[:20])}")
+    folders.publish(target / folders.INDEX, index.to_json())
+    folders.publish(out / folders.LATEST, target.name + "\n")
+    return target, left
+
+
+def _weights(
+    files: Files, where: Mapping[str, Sequence[Slice]], left: list[str]
+) -> tuple[list[Piece], dict[str, dict[str, Any]]]:
+    """Parameters as the model computes with them, buffers, and what `assemble` wants to know of the parameters."""
+    module, buffers = files.model["module"], set(files.model["buffer_names"])
+    pieces, known = [], {}
+    for flat, shapes in enumerate(files.shapes()):
+        group, numbers = files.group_of(flat), _numbers(files, flat)
+        for name, shape in shapes.items():
+            dtype, numel = _dtype(files, name), math.prod(shape)
+            whole = module.get(name)
+            if isinstance(whole, torch.Tensor) and whole.numel() == numel:
+                values: torch.Tensor | Flow = whole.detach().contiguous().view(-1)
+            else:
+                values = Flow(dtype, numel, partial(_gather, where[name], partial(_master, files)))
+            pieces.append(Piece("weight", name, 0, shape, values))
+            known[name] = {"group": group, "numbers": numbers, "dtype": NAMES[dtype], "shape": shape}
+    tied = files.model.get("shared_params") or {}
+    for name, shape, values in _frozen(files):
+        pieces.append(Piece("weight", name, 0, shape, values))
+        known[name] = {"group": None, "numbers": {}, "dtype": NAMES[values.dtype], "shape": shape}
+    for name, value in module.items():
+        if name in known or name in tied:
+            continue
+        if not isinstance(value, torch.Tensor):
+            left.append(f"'{name}' of the module, which is no tensor but a {type(value).__name__}")
+            continue
+        shape, flat_values = tuple(value.shape), value.detach().contiguous().view(-1)
+        if name in buffers:
+            pieces.append(Piece("buffer", name, 0, shape, flat_values))
+        elif not files.cut:  # at ZeRO 3 it is empty: its values are elsewhere, or were left out
+            pieces.append(Piece("weight", name, 0, shape, flat_values))
+            known[name] = {"group": None, "numbers": {}, "dtype": NAMES[value.dtype], "shape": shape}
+        else:
+            left.append(f"parameter '{name}', which was saved without values")
+    return pieces, known
+
+
+def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], Flow]]:
+    """Parameters that no group trains, where the files keep them apart: each rank has a range, or rank 0 all."""
+    for name, shape in (files.model.get("frozen_param_shapes") or {}).items():
+        fragments = [model["frozen_param_fragments"][name].view(-1) for model in files.models]
+        numel, begin, some = math.prod(shape), 0, []
+        for rank, fragment in enumerate(fragments):
+            some.append(Slice(begin, min(fragment.numel(), numel - begin), rank, 0, 0))
+            begin += some[-1].numel
+        if begin != numel:
+            raise Damaged(f"frozen parameter '{name}' has {begin} of its {numel} elements")
+        of = partial(_gather, some, lambda rank, flat, fragments=fragments: fragments[rank])
+        yield name, tuple(shape), Flow(fragments[0].dtype, numel, of)
+
+
+def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[Piece]:
+    found = []
+    for name, some in where.items():
+        shape = known[name]["shape"]
+        dtypes = {NAMES[_master(files, one.rank, one.flat).dtype] for one in some}
+        if dtypes - {known[name]["dtype"]}:  # else the weight is exact
+            flow = Flow(torch.float32, math.prod(shape), partial(_gather, some, partial(_master, files)))
+            found.append(Piece("master", name, 0, shape, flow))
+    return found
+
+
+def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[Piece]:
+    found = []
+    for name, some in where.items():
+        if not some:
+            continue
+        shape = known[name]["shape"]
+        for key in _wide(files, some[0]):
+            for one in some:
+                _wide(files, one, key)
+            values = _moment(files, key, some[0].rank, some[0].flat)
+            dtype = values.dtype if values.dtype == torch.bfloat16 else torch.float32
+            flow = Flow(dtype, math.prod(shape), partial(_gather, some, partial(_moment, files, key)))
+            found.append(Piece(key, name, 0, shape, flow))
+    return found
+
+
+def _wide(files: Files, one: Slice, wanted: str | None = None) -> list[str]:
+    """The states with an element per parameter, of which `wanted` must be one."""
+    length = files.masters(one.rank)[one.flat].numel()
+    state = files.state(one.rank, one.flat)
+    wide = {key: value.numel() for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+    for key, numel in wide.items():
+        if numel < length:
+            raise Damaged(f"state '{key}' of rank {one.rank} has {numel} elements for {length}; not read")
+    if wanted is not None and wanted not in wide:
+        raise Damaged(f"state '{wanted}' of rank {one.rank}, group {one.flat}, is missing")
+    return list(wide)
+
+
+def _numbers(files: Files, flat: int) -> dict[str, float]:
+    """Single numbers of the state, "step" among them, which some optimizers keep with their groups."""
+    base = files.base(0)
+    group = base["param_groups"][files.group_of(flat)] if isinstance(base, Mapping) and base.get("param_groups") else {}
+    step = group.get("step", files.states[0].get("base_optimizer_state_step"))
+    found = {} if step is None else {"step": step}
+    for key, value in files.state(0, flat).items():
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and not value.dim()):
+            found[key] = value
+    numbers = {key: float(value) for key, value in found.items()}
+    return {key: int(value) if value.is_integer() else value for key, value in numbers.items()}
+
+
+def _gather(some: Sequence[Slice], flat: Callable[[int, int], torch.Tensor], start: int, numel: int) -> torch.Tensor:
+    """Elements [start, start + numel) of a tensor of which `flat` gives the flat tensors of ranks."""
+    found = []
+    for one in some:
+        low, high = max(one.start, start), min(one.start + one.numel, start + numel)
+        if low < high:
+            found.append(flat(one.rank, one.flat).narrow(0, one.at + low - one.start, high - low))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _master(files: Files, rank: int, flat: int) -> torch.Tensor:
+    return files.masters(rank)[flat].detach().view(-1)
+
+
+def _moment(files: Files, key: str, rank: int, flat: int) -> torch.Tensor:
+    return files.state(rank, flat)[key].detach().view(-1)
+
+
+def _dtype(files: Files, name: str) -> torch.dtype:
+    """What the model computes with."""
+    value = files.model["module"].get(name)
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    settings = files.model.get("ds_config") or {}
+    on = [key for key in ("bf16", "fp16") if isinstance(settings, Mapping) and (settings.get(key) or {}).get("enabled")]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[on[0]] if on else torch.float32
+
+
+def _tied(files: Files, known: Mapping[str, Any]) -> dict[str, str]:
+    """Other names -> the name that a parameter is stored by, whichever of them DeepSpeed stored it by."""
+    found = {}
+    for other, name in (files.model.get("shared_params") or {}).items():
+        stored, alias = (name, other) if name in known else (other, name)
+        if stored in known and alias not in known:
+            found[alias] = stored
+    return found
+
+
+def _shared(files: Files) -> dict[str, Any]:
+    """Counters of the run; below "deepspeed" what it says of schedule and groups, for whoever wants to look it up."""
+    model, base = files.model, files.base(0)
+    groups = base.get("param_groups", []) if isinstance(base, Mapping) else []
+    more = {
+        "lr_scheduler": _plain(model.get("lr_scheduler")),
+        "param_groups": _plain([{key: value for key, value in group.items() if key != "params"} for group in groups]),
+        **{key: model.get(key) for key in ("global_samples", "skipped_steps", "ds_version")},
+    }
+    return {"global_steps": int(model["global_steps"]), "deepspeed": _plain(more)}
+
+
+def _client(files: Files, left: list[str]) -> dict[str, Any]:
+    """What the client saved, as far as it is JSON."""
+    found = {}
+    for key, value in files.model.items():
+        if key in _OWN:
+            continue
+        try:
+            if json.loads(json.dumps(value, allow_nan=False)) != value:
+                raise ValueError
+            found[key] = value
+        except (TypeError, ValueError):
+            left.append(f"'{key}' of client_state, which is no JSON")
+    if files.model.get("lr_scheduler"):
+        left.append("the state of the learning rate schedule")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The JSON of the run, as far as it can be written as JSON."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False, default=str))
+    except ValueError:
+        return None

@@ -1,0 +1,93 @@
+"""A model as others read it: one safetensors file, or the files and the index of the Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from zero.checkpoint.folder import publish, sync
+from zero.checkpoint.safe_file import Piece, write
+from zero.config.values import Nbytes
+
+NAME = "model.safetensors"
+
+
+def size_of(value: int | str, what: str) -> int:
+    """A number of bytes, perhaps as "5GB" (1000 MB) or "5GiB"; raises ValueError, naming `what`."""
+    try:
+        return TypeAdapter(Nbytes).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{what}: got {value!r}, wanted {error.errors()[0]['msg']}") from None
+
+
+def write_model(
+    folder: Path,
+    name: str,
+    pieces: Sequence[Piece],
+    tied: Mapping[str, str],
+    limit: int | None,
+    moved: Callable[[int], None] = id,
+) -> list[Path]:
+    """Write whole tensors into `folder`, and return the files with tensors.
+
+    name:  of the file, with the suffix .safetensors.
+    tied:  other names of tensors -> the name among `pieces`; they go into the metadata.
+    limit: None for one file. Else the most bytes of a file, as far as single tensors are not larger, and the layout
+           of Hugging Face: where one file is enough, it is `name`; else name-00001-of-0000N.safetensors and so on, and
+           name.safetensors.index.json. Files of an earlier model of that name that this one does not have go away.
+    Raises OSError and what pieces raise; nothing that this call wrote is there then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cut = [list(pieces)] if limit is None else _cut(pieces, limit)
+    stem = name.removesuffix(".safetensors")
+    many = len(cut) > 1
+    names = [f"{stem}-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
+    paths = [folder / (found if many else name) for found in names]
+    index = folder / f"{name}.index.json"
+    if limit is not None:  # so that a reader never sees an index with files of two models
+        index.unlink(missing_ok=True)
+    done: list[Path] = []
+    try:
+        for path, some in zip(paths, cut, strict=True):
+            inside = {piece.name for piece in some}
+            write(path, some, {other: one for other, one in tied.items() if one in inside}, moved)
+            done.append(path)
+    except BaseException:
+        for path in done:
+            path.unlink(missing_ok=True)
+        raise
+    if many:
+        publish(index, _index(paths, cut))
+    if limit is not None:
+        _remove_others(folder, stem, {path.name for path in paths})
+    sync(folder)
+    return paths
+
+
+def _cut(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
+    found: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if found[-1] and size + piece.values.nbytes > limit:
+            found.append([])
+            size = 0
+        found[-1].append(piece)
+        size += piece.values.nbytes
+    return found
+
+
+def _index(paths: Sequence[Path], cut: Sequence[Sequence[Piece]]) -> str:
+    total = sum(piece.values.nbytes for some in cut for piece in some)
+    where = {piece.name: path.name for path, some in zip(paths, cut, strict=True) for piece in some}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+
+
+def _remove_others(folder: Path, stem: str, names: set[str]) -> None:
+    ours = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors")
+    for path in list(folder.iterdir()):
+        if ours.fullmatch(path.name) and path.name not in names:
+            path.unlink()

@@ -1,0 +1,100 @@
+"""The weights of a running model into safetensors files, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.checkpoint.flow import Flow
+from zero.checkpoint.model_files import write_model
+from zero.checkpoint.safe_file import Piece
+from zero.core.access import GatheredParameters
+from zero.core.owner import owner_of
+from zero.core.unit import Unit
+from zero.core.wrap import Sharded
+
+
+def stream_model(
+    state: Mapping[str, Any], sharded: Sharded, folder: Path, name: str, limit: int | None, keep: bool
+) -> str | None:
+    """Write the tensors of `state` as `zero.checkpoint.model_files.write_model` does, where `keep`; returns a problem.
+
+    state: the module's own parameters and buffers by name, in one order on all ranks. A collective: the ranks that do
+    not `keep` help to gather, one unit after the other, also when the one that writes fails.
+    """
+    first: dict[int, str] = {}
+    tied = {alias: first[id(value)] for alias, value in state.items() if first.setdefault(id(value), alias) != alias}
+    values = {key: value for key, value in state.items() if key not in tied and isinstance(value, torch.Tensor)}
+    # A file has the widest dtypes first; in this order, none of its units is met twice.
+    values = dict(sorted(values.items(), key=lambda item: (-item[1].element_size(), _place(item[1]))))
+    walk = _Walk([unit for value in values.values() for unit in _cut(value, sharded)])
+    pieces = [_piece(key, value, walk, _cut(value, sharded)) for key, value in values.items()]
+    problem = None
+    try:
+        if keep:
+            write_model(folder, name, pieces, tied, limit)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        walk.finish()
+    return problem
+
+
+class _Walk:
+    """Gathers units in one order on all ranks, each once, and releases the one before."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._ahead = list({id(unit): unit for unit in units}.values())
+        self._block: GatheredParameters | None = None
+        self._at: Unit | None = None
+
+    def reach(self, unit: Unit) -> None:
+        """Make `unit`, which must not lie behind, the one that is whole."""
+        while self._at is not unit:
+            self._step()
+
+    def finish(self) -> None:
+        """Gather what nobody has asked for, as the other ranks do it, and release the last."""
+        while self._ahead:
+            self._step()
+        self._leave()
+
+    def _step(self) -> None:
+        self._leave()
+        if not self._ahead:
+            raise RuntimeError("a unit was asked for after the last one was gathered")
+        self._at = self._ahead.pop(0)
+        block = GatheredParameters(self._at.params)
+        block.__enter__()
+        self._block = block
+
+    def _leave(self) -> None:
+        block, self._block, self._at = self._block, None, None
+        if block is not None:
+            block.__exit__(None, None, None)
+
+
+def _place(value: torch.Tensor) -> int:
+    owner = owner_of(value)
+    return -1 if owner is None else owner.unit.index
+
+
+def _cut(value: torch.Tensor, sharded: Sharded) -> list[Unit]:
+    """The unit of a parameter that has to be gathered, or nothing."""
+    owner = owner_of(value)
+    return [owner.unit] if owner is not None and owner.unit.cut and owner.unit in sharded.units else []
+
+
+def _piece(name: str, value: torch.Tensor, walk: _Walk, units: list[Unit]) -> Piece:
+    shape = tuple(value.shape)
+    return Piece("weight", name, 0, shape, Flow(value.dtype, value.numel(), partial(_range, value, walk, units)))
+
+
+def _range(value: torch.Tensor, walk: _Walk, units: list[Unit], start: int, numel: int) -> torch.Tensor:
+    for unit in units:
+        walk.reach(unit)
+    return value.detach().reshape(-1)[start : start + numel]
