@@ -1,9 +1,9 @@
-"""Kills training runs at random moments, attempt after attempt, and says what each attempt found; for `test_recovery.py`.
+"""Kills training runs at random moments, attempt after attempt, and says what each found; for `test_recovery.py`.
 
     python kills.py FOLDER KILLS SEED
 
-A process of its own, which imports torch once and forks two ranks for each attempt before it has any thread. It prints one
-JSON object per line: the losses of the run that nobody interrupts, then one for each attempt.
+A process of its own, which imports torch once and forks two ranks for each attempt while it has no thread. It prints
+one line of JSON for the losses of the run that nobody interrupts, and then one for each attempt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # torch's optimizers import it when they are made; it takes longer than an attempt
 import torch.distributed as dist
 from recovering import Run, go
 
@@ -28,6 +29,7 @@ import zero.engine.initialize  # noqa: F401 - the children inherit it
 
 WORLD = 2
 STEPS = 40  # of one run; when it is through, the next one begins in an empty folder
+ALONE = 210  # of the run that nobody interrupts
 SECONDS = 60  # an attempt that takes longer hangs
 
 
@@ -65,12 +67,16 @@ def wait(pids: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
+def ended(pids: list[int]) -> list[int]:
+    """Exit codes of the ranks that have ended by now; they are left for `wait`."""
+    found = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids]
+    return [one.si_status for one in found if one is not None]
+
+
 def sleep_until(ready: Callable[[], bool], pids: list[int]) -> None:
     """Returns as soon as `ready`, or a rank ended by itself, or after SECONDS."""
     end = time.monotonic() + SECONDS
-    while not ready() and time.monotonic() < end:
-        if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids):
-            return
+    while not ready() and not ended(pids) and time.monotonic() < end:
         time.sleep(0.002)
 
 
@@ -87,6 +93,16 @@ def kill(pids: list[int], victims: list[int], pause: float) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def torn(checkpoints: Path) -> bool:
+    """Whether there are files that no whole checkpoint has: the kill came in the middle of a save."""
+    for tag in checkpoints.glob("*/"):
+        index = tag / "index.json"
+        known = json.loads(index.read_text())["files"] if index.exists() else ()
+        if {path.name for path in tag.iterdir()} - {"index.json", *known}:
+            return True
+    return any(checkpoints.glob(".*"))
+
+
 def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
     """One attempt, killed somewhere: while it starts and loads, or while it trains and saves."""
     saved = lines(run.folder / "saved")
@@ -95,7 +111,7 @@ def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.85:  # the others are killed while they start and load
         sleep_until(lambda: any(line[:1] == begun for line in lines(run.folder / "begun")), pids)
     time.sleep(draw.random() * 0.4)
-    which = draw.choice(("all", "0", "1"))
+    which, before = draw.choice(("all", "0", "1")), ended(pids)
     kill(pids, pids if which == "all" else [pids[int(which)]], draw.random() * 0.1)
     codes = wait(pids)
     return {
@@ -105,7 +121,9 @@ def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
         "reported": int(saved[-1][0]) if saved else 0,
         "began": next((int(line[1]) for line in lines(run.folder / "begun") if line[:1] == begun), None),
         "losses": [line[1:] for line in lines(run.folder / "losses") if line[:1] == begun],
+        "before": before,
         "codes": codes,
+        "torn": torn(run.folder / "checkpoints"),
         "said": (run.folder / f"said-{run.attempt}").read_text(),
     }
 
@@ -120,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     alone = folder / "uninterrupted"
     alone.mkdir()
-    wait(start(Run(alone, STEPS, 0, save=False)))
+    wait(start(Run(alone, ALONE, 0, save=False)))
     tell([line[1:] for line in lines(alone / "losses")])
     done, runs = 0, 0
     while done < kills:

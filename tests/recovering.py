@@ -3,7 +3,7 @@
     zero run --num_gpus 2 --max_restarts 3 recovering.py FOLDER STEPS STAGE
 
 In FOLDER: `checkpoints`; `losses`, a line "attempt step loss" for each step; `begun`, a line "attempt step" for each
-attempt that could load; `saved`, the step of each save that was reported; `pids-ATTEMPT`, a line "rank pid" for each rank.
+attempt that could load; `saved`, the step of each save that was reported; `pids-ATTEMPT`, a line "rank pid" per rank.
 """
 
 from __future__ import annotations
