@@ -4,10 +4,10 @@
     torchrun --nproc_per_node 2 examples/gpt/train.py --config examples/gpt/zero1.json
 
 What the JSON says (batch, optimizer, schedule, precision, clipping, stage) is no flag here. The same seed and
-text give the same losses under every stage. With `--save DIR` the run saves itself there, and goes on from there when it
-is started again; `zero run --max_restarts 3` does that by itself when a rank dies. At the end: the validation loss beside that of a bigram model, a
-sample, the bytes of model state on this rank beside the formula of the ZeRO paper, and loss.png and loss.csv
-in `--out`.
+text give the same losses under every stage. With `--save DIR` the run saves itself every so often and, started
+again, goes on where it was, with the losses of a run that was never interrupted. At the end: the validation loss
+beside that of a bigram model, a sample, the bytes of model state on this rank beside the formula of the ZeRO
+paper, and loss.png and loss.csv in `--out`.
 """
 
 from __future__ import annotations
