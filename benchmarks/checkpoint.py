@@ -414,7 +414,8 @@ def main() -> int:
     args = parse()
     logging.getLogger("zero").setLevel(logging.ERROR)
     reason = unknown(args)
-    print(f"{machine_line()}\n{nbytes_of(args.mib) / MIB:.0f} MiB of fp32 parameters with Adam's moments, stage {args.stage}", flush=True)
+    what = f"{nbytes_of(args.mib) / MIB:.0f} MiB of fp32 parameters with Adam's moments, stage {args.stage}"
+    print(f"{machine_line()}\n{what}", flush=True)
     if reason is not None:
         print(f"asynchronous saves are left out: {reason}")
     missed: list[str] = []
