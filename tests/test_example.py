@@ -259,17 +259,23 @@ def losses(output):
     return re.findall(r"step \d+ loss [\d.e+-]+", output)
 
 
-def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_offload(tmp_path):
-    outputs = {
-        stage: example(tmp_path / f"stage{stage}", name, ZERO_RUN) for stage, name in ((1, "zero1"), (3, "offload"))
-    }
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The folder of a run of 12 steps under stage 1, and what it printed."""
+    folder = tmp_path_factory.mktemp("short") / "stage1"
+    return folder, example(folder, "zero1", ZERO_RUN)
+
+
+def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_offload(short, tmp_path):
+    folders = {1: short[0], 3: tmp_path / "stage3"}
+    outputs = {1: short[1], 3: example(folders[3], "offload", ZERO_RUN)}
     printed = losses(outputs[3])
     assert len(printed) == 12 and len({line.split()[-1] for line in printed}) == 12
     assert printed == losses(outputs[1])
     first, last = (float(printed[i].split()[-1]) for i in (0, -1))
     assert last < first - 0.5, "it does not learn"
     for stage, output in outputs.items():
-        out = tmp_path / f"stage{stage}" / "out"
+        out = folders[stage] / "out"
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         with (out / "loss.csv").open() as file:
             assert len(list(csv.DictReader(file))) == 12
@@ -285,16 +291,16 @@ def test_the_example_also_runs_under_torchrun(tmp_path):
     assert [line.split()[1] for line in printed] == ["1", "2", "3"]
 
 
-def test_a_run_that_is_started_again_goes_on_with_the_same_losses(tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
+def test_a_run_that_is_started_again_goes_on_with_the_same_losses(short, tmp_path):
     saving = ("--save", str(tmp_path / "checkpoints"), "--save-every", "4")
-    example(whole, "zero2", ZERO_RUN)
     # It ends after step 6, with the learning rates of the longer run; what it saved is read at another stage.
-    example(run, "zero2", ZERO_RUN, more=(*saving, "--steps", "6"))
-    output = example(run, "zero3", ZERO_RUN, more=saving)
+    example(tmp_path / "run", "zero2", ZERO_RUN, more=(*saving, "--steps", "6"))
+    output = example(tmp_path / "run", "zero3", ZERO_RUN, more=saving)
     assert re.search(r"goes on from \S+, after step 6", output)
     tables = []
-    for folder in (run, whole):
+    for folder in (tmp_path / "run", short[0]):
         with (folder / "out" / "loss.csv").open() as file:
             tables.append([(row["step"], row["loss"], row["lr"]) for row in csv.DictReader(file)])
     assert len(tables[0]) == 12 and tables[0] == tables[1]
+    validation = [re.search(r"validation loss \S+", text).group() for text in (output, short[1])]
+    assert validation[0] == validation[1]
