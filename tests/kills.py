@@ -108,9 +108,13 @@ def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
     saved = lines(run.folder / "saved")
     pids = start(run)
     begun = [str(run.attempt)]
-    if draw.random() < 0.85:  # the others are killed while they start and load
-        sleep_until(lambda: any(line[:1] == begun for line in lines(run.folder / "begun")), pids)
-    time.sleep(draw.random() * 0.4)
+    wanted, span = draw.randint(-1, 4), 0.3
+    if wanted >= 0:  # the others are killed while they start and load
+        sleep_until(lambda: begun in [line[:1] for line in lines(run.folder / "begun")], pids)
+        since = time.monotonic()
+        sleep_until(lambda: [line[:1] for line in lines(run.folder / "losses")].count(begun) >= wanted, pids)
+        span = max(0.05, 1.5 * (time.monotonic() - since) / max(1, wanted))  # about what one step takes
+    time.sleep(draw.random() * span)
     which, before = draw.choice(("all", "0", "1")), ended(pids)
     kill(pids, pids if which == "all" else [pids[int(which)]], draw.random() * 0.1)
     codes = wait(pids)

@@ -65,7 +65,7 @@ def test_each_attempt_goes_on_with_the_losses_of_the_uninterrupted_run(killed):
     for one in attempts:
         assert [int(step) for step, _ in one["losses"]] == [one["began"] + 1 + i for i in range(len(one["losses"]))]
         assert [loss for _, loss in one["losses"]] == [losses[step] for step, _ in one["losses"]], one
-    assert len({step for one in attempts for step, _ in one["losses"]}) > min(KILLS, 20)
+    assert sum(len(one["losses"]) for one in attempts) >= KILLS
 
 
 def launch(folder: Path, ranks: int, steps: int, *options: str) -> subprocess.Popen:
