@@ -206,16 +206,16 @@ def test_the_configs_differ_in_the_stage_only():
     assert offload == {key: value for key, value in configs[2].items() if key != "zero_optimization"}
 
 
-def example(folder, name, command, steps=12, accumulation=1):
+def example(folder, name, command, steps=12, accumulation=1, more=()):
     """Run the example with tiny sizes on two processes; return its output."""
     config = json.loads((EXAMPLE / f"{name}.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 4
     config["gradient_accumulation_steps"] = accumulation
     config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 3}
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     text = folder / "text"
-    text.mkdir()
+    text.mkdir(exist_ok=True)
     for i in range(40):
         (text / f"{i}.txt").write_text("".join(f"def name{i}_{j}(x):\n    return x + {j}\n" for j in range(40)))
     sizes = ["--width", "32", "--layers", "2", "--heads", "2", "--context", "32"]
@@ -229,7 +229,7 @@ def example(folder, name, command, steps=12, accumulation=1):
         folder / "out",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", *command, *map(str, arguments), *sizes],
+        [sys.executable, "-m", *command, *map(str, arguments), *sizes, *more],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -259,17 +259,23 @@ def losses(output):
     return re.findall(r"step \d+ loss [\d.e+-]+", output)
 
 
-def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_offload(tmp_path):
-    outputs = {
-        stage: example(tmp_path / f"stage{stage}", name, ZERO_RUN) for stage, name in ((1, "zero1"), (3, "offload"))
-    }
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The folder of a run of 12 steps under stage 1, and what it printed."""
+    folder = tmp_path_factory.mktemp("short") / "stage1"
+    return folder, example(folder, "zero1", ZERO_RUN)
+
+
+def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_offload(short, tmp_path):
+    folders = {1: short[0], 3: tmp_path / "stage3"}
+    outputs = {1: short[1], 3: example(folders[3], "offload", ZERO_RUN)}
     printed = losses(outputs[3])
     assert len(printed) == 12 and len({line.split()[-1] for line in printed}) == 12
     assert printed == losses(outputs[1])
     first, last = (float(printed[i].split()[-1]) for i in (0, -1))
     assert last < first - 0.5, "it does not learn"
     for stage, output in outputs.items():
-        out = tmp_path / f"stage{stage}" / "out"
+        out = folders[stage] / "out"
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         with (out / "loss.csv").open() as file:
             assert len(list(csv.DictReader(file))) == 12
@@ -283,3 +289,18 @@ def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_
 def test_the_example_also_runs_under_torchrun(tmp_path):
     printed = losses(example(tmp_path / "run", "zero3", TORCHRUN, steps=3, accumulation=2))
     assert [line.split()[1] for line in printed] == ["1", "2", "3"]
+
+
+def test_a_run_that_is_started_again_goes_on_with_the_same_losses(short, tmp_path):
+    saving = ("--save", str(tmp_path / "checkpoints"), "--save-every", "4")
+    # It ends after step 6, with the learning rates of the longer run; what it saved is read at another stage.
+    example(tmp_path / "run", "zero2", ZERO_RUN, more=(*saving, "--steps", "6"))
+    output = example(tmp_path / "run", "zero3", ZERO_RUN, more=saving)
+    assert re.search(r"goes on from \S+, after step 6", output)
+    tables = []
+    for folder in (tmp_path / "run", short[0]):
+        with (folder / "out" / "loss.csv").open() as file:
+            tables.append([(row["step"], row["loss"], row["lr"]) for row in csv.DictReader(file)])
+    assert len(tables[0]) == 12 and tables[0] == tables[1]
+    validation = [re.search(r"validation loss \S+", text).group() for text in (output, short[1])]
+    assert validation[0] == validation[1]

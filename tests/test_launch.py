@@ -8,10 +8,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from zero.__main__ import main
+from zero.launch.agent import verdict
 from zero.launch.args import LaunchError, Request
 from zero.launch.plan import plan
 
@@ -172,26 +174,66 @@ def test_what_a_killed_rank_started_ends_too(tmp_path, script):
     assert gone([int((tmp_path / "helper.pid").read_text())])
 
 
-def test_a_restart_recovers_with_gloo(tmp_path, script):
+def test_restarts_recover_with_gloo_on_one_port_and_after_everything_of_the_failed_attempt_is_gone(tmp_path, script):
     path = script(
         """
-        import os, sys, torch
+        import os, signal, subprocess, sys, torch
         import torch.distributed as dist
+        attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+        before = [int(pid) for name in os.listdir(sys.argv[1]) if not name.startswith(attempt)
+                  for pid in open(os.path.join(sys.argv[1], name)).read().split()]
+        left = [pid for pid in before if os.path.exists(f"/proc/{pid}")]
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        with open(os.path.join(sys.argv[1], f"{attempt}-{rank}"), "w") as file:
+            file.write(f"{os.getpid()} {helper.pid}")
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        if attempt == "0" and dist.get_rank() == 1:
-            os._exit(3)
+        # First a rank with a connection to the store, then the one that hosts the store.
+        if (attempt, rank) in (("0", "1"), ("1", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(total)
-        sys.stdout.write(f"attempt {attempt} total {total.item():.0f}\\n")
+        port = os.environ["MASTER_PORT"]
+        sys.stdout.write(f"attempt {attempt} total {total.item():.0f} port {port} before {len(before)} left {left}\\n")
         dist.destroy_process_group()
+        helper.kill()
         """
     )
-    ended = zero("run", "--num_gpus", "2", "--max_restarts", "1", path)
+    notes = tmp_path / "pids"
+    notes.mkdir()
+    ended = zero("run", "--num_gpus", "2", "--max_restarts", "2", "--master_port", "29715", path, str(notes))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["attempt 1 total 4"] * 2
-    assert "zero run: a rank failed; restart 1 of 1" in ended.stderr
+    assert ended.stdout.splitlines() == ["attempt 2 total 4 port 29715 before 8 left []"] * 2
+    said = [line for line in ended.stderr.splitlines() if line.startswith("zero run: rank")]
+    for number, line in enumerate(said, start=1):
+        assert re.fullmatch(rf"zero run: rank \d .*\bpid \d+\)?; restart {number} of 2", line), line
+    assert len(said) == 2 and "rank 1 was killed by SIGKILL" in said[0] and "rank 0 was killed by SIGKILL" in said[1]
+
+
+def test_restarts_that_do_not_help_end_with_the_last_failure(script):
+    path = script("import os, sys; sys.exit(3 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    ended = zero("run", "--num_gpus", "1", "--max_restarts", "2", path)
+    assert ended.returncode == 5
+    said = [re.sub(r"pid \d+", "pid", line) for line in ended.stderr.splitlines()[-3:]]
+    assert said == [
+        "zero run: rank 0 failed first, with exit code 3 (pid); restart 1 of 2",
+        "zero run: rank 0 failed first, with exit code 4 (pid); restart 2 of 2",
+        "zero run: rank 0 failed first, with exit code 5 (pid); no restart is left of 2",
+    ]
+
+
+def test_of_ranks_that_die_together_the_killed_one_is_named():
+    class Failure(NamedTuple):
+        exitcode: int
+        timestamp: int = 100
+        pid: int = 7
+
+        def signal_name(self) -> str:
+            return signal.Signals(-self.exitcode).name
+
+    assert verdict({0: Failure(1), 1: Failure(-6)}) == ("rank 1 was killed by SIGABRT, pid 7", 134)
+    stopped = {0: Failure(-15), 2: Failure(-9, timestamp=130)}
+    assert verdict({1: Failure(4), **stopped}) == ("rank 1 failed first, with exit code 4 (pid 7)", 4)
 
 
 def test_the_script_runs_under_torchrun_too(script):

@@ -4,9 +4,10 @@
     torchrun --nproc_per_node 2 examples/gpt/train.py --config examples/gpt/zero1.json
 
 What the JSON says (batch, optimizer, schedule, precision, clipping, stage) is no flag here. The same seed and
-text give the same losses under every stage. At the end: the validation loss beside that of a bigram model, a
-sample, the bytes of model state on this rank beside the formula of the ZeRO paper, and loss.png and loss.csv
-in `--out`.
+text give the same losses under every stage. With `--save DIR` the run saves itself every so often and, started
+again, goes on where it was, with the losses of a run that was never interrupted. At the end: the validation loss
+beside that of a bigram model, a sample, the bytes of model state on this rank beside the formula of the ZeRO
+paper, and loss.png and loss.csv in `--out`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of text; default: the source of Python's standard library")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: total_num_steps of the JSON's schedule")
     parser.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder for loss.png and loss.csv")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="save there, and go on from what is there")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps between two saves")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the windows and the sample")
     parser.add_argument("--tiled-loss", action="store_true", help="compute head and loss in slices of tokens")
     for name in ("width", "layers", "heads", "context"):
@@ -55,6 +58,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps: wanted at least 1, got {args.steps}")
+    if args.save_every < 1:
+        parser.error(f"--save-every: wanted at least 1, got {args.save_every}")
     return args
 
 
@@ -78,26 +83,42 @@ def memory_text(device: torch.device) -> str:
     return f"{psutil.Process().memory_info().rss / 2**20:.0f} MiB"
 
 
-def train(engine: Any, loader: Any, steps: int) -> tuple[list[Point], Bytes]:
-    """Run the optimizer steps; return a point for each, and the bytes alive here after the last backward."""
-    points: list[Point] = []
+def resume(engine: Any, save: Path | None) -> list[Point]:
+    """Take over the newest checkpoint, if there is one; return the points of the steps before it."""
+    if save is None or not (save / "latest").exists():
+        return []
+    path, client = engine.load_checkpoint(save)
+    if engine.global_rank == 0:
+        print(f"goes on from {path}, after step {engine.global_steps}", flush=True)
+    return [Point(*point) for point in client["points"]]
+
+
+def train(engine: Any, loader: Any, steps: int, args: argparse.Namespace) -> tuple[list[Point], Bytes | None]:
+    """Run the optimizer steps that are left; return a point for each of the run's steps, and the last step's bytes.
+
+    The bytes are those alive here after the last backward; None where no step was left.
+    """
+    points, states = resume(engine, args.save), None
     batches = RepeatingLoader(loader)
     every = max(1, steps // 10)
-    start = time.perf_counter()
+    first = engine.global_steps + 1
+    start = time.perf_counter() - (points[-1].seconds if points else 0)
     engine.train()
     # A log file keeps every state of the bar, so there it moves seldom.
     pause = 1 if sys.stderr.isatty() else 20
-    with tqdm(total=steps, unit="step", disable=engine.global_rank != 0, mininterval=pause) as bar:
-        for step in range(1, steps + 1):
+    hidden = engine.global_rank != 0
+    with tqdm(total=steps, initial=first - 1, unit="step", disable=hidden, mininterval=pause) as bar:
+        for step in range(first, steps + 1):
             loss, tokens, states = optimizer_step(engine, batches, measure=step == steps)
-            seconds = time.perf_counter() - start
-            points.append(Point(step, loss, engine.get_lr()[0], seconds))
+            points.append(Point(step, loss, engine.get_lr()[0], time.perf_counter() - start))
             bar.update()
-            rate = tokens * step / seconds
+            rate = tokens * step / points[-1].seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s, {memory_text(engine.device)}", refresh=False)
-            if engine.global_rank == 0 and (step % every == 0 or step == 1):
+            if not hidden and (step % every == 0 or step == 1):
                 # All digits: runs that should agree can be compared as text.
                 bar.write(f"step {step} loss {loss!r}", file=sys.stdout)
+            if args.save is not None and (step % args.save_every == 0 or step == steps):
+                engine.save_checkpoint(args.save, client_state={"points": [list(point) for point in points]})
     return points, states
 
 
@@ -178,7 +199,8 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
     write_curve(args.out / "loss.png", points, validation, bigram)
     print(f"\nsample, from the prompt {PROMPT!r}:\n{textwrap.indent(generated, '    ')}\n")
     title = f"rank 0 of {world_size}, stage {stage}, {numel:,} parameters in {dtype}"
-    print(bytes_table(title, states, replica, formula))
+    if states is not None:
+        print(bytes_table(title, states, replica, formula))
     if (off := engine.host_nbytes()) is not None:
         print(f"off the device, and so in the formula only: {off.memory + off.files:,} bytes")
     verdict = "below" if validation < bigram else "NOT BELOW"
@@ -207,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
         files = f"{len(text.train_files)} + {len(text.validation_files)} files"
         print(f"text: {text.train.numel():,} + {text.validation.numel():,} bytes, {files} (train + validation)")
     steps = args.steps or getattr(scheduler, "total_num_steps", DEFAULT_STEPS)
-    run = train(engine, loader, steps)
+    run = train(engine, loader, steps, args)
     validation = validate(engine, windows)
     generated = sample(engine, args.seed)
     if engine.global_rank == 0:

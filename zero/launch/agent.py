@@ -7,14 +7,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zero.launch import processes
 from zero.launch.args import Request
-from zero.launch.plan import Plan, lines, plan
+from zero.launch.plan import Plan, lines, plan, restart_port
 
-_BACKEND = "zero-one-machine"
 _POLL = 0.05  # seconds between two looks at the ranks; two that die within it cannot be told apart
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -45,19 +44,17 @@ def _gpus() -> int:
 
 def _run_agent(request: Request, made: Plan, scratch: str) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
 
     _quiet()
-    program, *args = request.command()
     others = processes.begin()
     status = 1  # whatever ends this other than below is an error of the launcher itself
     try:
-        # "$$" because the agent fills in ${local_rank} as a template does, and would eat a user's dollar.
-        elastic_launch(_config(request, made, scratch), program)(*(arg.replace("$", "$$") for arg in args))
+        place = OneMachine(request, made, lambda: processes.end(others))
+        failures = _agent(request, made, scratch, place).run().failures
         status = 0
-    except ChildFailedError as error:
-        status = _report(error.failures)
+        if failures:
+            text, status = verdict(failures)
+            say(f"{text}; no restart is left of {request.max_restarts}" if request.max_restarts else text)
     except SignalException as error:
         _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
         status = 128 + error.sigval
@@ -69,77 +66,97 @@ def _run_agent(request: Request, made: Plan, scratch: str) -> int:
     return status
 
 
-def _config(request: Request, made: Plan, scratch: str) -> Any:
+def _agent(request: Request, made: Plan, scratch: str, place: "OneMachine") -> Any:
+    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig
 
-    rendezvous_handler_registry.register(_BACKEND, _one_machine)
+    class Agent(LocalElasticAgent):
+        """Torch's, which keeps to itself why it restarts."""
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                place.failures = dict(result.failures)
+            return result
+
     logs = DefaultLogsSpecs(
         # A folder that ends with the run, for error files; the agent would leave one of its own behind.
         log_dir=request.log_dir or scratch,
         tee=Std.ALL if request.log_dir else Std.NONE,
     )
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=made.ranks,
-        run_id=time.strftime("%Y%m%d-%H%M%S"),
+    program, *args = request.command()
+    spec = WorkerSpec(
         role="rank",
-        rdzv_backend=_BACKEND,
-        rdzv_endpoint=f"{made.master_addr}:{made.master_port}",
-        rdzv_configs={"addr": made.master_addr, "port": made.master_port, "restarts": request.max_restarts},
+        local_world_size=made.ranks,
+        rdzv_handler=place,
+        entrypoint=program,
+        # "$$" because the agent fills in ${local_rank} as a template does, and would eat a user's dollar.
+        args=tuple(arg.replace("$", "$$") for arg in args),
         max_restarts=request.max_restarts,
         monitor_interval=_POLL,
-        logs_specs=logs,
-        log_line_prefix_template="[rank ${rank}]: " if request.log_dir else None,
-        signals_to_handle=",".join(_SIGNALS),
     )
+    prefix = "[rank ${rank}]: " if request.log_dir else None
+    return Agent(spec, logs, log_line_prefix_template=prefix)
 
 
-def _report(failures: Mapping[int, Any]) -> int:
-    """Say which rank failed first, and return the exit status that follows from it."""
-    # In the order seen: the ranks that the agent stopped because of the first come after it.
-    rank, failure = next(iter(failures.items()))
+def verdict(failures: Mapping[int, Any]) -> tuple[str, int]:
+    """Which rank failed first, in words, and the exit status that follows from it."""
+    # In the order seen: those that the agent stopped because of the first come after it, by SIGTERM at once or by
+    # SIGKILL half a minute later. Of those that died between two looks, the one that was killed is the cause: who
+    # loses its peer raises an exception, and exits.
+    first = next(iter(failures.values()))
+    alike = [item for item in failures.items() if item[1].timestamp - first.timestamp <= 1]
+    killed = [item for item in alike if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
+    rank, failure = (killed or alike)[0]
     if failure.exitcode < 0:
         number = -failure.exitcode
-        why = "; the kernel does that when memory runs out" if number == signal.SIGKILL else ""
-        say(f"rank {rank} was killed by {failure.signal_name()} (pid {failure.pid}){why}")
-        return 128 + number
-    say(f"rank {rank} failed first, with exit code {failure.exitcode} (pid {failure.pid})")
-    return failure.exitcode
+        why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+        return f"rank {rank} was killed by {failure.signal_name()}{why}, pid {failure.pid}", 128 + number
+    return f"rank {rank} failed first, with exit code {failure.exitcode} (pid {failure.pid})", failure.exitcode
 
 
 class OneMachine:
     """The rendezvous of a single agent: it meets nobody, and hands the ranks an address of their own.
 
-    Rank 0 hosts the store, not the agent, so that a restart never reads addresses of processes that died.
+    Rank 0 hosts the store, not the agent, so that a restart never reads addresses of processes that died. The agent
+    comes here for the first attempt and for every restart, when the ranks of the attempt before have ended.
+
+    Attributes:
+        failures: what ended the last attempt, by rank.
     """
 
     use_agent_store = False
 
-    def __init__(self, params: Any) -> None:
-        self._params = params
+    def __init__(self, request: Request, made: Plan, clear: Callable[[], None]) -> None:
+        self.failures: Mapping[int, Any] = {}
+        self._request = request
+        self._made = made
+        self._clear = clear
         self._attempts = 0
+        self._run_id = time.strftime("%Y%m%d-%H%M%S")
 
     def next_rendezvous(self) -> Any:
-        """The place of this agent among the agents: the only one."""
+        """The place of this agent among the agents: the only one. Raises LaunchError where the port is taken."""
         from torch.distributed import HashStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
+        port = self._made.master_port
         if self._attempts:
-            say(f"a rank failed; restart {self._attempts} of {self._params.config['restarts']}")
+            say(f"{verdict(self.failures)[0]}; restart {self._attempts} of {self._request.max_restarts}")
+            # Data loaders and the like, which may still hold memory, files or the port.
+            self._clear()
+            port = restart_port(self._request.master_port)
         self._attempts += 1
-        where = RendezvousStoreInfo(self._params.config["addr"], self._params.config["port"])
-        return RendezvousInfo(HashStore(), 0, 1, where)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self._made.master_addr, port))
 
     def get_backend(self) -> str:
-        """The name that this is registered under."""
-        return _BACKEND
+        """What kind of rendezvous this is."""
+        return "zero-one-machine"
 
     def get_run_id(self) -> str:
         """The name of the run."""
-        return self._params.run_id
+        return self._run_id
 
     def is_closed(self) -> bool:
         """Never: nobody else could close it."""
@@ -155,10 +172,6 @@ class OneMachine:
     def shutdown(self) -> bool:
         """Nothing to give back."""
         return True
-
-
-def _one_machine(params: Any) -> OneMachine:
-    return OneMachine(params)
 
 
 def _quiet() -> None:
@@ -191,7 +204,8 @@ def _signals_restored() -> Iterator[None]:
 def _environment(extra: Mapping[str, str]) -> Iterator[None]:
     """Add to the environment, which is how the agent hands it to the ranks, and take it back."""
     # The agent must not share its store with the ranks: with gloo a restart then reads stale addresses.
-    extra = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **extra}
+    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS)}
+    extra = {**shared, **extra}
     before = {key: os.environ.get(key) for key in extra}
     os.environ.update(extra)
     try:

@@ -3,12 +3,14 @@
 import os
 import shlex
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero.launch.args import LaunchError, Request
 
 THREADS = "OMP_NUM_THREADS"
+_PATIENCE = 30  # seconds for the kernel to take a port from ranks that were killed
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,20 @@ def lines(request: Request, made: Plan) -> list[str]:
         " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {command}"
         for rank in range(made.ranks)
     ]
+
+
+def restart_port(asked: int | None) -> int:
+    """The port for the next attempt: another free one, or the one that was asked for, once it is free again."""
+    if asked is None:
+        return _free_port()
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return _checked_port(asked)
+        except LaunchError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _ranks(request: Request, gpus: int) -> tuple[int, list[str]]:
