@@ -30,15 +30,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         CPU.set_isa("auto")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread, so that a busy machine does not stall thousands of small operations."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=(1, 2))
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Let the kernels use this many threads, and torch itself one."""

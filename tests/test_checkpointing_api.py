@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from recomputing import WIDTH, Net, make, same, settings, trained
+from models import batch
+from recomputing import WIDTH, Net, make, result, same, settings, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,6 +20,9 @@ from zero.config import ConfigError
 from zero.recompute.holder import HOLDER, Holder
 from zero.recompute.rest import Rest, Ticket, restored
 from zero.recompute.settings import RestSettings
+
+FULL = {"modules": ["Block"]}
+SELECTIVE = {"modules": ["Block"], "policy": "selective"}
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +172,31 @@ def test_inside_an_engine_its_json_counts(pool, stage):
     for found, nbytes in pool.run(2, in_engines, stage):
         assert found == [True] * 3
         assert nbytes == [0, 4 * 4096, 5 * 4096]
+
+
+def cut_in_engines(stage: int) -> list[bool]:
+    """Trainings of ranks that compute one sample together: under the JSON each keeps a slice of every saved input."""
+    checkpointing.configure(Group())
+    found = []
+    for section, host in ({}, False), (FULL, False), (SELECTIVE, False), (FULL, True):
+        rest = {"partition_activations": bool(section), "cpu_checkpointing": host}
+        engine = zero.initialize(model=make(), config=settings(stage, section, activation_checkpointing=rest))[0]
+        assert engine._recomputing.rest.axis.size == (2 if section else 1)
+        torch.manual_seed(100)
+        losses = []
+        for step in range(3):
+            loss = engine(*batch(step, 2))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(result(engine, losses))
+    HOLDER.__init__()
+    return [same(found[0], other) for other in found[1:]]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_slices_of_inputs_change_no_bit_of_a_training(pool, stage):
+    assert pool.run(2, cut_in_engines, stage) == [[True] * 3] * 2
 
 
 def test_what_lies_inside_puts_nothing_away():

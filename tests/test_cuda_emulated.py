@@ -42,13 +42,10 @@ def emulated(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mo
             shard = (*kernel_arguments(formula, master, moments, grad, param), key, first)
             launch(module.step, CPU, formula.native(), step, grad_scale, shard)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that a busy machine does not stall the reference
     monkeypatch.setattr(cuda, "kernels", lambda device: module)
     monkeypatch.setattr(cuda, "launch", launch)
     monkeypatch.setattr(cuda_cases, "step", step)  # zero.kernels.step sends CPU tensors elsewhere
     yield module
-    torch.set_num_threads(threads)
 
 
 def test_python_and_c_agree_about_sizes(module: ModuleType) -> None:

@@ -112,6 +112,20 @@ def test_initialize_is_the_function_whatever_was_imported_first(first: str) -> N
     assert fresh(code) == [True, True]
 
 
+def test_an_engine_trains_without_the_compiler() -> None:
+    """Which takes more than a second to import, on every rank."""
+    code = """
+        import json, torch, zero
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
+        engine = zero.initialize(model=torch.nn.Linear(1, 1, bias=False), config=settings)[0]
+        before = engine.module.weight.item()
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+        print(json.dumps(engine.module.weight.item() < before - 0.9))
+    """
+    assert fresh(code, ("torch._dynamo",)) is True
+
+
 def test_public_names_are_those_of_their_homes() -> None:
     assert zero.initialize is zero.engine.initialize
     assert zero.add_config_arguments is zero.engine.add_config_arguments

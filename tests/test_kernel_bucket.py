@@ -10,7 +10,7 @@ from kernel_cases import BAD_ANY_SHAPE, BAD_FLAT, CPU, DTYPES, NARROW, SIZES, al
 from zero.kernels import native
 from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference, unpack, unpack_reference
 
-isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
+isa, threads = kernel_cases.isa, kernel_cases.threads
 
 
 def every_pattern(dtype):

@@ -2,7 +2,6 @@
 
 import itertools
 
-import kernel_cases
 import pytest
 import torch
 from kernel_cases import BAD_FLAT, CPU, bits, numbers
@@ -12,7 +11,6 @@ from zero.kernels.moments import Moment
 from zero.kernels.remainder import split
 from zero.kernels.step import step, step_reference
 
-one_thread = kernel_cases.one_thread
 both = pytest.mark.parametrize("take", [step, step_reference])
 COUNTERS = {"step": 1, "grad_scale": 1.0}
 

@@ -12,7 +12,7 @@ from zero.kernels.moments import BLOCK, FORMATS, Moment, blocks_of, mix64, rando
 from zero.kernels.remainder import join, round_bf16, split
 from zero.kernels.step import step
 
-isa, one_thread = kernel_cases.isa, kernel_cases.one_thread
+isa = kernel_cases.isa
 
 LOWS = torch.arange(1 << 16, dtype=torch.int64)
 # Upper halves: zero, subnormal, around the smallest normal, around 1 (odd and even), around the largest, inf, NaN.

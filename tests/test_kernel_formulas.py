@@ -13,7 +13,7 @@ from zero.kernels.moments import Moment
 from zero.kernels.remainder import round_bf16
 from zero.kernels.step import step, step_reference
 
-isa, one_thread = kernel_cases.isa, kernel_cases.one_thread
+isa = kernel_cases.isa
 
 STEPS = 60
 CASES = {

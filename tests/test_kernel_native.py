@@ -15,7 +15,7 @@ from zero.kernels import step as step_module
 from zero.kernels.formulas import Adam, Lion
 from zero.kernels.moments import Moment
 
-isa, one_thread = kernel_cases.isa, kernel_cases.one_thread
+isa = kernel_cases.isa
 
 NAMES = ("scalar", "sse2", "neon", "avx2", "avx512")
 

@@ -11,7 +11,7 @@ from kernel_cases import BAD_ANY_SHAPE, BAD_FLAT, CPU, DTYPES, fixed_sum_squares
 from zero.kernels import native
 from zero.kernels.norm import sum_squares, sum_squares_reference
 
-isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
+isa, threads = kernel_cases.isa, kernel_cases.threads
 
 
 @pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))

@@ -18,7 +18,7 @@ from zero.kernels.moments import FORMATS, Moment
 from zero.kernels.remainder import join, round_bf16, split
 from zero.kernels.step import step, step_reference
 
-isa, threads, one_thread = kernel_cases.isa, kernel_cases.threads, kernel_cases.one_thread
+isa, threads = kernel_cases.isa, kernel_cases.threads
 
 FORMULAS = {
     "AdamW": Adam(1e-3, 0.9, 0.999, 1e-8, 0.1),

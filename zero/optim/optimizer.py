@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import weakref
@@ -139,7 +140,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "add_param_group(): the parameters are cut into units for the groups that initialize() got; "
                 "give all groups to initialize(), those to be trained later with lr 0"
             )
-        super().add_param_group(param_group)
+        # Unwrapped, since torch's wrapper only keeps the compiler out, and imports it for that: over a second of start.
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Raise RuntimeError: the state lies in shards, which one rank's dictionary cannot hold."""
