@@ -1,4 +1,4 @@
-"""The promise: an asynchronous save holds the step at which it was called, is waited for, and never fails in silence."""
+"""The promise: an asynchronous save holds the step at which it was called, is waited for, and never fails silently."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ from zero.engine.loading import (
     restart,
     shapes_of_buffers,
 )
+from zero.engine.resume import restore
+from zero.engine.saved_values import Values, saved_values
 from zero.engine.saving import saved_buffers
 from zero.engine.together import Found, Together
 from zero.log import rank_zero
@@ -88,8 +90,11 @@ class LoadCheckpoint:
             rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
             return None, None
         anew = not load_optimizer_states and not load_module_only
+        values = ranks.read(lambda: saved_values(found, self._sharded.mesh.rank, self._sharded.mesh.world_size))
         self._take(ranks, found, anew, custom_load_fn)
-        return str(found.place), self._resume(found, load_module_only, load_lr_scheduler_states)
+        if not load_module_only:
+            self._resume(values, load_optimizer_states, load_lr_scheduler_states)
+        return str(found.place), values.client
 
     def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
@@ -99,11 +104,16 @@ class LoadCheckpoint:
         self._take(ranks, found, False, None)
         return found.match
 
-    def _resume(self, found: Found, module_only: bool, scheduler: bool) -> dict[str, Any]:
-        """Bring back what is no tensor of the model; returns the client state."""
-        if not module_only:
-            self.global_steps = found.index.shared["global_steps"]
-        return {}
+    def _resume(self, values: Values, optimizer: bool, scheduler: bool) -> None:
+        """Bring back what is no tensor of the model."""
+        self.module.load_state_dict(values.extra, strict=False)
+        if values.shared is None:
+            self.global_steps = values.steps
+            rank_zero(
+                logging.WARNING, "the checkpoint is another program's: schedule, data and random numbers begin anew"
+            )
+            return
+        restore(self, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
 
     def _ranks(self, what: str) -> Together:
         return Together(what, self._sharded.mesh.reduced_over, self.device)
@@ -201,7 +211,9 @@ class LoadCheckpoint:
                 restart(unit, self.optimizer)
         if whole:
             return _state_dict(source)
-        load_buffers(source, self.module, found.match.buffers)
+        rank, ranks = self._sharded.mesh.rank, found.index.ranks
+        alike = len(ranks) == self._sharded.mesh.world_size
+        load_buffers(source, self.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {})
         return None
 
 

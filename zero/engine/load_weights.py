@@ -77,7 +77,7 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path
         with Source(found.place, found.index) as source:
             for name, other in found.match.names.items():
                 _fill(source, other, params[name])
-            load_buffers(source, module, found.match.buffers)
+            load_buffers(source, module, found.match.buffers, {})
 
     try:
         ranks.read(read)

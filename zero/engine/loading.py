@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -298,11 +298,12 @@ def shapes_of_buffers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], str
     return {name: (tuple(value.shape), NAMES[value.dtype]) for name, value in saved_buffers(module).items()}
 
 
-def load_buffers(source: Source, module: nn.Module, names: Iterable[str]) -> None:
-    """Take these buffers whole."""
-    buffers = saved_buffers(module)
+def load_buffers(source: Source, module: nn.Module, names: Iterable[str], own: Mapping[str, str]) -> None:
+    """Take these buffers whole: rank 0's, or the tensor that `own` names for one that this rank had otherwise."""
+    buffers, index = saved_buffers(module), source.index
     for name in names:
-        value = source.whole(source.index.buffers[name], f"buffer '{name}'")
+        stored = index.tensors[own[name]] if name in own else index.buffers[name]
+        value = source.whole(stored, f"buffer '{name}'")
         parent, _, last = name.rpartition(".")
         if last == "_extra_state":  # of a module that makes it for each state_dict
             module.get_submodule(parent).set_extra_state(value)

@@ -87,7 +87,7 @@ def for_world(saved: Sequence[State | None], rank: int, world_size: int, step: i
 
 def _seed(state: torch.Tensor, purpose: str) -> int:
     """A seed of 63 bits that follows from a state, another one for each purpose."""
-    digest = hashlib.blake2b(state.cpu().numpy().tobytes(), digest_size=8)
+    digest = hashlib.blake2b(bytes(state.tolist()), digest_size=8)
     digest.update(purpose.encode())
     return int.from_bytes(digest.digest(), "little") >> 1
 
@@ -99,7 +99,7 @@ def _of_python(state: tuple[int, tuple[int, ...], float | None]) -> State:
 
 
 def _to_python(state: Mapping[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
-    raw = state["words"].numpy().tobytes()
+    raw = bytes(state["words"].tolist())
     return state["version"], struct.unpack(f"<{len(raw) // 4}I", raw), state["gauss"]
 
 

@@ -32,20 +32,12 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 def shared_state(engine: Any) -> dict[str, Any]:
     """Counters, scheduler, loss scale, data position, hyperparameters, and the seed of `zero.reduce` "tree".
 
-    Inside an accumulation window a warning says that the gradients of its micro-batches are not in it; a resumed run
-    begins its window anew with the data that come next. What `zero.recompute` with policy "auto" has chosen is no
-    state: it changes no number, and is measured again for the batch and the device of then.
+    To be asked between accumulation windows, whose gradients are in no checkpoint. What `zero.recompute` with policy
+    "auto" has chosen is no state: it changes no number, and is measured again for the batch and the device of then.
     """
     optimizer, scheduler, loader = engine.optimizer, engine.lr_scheduler, _loader(engine)
     scaler = optimizer.loss_scaler if optimizer is not None else None
     window, replicas, randomness = engine._window, engine._replicas, engine._randomness
-    if engine._sharded.reducer.holds_gradients or engine.micro_steps != window.start:
-        rank_zero(
-            logging.WARNING,
-            "checkpoint inside an accumulation window (micro-step %d): the gradients of its micro-batches so far are "
-            "not in it, and a resumed run goes on without them; save between step() at a boundary and the next forward",
-            engine.micro_steps,
-        )
     counters = {name: getattr(engine, name) for name in _COUNTERS} | {"micro_steps": window.start}
     return {
         "counters": counters,

@@ -15,8 +15,9 @@ from zero.config import Config
 from zero.core import comm
 from zero.core.wrap import Sharded
 from zero.engine.accumulation import Window
+from zero.engine.resume import rank_state, shared_state
 from zero.engine.save_checks import Options, begin, check_folder, check_tag
-from zero.engine.survey import Survey
+from zero.engine.survey import Plain, Survey
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.whereabouts import Place
 from zero.watch.watch import Watch
@@ -95,7 +96,9 @@ class SaveCheckpoint:
             self._check_window()
             root = check_folder(save_dir)
             tag = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
-            survey = Survey(self.module, self._sharded.units, self.optimizer, client or {}, options.exclude_frozen)
+            plain = Plain(shared_state(self), client or {}, rank_state(self))
+            units, rank = self._sharded.units, self.global_rank
+            survey = Survey(self.module, units, self.optimizer, plain, rank, options.exclude_frozen)
             asked = {
                 "dir": str(root),
                 "tag": tag,
@@ -118,7 +121,7 @@ class SaveCheckpoint:
         saver, rest = self._saver, []
         try:
             if self.global_rank == 0:
-                survey.describe(job, self.config, {"global_steps": self.global_steps})
+                survey.describe(job, self.config, self.global_steps)
             snapshot = saver.snapshot if saver.asynchronous else None
             rest = survey.write(job, self.global_rank, answer["differ"], snapshot)
         except BaseException as error:

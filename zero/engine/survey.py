@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,14 @@ from zero.engine.saving import (
 from zero.optim.optimizer import ZeroOptimizer
 
 
+class Plain(NamedTuple):
+    """What is no tensor of the model: of all ranks alike, of the caller, and of this rank alone."""
+
+    shared: Mapping[str, Any]
+    client: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
 class Survey:
     """Of one save. Raises ValueError, naming it, for what a checkpoint cannot hold.
 
@@ -41,7 +49,13 @@ class Survey:
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], optimizer: ZeroOptimizer | None, client: Any, skip_frozen: bool
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        optimizer: ZeroOptimizer | None,
+        plain: Plain,
+        rank: int,
+        skip_frozen: bool,
     ) -> None:
         self.units = [unit for unit in units if unit.plan.requires_grad or not skip_frozen]
         self.excluded = sorted(spec.name for unit in units if unit not in self.units for spec in unit.plan.params)
@@ -58,7 +72,9 @@ class Survey:
             unit.take_edits()
         self._buffers = saved_buffers(module)
         self._extra = encode(extra_states(module), "extra_state")
-        self._client = encode(client, "client_state")
+        self._shared = encode(plain.shared, "engine_state")
+        self._client = encode(plain.client, "client_state")
+        self._own = encode(plain.own, f"rank_state/{rank}")
         self._forms = [form for unit in self.units for form in unit_forms(unit, optimizer)]
         self._checked = [form_of(piece) for piece in buffer_pieces(self._buffers)]
 
@@ -90,7 +106,7 @@ class Survey:
         self._write_units(job, snapshot)
         return []
 
-    def describe(self, job: Job, config: Any, shared: Mapping[str, Any]) -> None:
+    def describe(self, job: Job, config: Any, step: int) -> None:
         """Give the job, on rank 0, what the index says beside where things lie."""
         job.known = self._known()
         target = job.target
@@ -98,7 +114,7 @@ class Survey:
             "save": target.save,
             "tag": target.tag,
             "tied": {name: other for name, other in tied_names(self._module).items() if other in job.known},
-            "shared": {**shared, "extra_state": self._extra[0]},
+            "shared": {"global_steps": step, "state": self._shared[0], "extra_state": self._extra[0]},
             "client": self._client[0],
             "config": config_of(config),
             "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -108,13 +124,12 @@ class Survey:
 
     def _small(self, job: Job, rank: int, differ: Sequence[str]) -> list[Piece]:
         """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0."""
+        own = {} if rank == 0 else {name: f"rank {rank}/buffer/{name}" for name in differ}
+        job.own = {"buffers": own, "state": self._own[0]}
+        tensors = {**{own[name]: self._buffers[name] for name in own}, **self._own[1]}
         if rank == 0:
-            tensors = {f"shared/{name}": value for name, value in self._extra[1].items()}
-            tensors |= {f"client/{name}": value for name, value in self._client[1].items()}
-            return [*buffer_pieces(self._buffers), *tensor_pieces(tensors)]
-        own = {name: f"rank {rank}/buffer/{name}" for name in differ}
-        job.own = {"buffers": own} if own else {}
-        return tensor_pieces({own[name]: self._buffers[name] for name in own})
+            tensors |= {**self._shared[1], **self._extra[1], **self._client[1]}
+        return [*(buffer_pieces(self._buffers) if rank == 0 else ()), *tensor_pieces(tensors)]
 
     def _write_units(self, job: Job, snapshot: Snapshot | None) -> None:
         for unit in self.units:
