@@ -121,6 +121,7 @@ def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
     return {
         "which": which,
         "stage": run.stage,
+        "background": run.background,
         "tag": run.tag,
         "reported": int(saved[-1][0]) if saved else 0,
         "began": next((int(line[1]) for line in lines(run.folder / "begun") if line[:1] == begun), None),
@@ -152,7 +153,8 @@ def main() -> None:
         tag = "always" if runs % 2 == 0 else None  # saved over and over; or each step under a name of its own
         number = 0
         while done < kills:
-            result = attempt(Run(here, STEPS, draw.randrange(4), tag, attempt=number), draw)
+            stage, background = draw.randrange(4), draw.random() < 0.5
+            result = attempt(Run(here, STEPS, stage, tag, background=background, attempt=number), draw)
             tell(result)
             number += 1
             done += 1

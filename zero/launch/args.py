@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_at_least(0),
         default=0,
         metavar="N",
-        help="start all ranks again after a failure, at most N times (default: %(default)s)",
+        help="start all ranks again after a failure, at most N times; TORCHELASTIC_RESTART_COUNT tells them how often "
+        "that was (default: %(default)s)",
     )
     parser.add_argument(
         "--log_dir",
