@@ -1,4 +1,4 @@
-"""The promise: an asynchronous save holds the step at which it was called, is waited for, and never fails silently."""
+"""The promise: an asynchronous save holds the step it was called at, is waited for, and never fails in silence."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def fail_beside(folder: str, world: int) -> dict[str, Any]:
 
     engine = engine_of(2, world, **BESIDE)
     engine.save_checkpoint(folder, tag="good")
+    engine.wait_for_checkpoint()
     os.fsync = broken
     errors, losses = [], []
     try:

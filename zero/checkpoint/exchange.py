@@ -20,6 +20,7 @@ from zero.plan.whereabouts import ranks_text
 
 GRACE = 5.0  # seconds more that others wait for rank 0, which waits as long for them before it says who is missing
 LINGERS = 10.0  # seconds that rank 0, with which the store may go, waits for the others to have read its answer
+GONE = 2.0  # the same where it has found that one of them does not come
 SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
 SURE = 3.0  # seconds for which there must be a reason to give up
@@ -119,7 +120,7 @@ class Exchange:
             answer = _answer([mine, *self._await(courier, phase, self.timeout, in_vain)], decide)
         except BaseException as error:
             courier.post(Mail(f"{number}/answer", _error_of(error), readers=self.world_size - 1))
-            courier.flushed(LINGERS)
+            courier.flushed(GONE)
             raise
         courier.post(Mail(f"{number}/answer", answer, readers=self.world_size - 1))
         courier.flushed(LINGERS)

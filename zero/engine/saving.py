@@ -108,8 +108,8 @@ def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[
 def numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
     """The single numbers of a unit's state; none before a state exists."""
     group = optimizer.param_groups[unit.plan.group]
-    fragments = unit.plan.layout.fragments(unit.window)
-    if not optimizer.rule.foreseen and not any(optimizer.rule.kept(unit, group, part) for part in fragments[:1]):
+    first = unit.plan.layout.fragments(unit.window)[:1]
+    if not optimizer.rule.foreseen and not any(optimizer.rule.kept(unit, group, part) for part in first):
         return {}
     return {key: optimizer.rule.number(unit, group, key) for key in optimizer.rule.keys(unit, group)[1]}
 
