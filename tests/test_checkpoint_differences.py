@@ -14,104 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_small import Small, assert_equal, engine_of, held, refused, saved, train
 from torch import nn
 
 import zero
-from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
-
-
-class Small(nn.Module):
-    """Two layers, a norm with buffers, and optionally more."""
-
-    def __init__(self, tied: bool = False, width: int = 5, more: bool = False, frozen: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(6, width)
-        self.norm = nn.BatchNorm1d(width, affine=False)
-        self.second = nn.Linear(width, 6)
-        self.third = nn.Linear(6, width)
-        if tied:
-            self.third.weight = self.first.weight
-        if more:
-            self.added = nn.Linear(width, width)
-            self.register_buffer("counted", torch.ones(3))
-        for name, param in self.named_parameters():
-            param.requires_grad_(not (frozen and name.startswith(frozen)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.first(x).float()).to(x.dtype)
-        if hasattr(self, "added"):
-            x = self.added(x)
-        return self.third(self.second(x).tanh()).float().square().mean()
-
-
-def engine_of(
-    model: nn.Module, optimizer: Any = ADAMW, groups: Any = None, made: Any = None, stage: int = 3, **more: Any
-) -> Any:
-    section = {"stage": stage, **more.pop("zero_optimization", {})}
-    settings = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0,
-        "zero_optimization": section,
-        "steps_per_print": float("inf"),
-        **({"optimizer": optimizer} if made is None else {}),
-        **more,
-    }
-    return zero.initialize(model=model, config=settings, model_parameters=groups, optimizer=made)[0]
-
-
-def train(engine: Any, steps: int = 2, first: int = 0) -> list[float]:
-    found = []
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for number in range(first, first + steps):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
-        loss = engine(x.to(engine.module.first.weight.dtype))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
-
-
-def held(engine: Any) -> dict[str, torch.Tensor]:
-    """All that training changes, by a name."""
-    found = {f"buffer {name}": value.clone() for name, value in engine.module.named_buffers()}
-    for name, param in engine.module.named_parameters():
-        with zero.GatheredParameters(param):
-            found[name] = param.detach().clone()
-        if param.requires_grad:
-            found[f"exact {name}"] = safe_get_full_fp32_param(param)
-            unit = param._zero_owner.unit
-            wide, numbers = engine.optimizer.rule.keys(unit, engine.optimizer.param_groups[unit.plan.group])
-            for key in (*wide, *numbers):
-                found[f"{key} {name}"] = torch.as_tensor(safe_get_full_optimizer_state(param, key))
-    return found
-
-
-def saved(folder: Path, engine: Any, steps: int = 2) -> Any:
-    train(engine, steps)
-    engine.save_checkpoint(folder)
-    return engine
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], but: tuple[str, ...] = ()) -> None:
-    assert found.keys() == wanted.keys()
-    wrong = [name for name in found if not torch.equal(found[name], wanted[name]) and not name.endswith(but or ("\0",))]
-    assert not wrong
-
-
-def refused(engine: Any, folder: Path, *parts: str, **options: Any) -> str:
-    """The error of loading, which must leave everything as it was and hold these parts."""
-    train(engine, 1, first=50)
-    before = held(engine)
-    with pytest.raises(ValueError, match=str(folder)) as caught:
-        engine.load_checkpoint(folder, **options)
-    assert_equal(held(engine), before)
-    train(engine, 1, first=51)
-    for part in parts:
-        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -377,70 +283,6 @@ def test_a_function_that_loads(tmp_path: Path) -> None:
     assert torch.equal(found["exact first.weight"], source["exact first.weight"])
     assert torch.equal(found["exp_avg first.weight"], source["exp_avg first.weight"])
     assert torch.equal(found["buffer norm.running_mean"], source["buffer norm.running_mean"])
-
-
-OURS_AND_TORCHS = [
-    (
-        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
-        lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    ),
-    (
-        {"type": "Adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.5}},
-        lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.5),
-    ),
-]
-
-
-@pytest.mark.parametrize(("ours", "made"), OURS_AND_TORCHS, ids=["AdamW", "SGD", "Adagrad"])
-@pytest.mark.parametrize("backwards", [False, True])
-def test_our_optimizers_and_torchs_load_each_others_states(
-    tmp_path: Path, ours: Any, made: Any, backwards: bool
-) -> None:
-    def ends() -> list[Any]:
-        return [engine_of(Small(), optimizer=ours), engine_of(Small(), made=made)]
-
-    source, other = reversed(ends()) if backwards else ends()
-    saved(tmp_path, source)
-    other.load_checkpoint(tmp_path)
-    wanted, found = held(source), held(other)  # one of them may count steps that the other does not
-    both = wanted.keys() & found.keys()
-    assert_equal({name: found[name] for name in both}, {name: wanted[name] for name in both})
-    losses = [torch.tensor(train(engine, 3, first=7)) for engine in (source, other)]
-    torch.testing.assert_close(*losses)
-    other.load_checkpoint(tmp_path, load_optimizer_states=False)
-    fresh = held(ends()[0 if backwards else 1])
-    for name, value in held(other).items():
-        if name.startswith(("exp_avg", "momentum", "sum", "step")):
-            assert torch.equal(value, fresh[name]), name
-
-
-def test_before_the_first_step(tmp_path: Path) -> None:
-    for ours, made in OURS_AND_TORCHS:
-        for number, source in enumerate((engine_of(Small(), optimizer=ours), engine_of(Small(), made=made))):
-            folder = tmp_path / f"{ours['type']}{number}"
-            source.save_checkpoint(folder)
-            for engine in (engine_of(Small(), optimizer=ours), engine_of(Small(), made=made)):
-                begun = held(engine)
-                train(engine)
-                engine.load_checkpoint(folder)
-                assert_equal(held(engine), begun)
-
-
-def test_an_open_window_is_dropped(tmp_path: Path) -> None:
-    engine = engine_of(Small(), gradient_accumulation_steps=2)
-    train(engine, 4)
-    engine.save_checkpoint(tmp_path)
-    wanted, losses = held(engine), train(engine, 4, first=9)
-    engine.load_checkpoint(tmp_path)
-    train(engine, 1, first=30)
-    engine.load_checkpoint(tmp_path)
-    assert_equal(held(engine), wanted)
-    assert not engine._sharded.reducer.holds_gradients
-    assert train(engine, 4, first=9) == losses
 
 
 def test_offloaded_states_must_come_back_first(tmp_path: Path) -> None:
