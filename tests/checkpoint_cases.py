@@ -80,6 +80,7 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": LEAVES // case.world if tree else 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "zero": states}},
+        "gradient_clipping": 0,
         "zero_optimization": section,
         "steps_per_print": float("inf"),
         **({"zero": {"reduce": "tree"}} if tree else {}),

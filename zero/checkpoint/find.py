@@ -36,7 +36,7 @@ def find(folder: Path, tag: str | None) -> tuple[Path, Index] | None:
         return None
     place = folder / named
     try:
-        if tag is None and (not named.isprintable() or Path(named).name != named):
+        if tag is None and (not named or not named.isprintable() or Path(named).name != named):
             raise Damaged(f"it names {named[:80]!r}, which is no name of a checkpoint")
         if not place.is_dir():
             raise Damaged(f"there is no folder {place}")
