@@ -2,7 +2,8 @@
 
 What each file holds, and where elements lie, was compared with files that DeepSpeed 0.19.8 itself had written with 2
 and 3 ranks: zero_to_fp32.py, runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py of it say the same. Objects
-of its classes are pickled under its names, so a reader without DeepSpeed meets what it would meet.
+of its classes are pickled under its names, so a reader without DeepSpeed meets what it would meet. The numbers in
+param_slice_mappings are made up.
 """
 
 from __future__ import annotations
@@ -180,7 +181,6 @@ def _model(run: Run, rank: int, world: int, stage: int) -> dict[str, Any]:
         "lr_scheduler": {"last_batch_iteration": run.step - 1},
         "data_sampler": None,
         "random_ltd": None,
-        "sparse_tensor_module_names": set(),
         "skipped_steps": 0,
         "global_steps": run.step,
         "global_samples": run.step * 2 * world,
