@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from zero.core.access import GatheredParameters
+from zero.core.unit import Unit
 from zero.utils import safe_get_full_fp32_param
 
 
@@ -200,3 +203,71 @@ def test_what_cannot_be_written_is_said(pool, tmp_path):
     assert two[2] == "another rank than 1 reports a problem; its message says which"
     assert one[3] == "this function requires ZeRO-3 mode"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def in_files(stage: int, folder: str) -> tuple[list[bool], int]:
+    """The layout of Hugging Face; how many units were ever whole at once while it was written, beside the first."""
+    engine = start(stage)
+    step(engine, 0)
+    engine.empty_partition_cache()
+    most, gather = 0, Unit.gather
+
+    def counted(unit: Unit, *args: Any) -> Any:
+        nonlocal most
+        done = gather(unit, *args)
+        most = max(most, sum(one.holds > 0 for one in engine._sharded.units))
+        return done
+
+    Unit.gather = counted
+    try:
+        said = [engine.save_16bit_model(folder, max_shard_size="2KB")]
+    finally:
+        Unit.gather = gather
+    wanted = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    index = json.loads(Path(folder, "model.safetensors.index.json").read_text())
+    del wanted["head.weight"]
+    said.append(set(index["weight_map"]) == set(wanted))
+    for name, file in index["weight_map"].items():
+        said.append(torch.equal(load_file(Path(folder) / file)[name], wanted[name]))
+    files = sorted(path.name for path in Path(folder).iterdir())
+    said.append(files == [*sorted(set(index["weight_map"].values())), "model.safetensors.index.json"])
+    said.append(all(path.stat().st_size < 4000 for path in Path(folder).glob("*.safetensors")))
+    step(engine, 1)
+    for name, given in (("model.bin", "1GB"), ("model.safetensors", "large")):
+        try:
+            engine.save_16bit_model(folder, name, max_shard_size=given)
+            said.append(False)
+        except ValueError as error:
+            said.append("max_shard_size" in str(error))
+    return said, most
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_layout_of_hugging_face_comes_unit_by_unit(pool, stage, tmp_path):
+    for said, most in pool.run(2, in_files, stage, str(tmp_path)):
+        assert all(said), said
+        assert most <= 1, "one unit is let go before the next is gathered"
+
+
+def fails_halfway(folder: str) -> tuple[str, bool]:
+    """Rank 0 cannot write the second file; the others have gathered everything with it, and the engine goes on."""
+    engine = start(3)
+    step(engine, 0)
+    Path(folder, "model-00002-of-00002.safetensors").mkdir(exist_ok=True)
+    try:
+        engine.save_16bit_model(folder, max_shard_size="3KB")
+        text = "nothing"
+    except OSError as error:
+        text = str(error)
+    with GatheredParameters(engine.parameters()):
+        pass
+    step(engine, 1)
+    return text, engine.was_step_applied()
+
+
+def test_a_failure_between_two_files_leaves_no_rank_behind(pool, tmp_path):
+    one, two = pool.run(2, fails_halfway, str(tmp_path))
+    assert "IsADirectoryError" in one[0] or "Is a directory" in one[0]
+    assert two[0] == "another rank than 1 reports a problem; its message says which"
+    assert one[1] and two[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]

@@ -89,5 +89,5 @@ def _index(paths: Sequence[Path], cut: Sequence[Sequence[Piece]]) -> str:
 def _remove_others(folder: Path, stem: str, names: set[str]) -> None:
     ours = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors")
     for path in list(folder.iterdir()):
-        if ours.fullmatch(path.name) and path.name not in names:
+        if ours.fullmatch(path.name) and path.name not in names and path.is_file():
             path.unlink()
