@@ -171,4 +171,4 @@ def test_the_end_of_the_program_waits_for_the_save(tmp_path: Path) -> None:
     for name in cases:
         assert (tmp_path / name / "latest").read_text().strip() == "global_step1", said[name]
         tensors(tmp_path / name / "global_step1")
-        assert len(index_of(tmp_path / name / "global_step1")["files"]) == (2 if name == "raises" else 4)
+        assert len(index_of(tmp_path / name / "global_step1")["files"]) == (3 if name == "raises" else 6)

@@ -117,7 +117,7 @@ def test_a_kill_while_old_ones_go_leaves_each_whole_or_none(
         names = sorted(path.name for path in again.iterdir() if path.is_file() or any(path.iterdir()))
         assert names == (["global_step3", "latest"] if retention.keep else sorted(os.listdir(tmp_path / "runs")))
         assert all(
-            len(os.listdir(again / tag)) == (2 if retention.keep is None and tag != "global_step3" else 4)
+            len(os.listdir(again / tag)) == (3 if retention.keep is None and tag != "global_step3" else 5)
             for tag in folder.tags(again)
         )
     assert moment > 6
