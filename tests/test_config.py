@@ -343,3 +343,14 @@ def test_schema_knows_the_arguments_of_our_optimizers():
         assert [name for pattern, name in of_type.items() if re.search(pattern, kind)] == [model]
         assert "zero" in schema["$defs"][model]["properties"]
     assert not any(re.search(pattern, "RMSprop") for pattern in of_type)
+
+
+def test_how_checkpoints_are_saved():
+    saving = load({**MICRO, "zero": {"checkpoint": {"async": True, "keep": 3, "keep_optimizer": 1}}}, 1).zero.checkpoint
+    assert (saving.asynchronous, saving.keep, saving.keep_optimizer) == (True, 3, 1)
+    saving = load(MICRO, 1).zero.checkpoint
+    assert (saving.asynchronous, saving.keep, saving.keep_optimizer) == (False, None, None)
+    with pytest.raises(ValueError, match=r"zero\.checkpoint\.keep_optimizer: got 4, wanted at most .*, which is 3"):
+        load({**MICRO, "zero": {"checkpoint": {"keep": 3, "keep_optimizer": 4}}}, 1)
+    with pytest.raises(ValueError, match=r"zero\.checkpoint\.keep: got 0"):
+        load({**MICRO, "zero": {"checkpoint": {"keep": 0}}}, 1)

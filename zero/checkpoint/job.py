@@ -43,7 +43,8 @@ class Job:
     """The files of this rank in one save, and how it ends.
 
     Pieces come through `put`, as many and in whatever order they become readable; `finish` does the rest, in any
-    thread. fields: of the index; used on rank 0 only. own: what this rank keeps for itself, as JSON.
+    thread. fields: of the index; used on rank 0 only. own: what this rank keeps for itself, as JSON. failure: why this
+    rank's part cannot be written, or None.
     """
 
     def __init__(self, target: Target, exchange: Exchange) -> None:
@@ -56,7 +57,7 @@ class Job:
         self._kinds: Mapping[str, Sequence[Piece]] | None = {}
         self._writings: list[Writing] = []
         self._homes: dict[tuple[str, str, int], Writing] = {}
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     def begin(self, kinds: Mapping[str, Sequence[Piece]]) -> None:
         """Say for each kind of file which pieces it will hold; their values may be on the meta device."""
@@ -94,11 +95,11 @@ class Job:
     @property
     def interrupted(self) -> bool:
         """Whether it failed with what is no error, such as Ctrl-C, and must reach the caller at once."""
-        return self._failure is not None and not isinstance(self._failure, Exception)
+        return self.failure is not None and not isinstance(self.failure, Exception)
 
     def fail(self, error: BaseException) -> None:
         """This rank's part cannot be written; `finish` will tell the others."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
 
     def finish(self, rest: Iterable[Piece] = (), in_vain: Callable[[], str] = nothing_known) -> None:
         """Write what is left, and end the save with the other ranks.
@@ -108,14 +109,14 @@ class Job:
         """
         said: Any
         try:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             self._open()
             for piece in rest:
                 self.put(piece)
             said = self._said()
         except BaseException as error:
-            said = self._failure = error
+            said = self.failure = error
         agreed = False
         try:
             self._exchange.settle(said, self._publish, WRITES, in_vain)
@@ -126,8 +127,8 @@ class Job:
         finally:
             self._discard(agreed)
             self._writings.clear()
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def _said(self) -> dict[str, Any]:
         """Ends this rank's files, and says what is in them."""
@@ -174,7 +175,7 @@ class Job:
         except (OSError, ValueError) as error:  # nothing that a run depends on
             logger.warning("checkpoint '%s' is saved, but what is old could not be removed: %s", target.tag, error)
         except BaseException as error:
-            self._failure = error  # for this rank's caller; saved is saved
+            self.failure = error  # for this rank's caller; saved is saved
 
     def _name(self, text: str) -> None:
         """The index, which makes it a checkpoint, and `latest`; both or neither."""

@@ -154,13 +154,8 @@ IDLE: tuple[Idle, ...] = (
             )
         ),
     ),
-    Idle(
-        "not used yet",
-        (
-            "timers",
-            "checkpoint.tag_validation",
-        ),
-    ),
+    Idle("not used yet", ("timers",)),
+    Idle("a tag that differs between ranks is an error on all of them", ("checkpoint.tag_validation",)),
     Idle("blocks go to the drive together, while others are on their way", ("aio.single_submit", "aio.overlap_events")),
     Idle(
         "there is nothing to set here",

@@ -126,13 +126,13 @@ class SaveCheckpoint:
             rest = survey.write(job, self.global_rank, answer["differ"], snapshot)
         except BaseException as error:
             job.fail(error)  # the others must hear of it
-        if saver.asynchronous and not job.interrupted:
+        if saver.asynchronous and answer["files"]:
             try:
                 # Nobody goes on to a collective in which it would wait for who still writes.
-                if answer["files"]:
-                    saver.exchange.settle(None, lambda told: None, FILES, in_vain)
+                saver.exchange.settle(job.failure, lambda told: None, FILES, in_vain)
             except (OSError, ValueError, RuntimeError) as error:
                 job.fail(error)
+        if saver.asynchronous and not job.interrupted:
             saver.begin(job)
             return None
         if saver.asynchronous:
