@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from zero.checkpoint.safe_file import NAMES, Piece
 from zero.checkpoint.staging import host_bytes
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
+from zero.kernels.crc32 import crc32
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import BLOCK
 from zero.plan.layout import Fragment, Span
