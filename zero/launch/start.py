@@ -11,6 +11,8 @@ from zero.launch.args import Request
 from zero.launch.errors import LaunchError, listed
 from zero.launch.job import Job, job
 from zero.launch.machine import is_this_machine
+from zero.launch.plan import lines as node_lines
+from zero.launch.plan import plan
 from zero.launch.world import World
 
 
@@ -33,12 +35,14 @@ def run(request: Request) -> int:
             f"this release starts one machine only, this one, and the job {also}; --dry-run shows what would run, "
             "and torchrun on each host runs the script"
         )
+    notes, text = made.notes, lines(made)
     if request.hosts.no_ssh:
         there = replace(request, master_addr=made.master_addr, master_port=made.master_port)
-        return agent.run(with_world(there, made))
-    for note in made.notes:
+        node = plan(with_world(there, made), gpus=0)  # so many only to be compared with the slots: that can wait
+        notes, text = node.notes, node_lines(there, node)
+    for note in notes:
         agent.say(note)
-    print("\n".join(lines(made)))
+    print("\n".join(text))
     return 0
 
 
