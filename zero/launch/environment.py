@@ -20,7 +20,7 @@ OURS = {
     "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port", "CUDA_VISIBLE_DEVICES": "--include",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_COMMENT = re.compile(r"\s#.*")
+_COMMENT = re.compile(r"\s+#.*")
 
 
 class Variables(NamedTuple):
