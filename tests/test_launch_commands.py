@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.__main__ import main
-from zero.launch import args, backends
+from zero.launch import args, backends, hostfile
 from zero.launch.errors import LaunchError
 from zero.launch.host_args import LAUNCHERS
 from zero.launch.job import MOST_BYTES, Job
@@ -240,6 +240,32 @@ def test_dry_run_inside_an_allocation(
     assert lines[3].startswith("srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=n07,n08,m5 ")
 
 
+def test_a_node_of_srun_knows_its_place(
+    hosts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own `srun --ntasks-per-node=1 zero run --launcher slurm --no_ssh`, and a node of ours."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x3)")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert main(["run", "--launcher", "slurm", "--no_ssh", "--num_gpus", "2", "--dry-run", "t.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        ["RANK=2", "LOCAL_RANK=0", "WORLD_SIZE=6"], ["RANK=3", "LOCAL_RANK=1", "WORLD_SIZE=6"],
+    ]  # fmt: skip
+
+
+def test_the_default_hostfile_is_taken_where_it_is(
+    hosts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostfile, "DEFAULT", hosts)
+    assert main(["run", "--dry-run", "t.py"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "zero run: the hosts are those of H\n"
+    assert "# n3: ranks 6 to 8 on devices 0,1,2" in said.out.splitlines()
+    assert main(["run", "--hostfile", "", "--no_ssh", "--node_rank", "0", "--dry-run", "t.py"]) == 2
+    assert "--no_ssh: give --hostfile" in capsys.readouterr().err
+
+
 def test_dry_run_without_ssh_prints_this_node(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-H", hosts, "--no_ssh", "--node_rank", "2", "-i", "n1@n2:1@n3:1,2", "--dry-run", "t.py"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -294,6 +320,10 @@ def test_dry_run_without_ssh_prints_this_node(hosts: str, capsys: pytest.Capture
         ),
         (["--no_ssh", "--ssh_port", "22", "t.py"], "--ssh_port and --no_ssh: give one of them"),
         (["-i", "a", "-e", "b", "t.py"], "--include and --exclude: give one of them"),
+        (
+            ["-i", "a", "--num_nodes", "1", "t.py"],
+            "--num_nodes: cannot be given with --include, which says the same by names",
+        ),
         (
             ["--bind_core_list", "1", "t.py"],
             "--bind_core_list: says which cores --bind_cores_to_rank binds to; give both",

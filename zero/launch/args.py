@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero.launch import cores
+from zero.launch import cores, selection
 from zero.launch.errors import LaunchError as LaunchError
 from zero.launch.host_args import HostFlags, at_least, host_flags, port
 from zero.launch.host_args import add_arguments as add_host_arguments
@@ -52,6 +52,7 @@ class Request:
     def check(self) -> None:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         self.hosts.check()
+        selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
         if self.bind_core_list is not None:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")

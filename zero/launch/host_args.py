@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from zero.launch.errors import LaunchError
 from zero.launch.hostfile import DEFAULT
@@ -38,8 +38,6 @@ class HostFlags:
 
     def check(self) -> None:
         """Raise `LaunchError` for flags that cannot stand together."""
-        if self.include and self.exclude:
-            raise LaunchError("--include and --exclude: give one of them")
         if self.node_rank is not None and not self.no_ssh:
             raise LaunchError("--node_rank: means something with --no_ssh only, where each host starts itself")
         if self.ssh_port is not None and self.launcher not in _BY_SSH:
@@ -83,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def host_flags(given: argparse.Namespace) -> HostFlags:
     """The flags among the parsed arguments."""
-    return HostFlags(**{name: getattr(given, name) for name in HostFlags.__dataclass_fields__})
+    return HostFlags(**{field.name: getattr(given, field.name) for field in fields(HostFlags)})
 
 
 def at_least(low: int):

@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 def select(hosts: Sequence[Host], choice: Choice) -> tuple[Host, ...]:
     """Those of `hosts` that `choice` leaves, with the slots that it leaves; both in the order of `hosts`."""
-    _check_together(choice)
+    check(choice)
     if choice.include:
         wanted = _slots(choice.include, hosts, "--include")
         kept = {host.name: wanted.get(host.name, frozenset()) for host in hosts}
@@ -45,7 +45,8 @@ def described(hosts: Sequence[Host]) -> str:
     return listed([f"{host.name}:{','.join(host.devices)}" for host in hosts])
 
 
-def _check_together(choice: Choice) -> None:
+def check(choice: Choice) -> None:
+    """Raise `LaunchError` for flags that cannot stand together, whatever hosts there are."""
     if choice.include and choice.exclude:
         raise LaunchError("--include and --exclude: give one of them")
     spec = "--include" if choice.include else "--exclude" if choice.exclude else None

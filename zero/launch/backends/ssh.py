@@ -3,9 +3,10 @@
 What ends the remote processes when the connection is gone: no terminal is asked for (-T), and the node ends when its
 stdin does (--tied). A terminal (-tt) would have them hung up on by sshd, but it joins stdout and stderr, adds carriage
 returns, and takes bytes of the output for control characters; and when a host is cut off from the network, sshd does
-not notice for hours unless its own settings ask it to. So the launcher keeps each ssh's stdin open and writes a byte
-every second; a node that sees the end of it, or nothing for `SILENCE` seconds, ends its processes. The other way
-round, ssh itself asks the server every 2 seconds (ServerAliveInterval) and gives up after 3 answers missed.
+not notice for hours unless its own settings ask it to. So whoever starts these commands keeps each ssh's stdin open
+and writes a byte every second; a node that sees the end of it, or nothing for `SILENCE` seconds, is to end its
+processes. The other way round, ssh asks the server every 2 seconds (ServerAliveInterval) and gives up when 3 answers
+are missing.
 """
 
 from __future__ import annotations
