@@ -284,8 +284,7 @@ def test_missing_script_is_said_before_anything_starts(tmp_path, monkeypatch, ca
     assert "there is no program 'nope-program' in PATH" in capsys.readouterr().err
     assert main(["run", "--num_nodes", "2", __file__]) == 2
     assert capsys.readouterr().err == (
-        "zero run: error: --num_nodes: got 2, but this release starts one machine only; "
-        "on several, run the script under torchrun on each\n"
+        "zero run: error: --num_nodes: got 2, but there is this machine only; name others with --hostfile\n"
     )
 
 

@@ -131,10 +131,9 @@ def _report_drive(given: argparse.Namespace) -> int:
 def _run(given: argparse.Namespace) -> int:
     try:
         request = run_args.request(given)
-        request.check()
-        from zero.launch import agent
+        from zero.launch import start
 
-        return agent.run(request)
+        return start.run(request)
     except run_args.LaunchError as error:
         print(f"zero run: error: {error}", file=sys.stderr)
         return 2

@@ -5,18 +5,20 @@ import importlib.machinery
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-_ABOUT = """Run a training script with one process per GPU of this machine, or with N processes on the CPU.
+from zero.launch import cores, selection
+from zero.launch.errors import LaunchError as LaunchError
+from zero.launch.host_args import HostFlags, at_least, host_flags, port
+from zero.launch.host_args import add_arguments as add_host_arguments
+
+_ABOUT = """Run a training script with one process per GPU of this machine, or with N processes on the CPU; or, with
+a hostfile, with one process for each slot of its hosts.
 
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
 environment, as under torchrun. No --local_rank is added to the arguments of the script: read LOCAL_RANK.
 The exit status is that of the first rank that failed, or 128 + n when signal n killed it."""
-
-
-class LaunchError(ValueError):
-    """What was asked for cannot be started; nothing has been."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,18 @@ class Request:
     script: str
     script_args: tuple[str, ...]
     num_gpus: int | None  # None: as many as there are
-    num_nodes: int
-    master_addr: str
+    num_nodes: int | None  # None: as many as there are
+    master_addr: str | None  # None: this machine, or the first host
     master_port: int | None  # None: a free one
     module: bool
     no_python: bool
     max_restarts: int
     log_dir: str | None
     dry_run: bool
+    hosts: HostFlags = field(default_factory=HostFlags)
+    min_nodes: int | None = None
+    bind_cores: bool = False
+    bind_core_list: str | None = None
 
     def command(self) -> list[str]:
         """The command line of every rank."""
@@ -45,11 +51,12 @@ class Request:
 
     def check(self) -> None:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
-        if self.num_nodes != 1:
-            raise LaunchError(
-                f"--num_nodes: got {self.num_nodes}, but this release starts one machine only; "
-                "on several, run the script under torchrun on each"
-            )
+        self.hosts.check()
+        selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
+        if self.bind_core_list is not None:
+            if not self.bind_cores:
+                raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
+            cores.parse(self.bind_core_list)
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
         if self.module:
@@ -76,23 +83,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_gpus",
         "--num_accelerators",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
-        help="processes on this machine; default: one per visible GPU, or one on the CPU where there is none",
+        help="processes per host; default: one per slot, or per visible GPU, or one on the CPU where there is none",
     )
     parser.add_argument(
-        "--num_nodes", type=_at_least(1), default=1, metavar="N", help="machines; only 1 in this release"
+        "--num_nodes", type=at_least(1), metavar="N", help="the first N hosts of the hostfile (default: all)"
     )
     parser.add_argument(
-        "--master_addr", default="127.0.0.1", metavar="A", help="address of rank 0 (default: %(default)s)"
+        "--master_addr", metavar="A", help="address of rank 0 (default: this machine, or the first host)"
     )
-    parser.add_argument("--master_port", type=_port, metavar="P", help="port of rank 0 (default: one that is free)")
+    parser.add_argument(
+        "--master_port",
+        type=port,
+        metavar="P",
+        help="port of rank 0 (default: one that is free; 29500 on several hosts)",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--module", action="store_true", help="run the script as python -m does")
     how.add_argument("--no_python", action="store_true", help="run the script itself, without python")
     parser.add_argument(
         "--max_restarts",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="start all ranks again after a failure, at most N times; TORCHELASTIC_RESTART_COUNT tells them how often "
@@ -104,16 +116,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="also write the output of each rank to files in a new folder below DIR",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and start nothing")
-    parser.add_argument("script", help="the training script; the arguments after it are its own")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--min_nodes", type=at_least(1), metavar="N", help="after a failure, go on with no fewer hosts (default: all)"
+    )
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
+    # DeepSpeed's flag for what is always so here.
+    parser.add_argument("--no_local_rank", action="store_true", help=argparse.SUPPRESS)
+    add_host_arguments(parser)
+    # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
+    about = "the training script; the arguments after it are its own"
+    parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
 
 
 def request(given: argparse.Namespace) -> Request:
     """The request that the parsed arguments make."""
+    words = given.command_line
+    script, *script_args = words[1:] if words[0] == "--" else words
     return Request(
-        script=given.script,
-        script_args=tuple(given.script_args),
+        script=script,
+        script_args=tuple(script_args),
         num_gpus=given.num_gpus,
         num_nodes=given.num_nodes,
         master_addr=given.master_addr,
@@ -123,19 +146,8 @@ def request(given: argparse.Namespace) -> Request:
         max_restarts=given.max_restarts,
         log_dir=given.log_dir,
         dry_run=given.dry_run,
+        hosts=host_flags(given),
+        min_nodes=given.min_nodes,
+        bind_cores=given.bind_cores_to_rank,
+        bind_core_list=given.bind_core_list,
     )
-
-
-def _at_least(low: int):
-    def number(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least {low}")
-        return int(text)
-
-    return number
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a port from 1 to 65535")
-    return int(text)

@@ -36,7 +36,8 @@ class CheckRequest:
     def command(self) -> list[str]:
         """The arguments of the launcher for one run."""
         ranks = [] if self.num_gpus is None else ["--num_gpus", str(self.num_gpus)]
-        return ["run", *ranks, self.script, *self.script_args]
+        # This machine only, also where there is a hostfile that zero run would take by itself.
+        return ["run", "--hostfile", "", *ranks, "--", self.script, *self.script_args]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""From a request to the processes that will run: how many, on which port, in which environment."""
+"""From a request to the processes that will run on this machine: how many, on which port, in which environment."""
 
 import os
 import shlex
@@ -6,54 +6,80 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from zero.launch import environment as variables
+from zero.launch import selection
 from zero.launch.args import LaunchError, Request
+from zero.launch.job import node_of, said
+from zero.launch.machine import is_this_machine
+from zero.launch.world import Host, World, decode, numbered, on_node, visible
 
 THREADS = "OMP_NUM_THREADS"
 _PATIENCE = 30  # seconds for the kernel to take a port from ranks that were killed
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The processes of one machine."""
+    """The processes of one machine, which is the host number `node` of `world`."""
 
-    ranks: int
+    world: World
+    node: int
     master_addr: str
     master_port: int
     shared: Mapping[str, str]  # what every rank gets on top of the environment of the launcher
     notes: tuple[str, ...]  # what was decided for the user, to be said once
 
+    @property
+    def ranks(self) -> int:
+        """The number of processes of this machine."""
+        return len(self.world.ranks(self.node))
+
     def environment(self, rank: int) -> dict[str, str]:
         """What rank `rank` gets on top of the environment of the launcher."""
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_WORLD_SIZE": str(self.ranks),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            **self.shared,
-        }
+        return {**self.world.environment(rank, self.master_addr, self.master_port), **self.shared}
+
+
+class _Place(NamedTuple):
+    """This machine among the hosts, and the devices that its ranks are to see; None: as the launcher does."""
+
+    world: World
+    node: int
+    devices: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
 
 
 def plan(request: Request, gpus: int) -> Plan:
     """Decide on the processes for a machine on which `gpus` GPUs are visible."""
-    ranks, notes = _ranks(request, gpus)
-    shared = {}
-    if THREADS not in os.environ:
+    if request.bind_cores:
+        raise LaunchError("--bind_cores_to_rank: this release does not bind cores; OMP_NUM_THREADS shares them out")
+    place = _of_world(request, gpus) if request.hosts.world is not None else _alone(request, gpus)
+    notes = list(place.notes)
+    shared: dict[str, str] = {}
+    found = variables.from_files(os.environ, Path.cwd(), request.hosts.env_file, not request.hosts.no_env_files)
+    shared.update(found.values)
+    notes += said(found)
+    if place.devices is not None:
+        shared[DEVICES] = ",".join(place.devices)
+    if THREADS not in os.environ and THREADS not in shared:
+        ranks = len(place.world.ranks(place.node))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         shared[THREADS] = str(max(1, cores // ranks))
         notes.append(f"{THREADS}={shared[THREADS]} for each rank ({cores} cores, {ranks} ranks)")
-    port = _free_port() if request.master_port is None else _checked_port(request.master_port)
-    return Plan(ranks, request.master_addr, port, shared, tuple(notes))
+    port = _free_port() if request.master_port is None else request.master_port
+    if request.master_port is not None and place.node == 0:
+        _check_port(port)
+    return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes))
 
 
 def lines(request: Request, made: Plan) -> list[str]:
-    """The command lines of all ranks, as a shell would take them."""
+    """The command lines of all ranks of this machine, as a shell would take them."""
     command = shlex.join(request.command())
     return [
         " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {command}"
-        for rank in range(made.ranks)
+        for rank in made.world.ranks(made.node)
     ]
 
 
@@ -64,11 +90,48 @@ def restart_port(asked: int | None) -> int:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            return _checked_port(asked)
+            _check_port(asked)
+            return asked
         except LaunchError:
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
+
+
+def _of_world(request: Request, gpus: int) -> _Place:
+    """The place of a node that is told who the hosts are."""
+    world = decode(request.hosts.world or "")
+    node = node_of(request, world, os.environ) if len(world.hosts) > 1 else 0
+    devices = world.hosts[node].devices
+    if "SLURMD_NODENAME" in os.environ and request.hosts.no_ssh:
+        return _Place(world, node, on_node(devices, os.environ))
+    given = visible(os.environ)
+    if given is None:
+        outside = [device for device in devices if gpus and device.isdigit() and int(device) >= gpus]
+        if outside:
+            raise LaunchError(f"host {world.hosts[node].name!r} has {_gpus(gpus)} and so no slot {outside[0]!r}")
+    notes = [] if given in (None, (), devices) else [f"{DEVICES}={','.join(given)} is not used: the hosts' slots are"]
+    return _Place(world, node, devices, tuple(notes))
+
+
+def _alone(request: Request, gpus: int) -> _Place:
+    """The place of a machine that is the only one."""
+    nodes = [("--num_nodes", request.num_nodes), ("--min_nodes", request.min_nodes)]
+    for flag, value in nodes:
+        if value is not None and value > 1:
+            raise LaunchError(f"{flag}: got {value}, but there is this machine only; name others with --hostfile")
+    choice = request.hosts.choice(None, request.num_gpus)
+    if not (choice.include or choice.exclude):
+        ranks, notes = _ranks(request, gpus)
+        return _Place(World((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
+    if not gpus:
+        raise LaunchError("--include and --exclude choose from a hostfile's slots or from GPUs, and no GPU is visible")
+    given = visible(os.environ)
+    pool = numbered(gpus) if given is None else given[:gpus]
+    names = [part.partition(":")[0].strip() for part in (choice.include or choice.exclude).split("@")]
+    name = next((name for name in names if is_this_machine(name)), "localhost")
+    chosen = selection.select([Host(name, pool)], choice)
+    return _Place(World(chosen), 0, chosen[0].devices)
 
 
 def _ranks(request: Request, gpus: int) -> tuple[int, list[str]]:
@@ -78,10 +141,14 @@ def _ranks(request: Request, gpus: int) -> tuple[int, list[str]]:
         return 1, ["no GPU is visible: 1 process on the CPU (--num_gpus N starts N)"]
     if gpus and request.num_gpus > gpus:
         raise LaunchError(
-            f"--num_gpus: got {request.num_gpus}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible; "
+            f"--num_gpus: got {request.num_gpus}, but {_gpus(gpus)} {'are' if gpus > 1 else 'is'} visible; "
             "hide them with CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return request.num_gpus, []
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 def _free_port() -> int:
@@ -90,7 +157,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _checked_port(port: int) -> int:
+def _check_port(port: int) -> None:
     with socket.socket() as probe:
         # As torch's store does it: a port that an ended run left in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,4 +167,3 @@ def _checked_port(port: int) -> int:
             raise LaunchError(
                 f"--master_port: cannot listen on {port} ({error.strerror}); leave it out for a free one"
             ) from error
-    return port

@@ -1,0 +1,333 @@
+"""--include, --exclude and the counts leave exactly the slots that they say, and whatever is wrong is said at once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.launch import hostfile, nodelist
+from zero.launch.errors import LaunchError
+from zero.launch.selection import Choice, select
+from zero.launch.world import Host, numbered
+
+NAMES = ("a", "b", "worker-0", "worker-1", "worker-10", "n1.cluster", "fe80::1", "0")
+POOL = hostfile.parse("a slots=4\nb slots=2\nc slots=1\n", "H")
+
+
+def said(function, *args) -> str:
+    with pytest.raises(LaunchError) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+class Part(NamedTuple):
+    """One host of a spec, and the slots that it names as (first, last); None: all."""
+
+    host: str
+    spans: list[tuple[int, int]] | None
+
+    def text(self, dice: random.Random) -> str:
+        space = dice.choice(["", "", "", " "])
+        if self.spans is None:
+            return f"{space}{self.host}{space}"
+        spans = [f"{low}-{high}" if high > low or dice.random() < 0.1 else str(low) for low, high in self.spans]
+        return f"{self.host}:{space}{f',{space}'.join(spans)}"
+
+    def names(self, host: str, slot: int) -> bool:
+        return host == self.host and (self.spans is None or any(low <= slot <= high for low, high in self.spans))
+
+
+def some_hosts(dice: random.Random) -> dict[str, int]:
+    return {name: dice.randint(1, 9) for name in dice.sample(NAMES, dice.randint(1, 6))}
+
+
+def some_spec(dice: random.Random, hosts: dict[str, int]) -> list[Part]:
+    """A spec that is right most of the time: else it names a host or a slot that is not there."""
+    parts = []
+    for _ in range(dice.randint(1, 5)):
+        host = "nobody" if dice.random() < 0.03 else dice.choice(list(hosts))
+        last = hosts.get(host, 4) - 1 + (dice.random() < 0.03)
+        lows = [dice.randint(0, last) for _ in range(dice.randint(1, 4))]
+        spans = [(low, dice.randint(low, last) if dice.random() < 0.3 else low) for low in lows]
+        parts.append(Part(host, None if dice.random() < 0.3 else spans))
+    return parts
+
+
+def text_of(hosts: dict[str, int], dice: random.Random) -> str:
+    lines = []
+    for name, slots in hosts.items():
+        lines += dice.choice([[], [], ["# a line", "", "  \t"]])
+        lines.append(
+            f"{dice.choice(['', '  '])}{name} \t slots={slots}{dice.choice(['', ' ', ' # x', ' max_slots=9', chr(13)])}"
+        )
+    return "\n".join(lines)
+
+
+def compare(seed: int, excluding: bool) -> None:
+    """One random hostfile and spec: what `select` leaves, against asking for each slot whether a part names it."""
+    dice = random.Random(seed)
+    hosts = some_hosts(dice)
+    parts = some_spec(dice, hosts)
+    pool = hostfile.parse(text_of(hosts, dice), "H")
+    assert pool == tuple(Host(name, numbered(slots)) for name, slots in hosts.items())
+    spec = "@".join(part.text(dice) for part in parts)
+    choice = Choice(exclude=spec) if excluding else Choice(include=spec)
+
+    unknown = {part.host for part in parts} - set(hosts)
+    beyond = [
+        part.host for part in parts if part.spans and any(high >= hosts.get(part.host, 99) for _, high in part.spans)
+    ]
+    kept = {
+        host: [str(slot) for slot in range(slots) if any(part.names(host, slot) for part in parts) != excluding]
+        for host, slots in hosts.items()
+    }
+    expected = tuple(Host(host, tuple(slots)) for host, slots in kept.items() if slots)
+    if unknown or beyond:
+        error = said(select, pool, choice)
+        assert all(f"there is no host {name!r}" in error for name in unknown)
+        assert all(f"host {name!r} has no slot '{hosts[name]}'" in error for name in beyond)
+    elif not expected:
+        assert "leaves nothing of" in said(select, pool, choice)
+    else:
+        assert select(pool, choice) == expected
+
+
+def test_a_choice_is_what_asking_each_slot_gives() -> None:
+    for seed in range(4000):
+        compare(seed, excluding=seed % 2 == 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(4000, 2**63), st.booleans())
+def test_a_choice_is_what_asking_each_slot_gives_elsewhere(seed: int, excluding: bool) -> None:
+    compare(seed, excluding)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**63), st.none() | st.integers(1, 7), st.none() | st.integers(1, 9))
+def test_counts_take_the_first_hosts_and_slots(seed: int, num_nodes: int | None, num_gpus: int | None) -> None:
+    hosts = some_hosts(random.Random(seed))
+    pool = tuple(Host(name, numbered(slots)) for name, slots in hosts.items())
+    choice = Choice(num_nodes=num_nodes, num_gpus=num_gpus)
+    names = list(hosts)[:num_nodes]
+    if num_nodes is not None and num_nodes > len(hosts):
+        assert said(select, pool, choice).startswith(f"--num_nodes: got {num_nodes}, but there ")
+    elif num_gpus is not None and any(hosts[name] < num_gpus for name in names):
+        error = said(select, pool, choice)
+        assert all((f"{name} has {hosts[name]}" in error) == (hosts[name] < num_gpus) for name in names)
+    else:
+        wanted = tuple(Host(name, numbered(hosts[name] if num_gpus is None else num_gpus)) for name in names)
+        assert select(pool, choice) == wanted
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (Choice(include="a"), "a:0,1,2,3"),
+        (Choice(include="b@a:0"), "a:0 b:0,1"),
+        (Choice(include="a:0@a:2"), "a:0,2"),
+        (Choice(include="a:2,0,2"), "a:0,2"),
+        (Choice(include="a:0@a"), "a:0,1,2,3"),
+        (Choice(include="a:1-2,0"), "a:0,1,2"),
+        (Choice(include="a:02"), "a:2"),
+        (Choice(exclude="a"), "b:0,1 c:0"),
+        (Choice(exclude="a:0@b:1"), "a:1,2,3 b:0 c:0"),
+        (Choice(exclude="c:0"), "a:0,1,2,3 b:0,1"),
+        (Choice(), "a:0,1,2,3 b:0,1 c:0"),
+    ],
+)
+def test_choices_by_example(choice: Choice, expected: str) -> None:
+    assert " ".join(f"{host.name}:{','.join(host.devices)}" for host in select(POOL, choice)) == expected
+
+
+GRAMMAR = "wanted host, host:slot,slot or host:first-last, with @ between hosts, such as worker-0@worker-1:0,2"
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        (Choice("a", "b"), "--include and --exclude: give one of them"),
+        (
+            Choice("a", num_nodes=1, num_gpus=2),
+            "--num_nodes and --num_gpus: cannot be given with --include, which says the same by names",
+        ),
+        (Choice(exclude="a", num_gpus=1), "--num_gpus: cannot be given with --exclude, which says the same by names"),
+        (Choice("a:7"), "--include: host 'a' has no slot '7'; it has 0, 1, 2, 3"),
+        (Choice(exclude="b:9"), "--exclude: host 'b' has no slot '9'; it has 0, 1"),
+        (Choice("b:0-3"), "--include: host 'b' has no slot '3'; it has 0, 1"),
+        (Choice("b:0-999999999"), "--include: host 'b' has no slot '999999999'; it has 0, 1"),
+        (Choice("a:x"), "--include: host 'a' has no slot 'x'; it has 0, 1, 2, 3"),
+        (Choice("a:-1"), "--include: host 'a' has no slot '-1'; it has 0, 1, 2, 3"),
+        (Choice("a:3-1"), "--include: got the slots '3-1' of host 'a', which go down; wanted first-last"),
+        (Choice("x"), "--include: there is no host 'x'; there is a, b, c"),
+        (
+            Choice("x@a:9@y:1@x"),
+            "--include: there is no host 'x'; there is a, b, c\n"
+            "  --include: host 'a' has no slot '9'; it has 0, 1, 2, 3\n"
+            "  --include: there is no host 'y'; there is a, b, c",
+        ),
+        (Choice("a:"), f"--include: got 'a:' in 'a:'; {GRAMMAR}"),
+        (Choice("a:0,"), f"--include: got 'a:0,' in 'a:0,'; {GRAMMAR}"),
+        (Choice(":0"), f"--include: got ':0' in ':0'; {GRAMMAR}"),
+        (Choice(exclude="a@@b"), f"--exclude: got '' in 'a@@b'; {GRAMMAR}"),
+        (Choice("@"), f"--include: got '' in '@'; {GRAMMAR}"),
+        (Choice(exclude="a@b@c:0"), "--exclude: 'a@b@c:0' leaves nothing of a:0,1,2,3, b:0,1, c:0"),
+        (Choice(num_nodes=4), "--num_nodes: got 4, but there are 3 hosts: a, b, c"),
+        (Choice(num_gpus=2), "--num_gpus: got 2, but c has 1"),
+        (Choice(num_nodes=3, num_gpus=3), "--num_gpus: got 3, but b has 2, c has 1"),
+    ],
+)
+def test_wrong_choices_and_what_is_said(choice: Choice, text: str) -> None:
+    assert said(select, POOL, choice) == text
+
+
+def test_a_name_may_have_colons() -> None:
+    pool = hostfile.parse("fe80::1 slots=3\nfe80::1:2 slots=1", "H")
+    assert select(pool, Choice("fe80::1")) == (pool[0],)
+    assert select(pool, Choice("fe80::1:0-1")) == (Host("fe80::1", ("0", "1")),)
+    # What is the whole name of a host is that host.
+    assert select(pool, Choice("fe80::1:2")) == (pool[1],)
+    assert select(pool, Choice("fe80::1:02")) == (Host("fe80::1", ("2",)),)
+
+
+def test_slots_may_be_names_of_gpus() -> None:
+    pool = [Host("localhost", ("GPU-8f2a-11", "MIG-0-3", "7"))]
+    assert select(pool, Choice("localhost:7,GPU-8f2a-11")) == (Host("localhost", ("GPU-8f2a-11", "7")),)
+    assert select(pool, Choice(exclude="localhost:MIG-0-3")) == (Host("localhost", ("GPU-8f2a-11", "7")),)
+    assert said(select, pool, Choice("localhost:0")).endswith("has no slot '0'; it has GPU-8f2a-11, MIG-0-3, 7")
+
+
+def test_many_hosts_are_not_all_listed() -> None:
+    pool = [Host(f"n{number}", ("0",)) for number in range(40)]
+    assert said(select, pool, Choice("x")).endswith("n14, n15 and 24 more")
+
+
+NAME_RULE = "a host's name has letters, digits, '.', '_', '-' and ':' only; a user's name goes to ~/.ssh/config"
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("", ["H: no hosts; wanted a line NAME slots=N for each"]),
+        ("\n# a slots=1\n", ["H: no hosts; wanted a line NAME slots=N for each"]),
+        ("a", ["H:1: 'a': wanted NAME slots=N"]),
+        ("a slots=", ["H:1: 'a slots=': wanted NAME slots=N"]),
+        ("a slots = 4", ["H:1: 'a slots = 4': wanted NAME slots=N"]),
+        ("a slots=4x", ["H:1: 'a slots=4x': wanted NAME slots=N"]),
+        ("a slots=-1", ["H:1: 'a slots=-1': wanted NAME slots=N"]),
+        ("a slots=\u0664", ["H:1: 'a slots=\u0664': wanted NAME slots=N"]),
+        ("a slots=1 b slots=2", ["H:1: 'a slots=1 b slots=2': 'b' means nothing here; wanted NAME slots=N"]),
+        ("a slots=00", ["H:1: 'a slots=00': slots=0: leave the host out instead"]),
+        ("a slots=1025", ["H:1: 'a slots=1025': more than 1024 slots"]),
+        (f"a slots={'9' * 5000}", [f"H:1: 'a slots={'9' * 5000}': more than 1024 slots"]),
+        ("me@a slots=1", [f"H:1: 'me@a slots=1': {NAME_RULE}"]),
+        ("-oX slots=1", [f"H:1: '-oX slots=1': {NAME_RULE}"]),
+        ("a,b slots=1", [f"H:1: 'a,b slots=1': {NAME_RULE}"]),
+        ("a slots=1\n\na slots=2", ["H:3: host 'a' is there already, in line 1"]),
+        (
+            "a slots=0\n#\nb\nc slots=2\nc slots=2",
+            [
+                "H:1: 'a slots=0': slots=0: leave the host out instead",
+                "H:3: 'b': wanted NAME slots=N",
+                "H:5: host 'c' is there already, in line 4",
+            ],
+        ),
+    ],
+)
+def test_bad_hostfiles_and_what_is_said(text: str, problems: list[str]) -> None:
+    assert said(hostfile.parse, text, "H") == "\n  ".join(problems)
+
+
+def test_hostfiles_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "H"
+    leave_out = "leave it out to run on this machine only"
+    assert said(hostfile.read, str(missing)) == f"--hostfile: there is no file {str(missing)!r}; {leave_out}"
+    assert said(hostfile.read, str(tmp_path)) == f"--hostfile: cannot read {str(tmp_path)!r}: Is a directory"
+    missing.write_bytes(b"a slots=1\n\xff")
+    assert said(hostfile.read, str(missing)) == f"--hostfile: {str(missing)!r} is not text (byte 10 is not UTF-8)"
+    missing.write_bytes(b"\xef\xbb\xbfa slots=1\r\nb slots=2")
+    assert hostfile.read(str(missing)) == (Host("a", ("0",)), Host("b", ("0", "1")))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", "n1"),
+        ("n[1-3,7],m5", "n1 n2 n3 n7 m5"),
+        ("n[08-11]", "n08 n09 n10 n11"),
+        ("n[001,3]-ib", "n001-ib n3-ib"),
+        ("r[1-2]n[5,6]", "r1n5 r1n6 r2n5 r2n6"),
+        ("a-b-2,c.d", "a-b-2 c.d"),
+    ],
+)
+def test_lists_of_slurm(text: str, names: str) -> None:
+    assert nodelist.expand(text) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "got '', wanted names such as n[1-3,7],m5"),
+        (" ", "got ' ', wanted names such as n[1-3,7],m5"),
+        ("n[1-3", "got 'n[1-3', wanted names such as n[1-3,7],m5"),
+        ("n1-3]", "got 'n1-3]', wanted names such as n[1-3,7],m5"),
+        ("n[]", "got '' in 'n[]', wanted a number or first-last"),
+        ("n[a]", "got 'a' in 'n[a]', wanted a number or first-last"),
+        ("n[3-1]", "got '3-1' in 'n[3-1]', wanted a number or first-last"),
+        ("n[1-]", "got '1-' in 'n[1-]', wanted a number or first-last"),
+        ("n[1-99999999]", "got '1-99999999' in 'n[1-99999999]', wanted a number or first-last"),
+        ("n1,,n2", "got '' in 'n1,,n2', wanted a name such as n[1-3,7]"),
+        ("n[[1]]", "got 'n[[1]]' in 'n[[1]]', wanted a name such as n[1-3,7]"),
+        ("n][1", "got 'n][1' in 'n][1', wanted a name such as n[1-3,7]"),
+        ("n[1],n1", "got 'n[1],n1', which names a host twice"),
+    ],
+)
+def test_bad_lists_of_slurm(text: str, problem: str) -> None:
+    assert said(nodelist.expand, text) == f"SLURM_JOB_NODELIST: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "slots"),
+    [
+        ({"SLURM_GPUS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x3)"}, None, [4, 4, 4]),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, None, [4, 4, 4]),
+        ({"SLURM_GPUS_PER_NODE": "a100:2,h100:1"}, None, [3, 3, 3]),
+        ({"SLURM_GPUS_ON_NODE": "2"}, None, [2, 2, 2]),
+        ({"SLURM_TASKS_PER_NODE": "2(x2),1"}, None, [2, 2, 1]),
+        ({"SLURM_TASKS_PER_NODE": "2(x2),1"}, 8, [8, 8, 8]),
+    ],
+)
+def test_hosts_of_an_allocation(environment: dict[str, str], num_gpus: int | None, slots: list[int]) -> None:
+    found = nodelist.allocation({"SLURM_JOB_NODELIST": "n[1-3]", **environment}, num_gpus)
+    assert found == tuple(Host(f"n{number}", numbered(count)) for number, count in enumerate(slots, 1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        (
+            {},
+            "--launcher slurm: none of SLURM_GPUS_PER_NODE, SLURM_GPUS_ON_NODE, SLURM_NTASKS_PER_NODE, "
+            "SLURM_TASKS_PER_NODE is set; say with --num_gpus how many on each host",
+        ),
+        (
+            {"SLURM_TASKS_PER_NODE": "2(x9)"},
+            "SLURM_TASKS_PER_NODE: got '2(x9)', which is no number of slots for 3 hosts; give --num_gpus",
+        ),
+        (
+            {"SLURM_GPUS_PER_NODE": "many"},
+            "SLURM_GPUS_PER_NODE: got 'many', which is no number of slots for 3 hosts; give --num_gpus",
+        ),
+    ],
+)
+def test_an_allocation_that_does_not_say_its_slots(environment: dict[str, str], text: str) -> None:
+    assert said(nodelist.allocation, {"SLURM_JOB_NODELIST": "n[1-3]", **environment}) == text
+
+
+def test_outside_of_an_allocation_there_is_none() -> None:
+    assert nodelist.allocation({"SLURM_TASKS_PER_NODE": "2"}) is None

@@ -1,0 +1,365 @@
+"""What runs on each host is what was asked for, by every launcher: slots, environment, folder and every argument."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero.__main__ import main
+from zero.launch import args, backends, hostfile
+from zero.launch.errors import LaunchError
+from zero.launch.host_args import LAUNCHERS
+from zero.launch.job import MOST_BYTES, Job
+from zero.launch.world import Host, World, decode
+
+WORLD = World((Host("n1", ("0", "1")), Host("n3", ("2",))))
+SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]
+HOSTILE = [
+    "", " ", "a b", "it's", '"', "'\"'\"'", "$HOME", "`id`", "$(id)", "\\", "\\n", "a\nb", "\n", "\t", "*", "?", "~",
+    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--tied=0", "K=V",
+    "é", "日本", "\u2028",
+    "\x01", "\x7f", "a\rb",
+]  # fmt: skip
+SHOW = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]))"
+
+
+def request(*words: str) -> args.Request:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    args.add_arguments(parser)
+    return args.request(parser.parse_args(words))
+
+
+def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/home/me") -> Job:
+    return Job(request(*words), WORLD, "n1", 29500, environment or {}, folder)
+
+
+def node_line(rank: str | None, tail: str, tied: str | None = None) -> str:
+    """What a node is to run, for a folder and arguments that need no quotes."""
+    flags = [f"--node_rank={rank}"] if rank is not None else []
+    flags += [f"--world={WORLD.encode()}", "--master_addr=n1", "--master_port=29500"]
+    flags += [f"--tied={tied}"] if tied is not None else []
+    return f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {' '.join(flags)} --no_env_files -- {tail}"
+
+
+def words_of(*words: str) -> list[list[str]]:
+    return [command.words for command in backends.commands(job(*words))]
+
+
+def test_ssh_is_a_command_for_each_host() -> None:
+    one, two = words_of("--launcher_args=-v -4", "--ssh_port", "2222", "t.py", "--lr", "1")
+    assert one == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n1", node_line("0", "t.py --lr 1", "6")]
+    assert two == ["ssh", "-T", *SSH, "-p", "2222", "-v", "-4", "n3", node_line("1", "t.py --lr 1", "6")]
+    assert all(command.holds_stdin and command.heartbeat for command in backends.commands(job("t.py")))
+
+
+def test_pdsh_is_a_command_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
+    (command,) = backends.commands(job("--launcher", "PDSH", "--launcher_args=-N", "--ssh_port", "2222", "t.py", "%n"))
+    line = node_line("%n", "t.py %%n", "0")
+    assert command.words == ["pdsh", "-R", "ssh", "-S", "-b", "-f", "2", "-N", "-w", "n1,n3", line]
+    options = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=3"
+    assert command.environment == {"PDSH_SSH_ARGS_APPEND": f"-i key {options} -p2222"}
+    assert shlex.split(command.line()) == [f"PDSH_SSH_ARGS_APPEND=-i key {options} -p2222", *command.words]
+
+
+def test_slurm_is_one_launcher_per_node() -> None:
+    assert words_of("--launcher", "slurm", "--launcher_args=--partition 'a b'", "t.py") == [
+        [
+            "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3", "--kill-on-bad-exit=1",
+            "--cpu-bind=none", "--input=none", "--export=ALL", "--partition", "a b",
+            "sh", "-c", node_line(None, "t.py"),
+        ]
+    ]  # fmt: skip
+
+
+def test_openmpi_is_a_part_for_each_host() -> None:
+    assert words_of("--launcher", "openmpi", "--launcher_args=--allow-run-as-root", "t.py") == [
+        [
+            "mpirun", "--allow-run-as-root", "--bind-to", "none",
+            "-n", "1", "--host", "n1", "sh", "-c", node_line("0", "t.py"), ":",
+            "-n", "1", "--host", "n3", "sh", "-c", node_line("1", "t.py"),
+        ]
+    ]  # fmt: skip
+
+
+def test_mpich_is_a_part_for_each_host() -> None:
+    assert words_of("--launcher", "mpich", "--launcher_args=-verbose", "t.py") == [
+        [
+            "mpirun", "-verbose", "-hosts", "n1,n3", "-ppn", "1", "-bind-to", "none",
+            "-n", "1", "sh", "-c", node_line("0", "t.py"), ":",
+            "-n", "1", "sh", "-c", node_line("1", "t.py"),
+        ]
+    ]  # fmt: skip
+
+
+def test_flags_for_the_nodes_go_along() -> None:
+    flags = ["--module", "--max_restarts=3", "--min_nodes=1", "--log_dir=-x", "--bind_cores_to_rank",
+             "--bind_core_list=0-3"]  # fmt: skip
+    words = job(*flags, "mine", "--", "x").node_words("1")
+    there = request(*words[words.index("run") + 1 :])
+    asked = request(*flags, "mine", "--", "x")
+    kept = ("script", "script_args", "module", "no_python", "max_restarts", "min_nodes", "log_dir", "bind_cores")
+    assert all(getattr(there, name) == getattr(asked, name) for name in (*kept, "bind_core_list"))
+    assert (there.script_args, there.log_dir, there.hosts.node_rank) == (("--", "x"), "-x", 1)
+    assert (there.master_addr, there.master_port) == ("n1", 29500)
+    assert decode(there.hosts.world or "") == WORLD
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=6))
+def test_any_arguments_come_through_quoting_and_parsing(words: list[str]) -> None:
+    made = job("--", *words)
+    found = shlex.split(made.shell(made.node_words("0")))
+    there = request(*found[found.index("run") + 1 :])
+    assert [there.script, *there.script_args] == words
+
+
+def lines_for_sh(made: Job) -> list[str]:
+    """What a shell on each host gets, worked out from the command lines as the launcher's program does."""
+    found = backends.commands(made)
+    name = made.request.hosts.launcher
+    if name == "ssh":
+        return [command.words[-1] for command in found]
+    (words,) = (command.words for command in found)
+    if name == "pdsh":
+        per_host = {"n": "%d", "%": "%%"}  # %h and %u must not be left
+        text = re.sub("%(.)", lambda match: per_host[match[1]], words[-1], flags=re.DOTALL)
+        return [text % node for node in range(len(made.world.hosts))]
+    if name == "slurm":
+        return [words[-1]] * len(made.world.hosts)
+    parts, rest = [], words
+    while ":" in rest:
+        parts.append(rest[: rest.index(":")])
+        rest = rest[rest.index(":") + 1 :]
+    return [part[-1] for part in (*parts, rest)]
+
+
+@pytest.mark.parametrize("shell", [shell for shell in ("sh", "bash") if shutil.which(shell)])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_real_shell_hands_over_every_argument(tmp_path: Path, launcher: str, shell: str) -> None:
+    folder = tmp_path / "it's a $HOME %n `dir`"
+    folder.mkdir()
+    # In the place of ours: python -m looks into the folder first.
+    (folder / "zero.py").write_text(SHOW)
+    environment = {f"V{number}": text for number, text in enumerate(HOSTILE)}
+    made = job("--launcher", launcher, "--", "t.py", *HOSTILE, environment=environment, folder=str(folder))
+    lines = lines_for_sh(made)
+    assert len(lines) == 2
+    for node, line in enumerate(lines):
+        ended = subprocess.run(
+            [shell, "-c", line], capture_output=True, cwd="/", check=False, env={"PATH": os.environ["PATH"]}
+        )
+        assert ended.returncode == 0, ended.stderr
+        words, variables, where = json.loads(ended.stdout)
+        assert words[words.index("--") + 1 :] == ["t.py", *HOSTILE]
+        assert {name: variables[name] for name in environment} == environment
+        assert where == str(folder)
+        there = request(*words[1:])
+        assert there.hosts.node_rank == (None if launcher == "slurm" else node)
+        assert (there.script_args, there.hosts.no_ssh) == (tuple(HOSTILE), True)
+
+
+def test_the_line_printed_for_a_shell_is_the_command() -> None:
+    for launcher in LAUNCHERS:
+        for command in backends.commands(job("--launcher", launcher, "--", "t.py", *HOSTILE)):
+            found = shlex.split(command.line())
+            assert found[len(command.environment) :] == command.words
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
+def test_ssh_itself_takes_the_options() -> None:
+    command = backends.commands(job("--ssh_port", "2222", "t.py"))[0].words
+    # -G prints the settings that would hold, and connects to nothing.
+    ended = subprocess.run([command[0], "-G", *command[1:]], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said = set(ended.stdout.splitlines())
+    assert {"batchmode yes", "port 2222", "serveraliveinterval 2", "serveralivecountmax 3", "requesttty false"} <= said
+
+
+def test_a_line_that_no_program_takes_is_refused() -> None:
+    with pytest.raises(LaunchError, match=rf"has \d+ bytes, more than the {MOST_BYTES} that a program takes"):
+        backends.commands(job("t.py", "x" * MOST_BYTES))
+    made = job("t.py", folder="/")
+    left = MOST_BYTES - len(made.shell(["echo", "x"])) + 1
+    longest = made.shell(["echo", "x" * left])
+    assert len(longest) == MOST_BYTES
+    ended = subprocess.run(["sh", "-c", longest], capture_output=True, check=True)
+    assert ended.stdout == b"x" * left + b"\n"
+    with pytest.raises(LaunchError, match=f"has {MOST_BYTES + 1} bytes"):
+        made.shell(["echo", "x" * (left + 1)])
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A hostfile, in a folder with a script where nothing else is set."""
+    for name in [name for name in os.environ if name.startswith(("PYTHON", "SLURM", "OMP", "TORCH", "CUDA", "ZERO"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    (tmp_path / "H").write_text("n1 slots=2\nn2 slots=4\nn3 slots=3\n")
+    return "H"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_dry_run_prints_what_would_run_where(hosts: str, capsys: pytest.CaptureFixture[str], launcher: str) -> None:
+    spec = ["--include", "n3:2,0@n1"]
+    assert main(["run", "-H", hosts, *spec, "--launcher", launcher, "--dry-run", "t.py", "a b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    assert comments == ["# n1: ranks 0 to 1 on devices 0,1", "# n3: ranks 2 to 3 on devices 0,2"]
+    commands = [line for line in lines if not line.startswith("#")]
+    assert len(commands) == (2 if launcher == "ssh" else 1)
+    for line in commands:
+        assert re.search(r"--world=(\S+)", line) and "n2" not in line
+        assert decode(re.search(r"--world=(\S+)", line)[1]).hosts == (Host("n1", ("0", "1")), Host("n3", ("0", "2")))
+        assert "--master_addr=n1" in line
+
+
+def test_dry_run_inside_an_allocation(
+    hosts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[07-08],m5")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "a100:2")
+    assert main(["run", "--launcher", "slurm", "-e", "n08:1", "--dry-run", "t.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "# n07: ranks 0 to 1 on devices 0,1", "# n08: rank 2 on device 0", "# m5: ranks 3 to 4 on devices 0,1",
+    ]  # fmt: skip
+    assert lines[3].startswith("srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=n07,n08,m5 ")
+
+
+def test_a_node_of_srun_knows_its_place(
+    hosts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own `srun --ntasks-per-node=1 zero run --launcher slurm --no_ssh`, and a node of ours."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x3)")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert main(["run", "--launcher", "slurm", "--no_ssh", "--num_gpus", "2", "--dry-run", "t.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        ["RANK=2", "LOCAL_RANK=0", "WORLD_SIZE=6"], ["RANK=3", "LOCAL_RANK=1", "WORLD_SIZE=6"],
+    ]  # fmt: skip
+
+
+def test_the_default_hostfile_is_taken_where_it_is(
+    hosts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostfile, "DEFAULT", hosts)
+    assert main(["run", "--dry-run", "t.py"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "zero run: the hosts are those of H\n"
+    assert "# n3: ranks 6 to 8 on devices 0,1,2" in said.out.splitlines()
+    assert main(["run", "--hostfile", "", "--no_ssh", "--node_rank", "0", "--dry-run", "t.py"]) == 2
+    assert "--no_ssh: give --hostfile" in capsys.readouterr().err
+
+
+def test_dry_run_without_ssh_prints_this_node(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-H", hosts, "--no_ssh", "--node_rank", "2", "-i", "n1@n2:1@n3:1,2", "--dry-run", "t.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" OMP")[0] for line in lines] == [
+        f"RANK={rank} LOCAL_RANK={rank - 3} WORLD_SIZE=5 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 "
+        "CUDA_VISIBLE_DEVICES=1,2"
+        for rank in (3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["-H", "H", "t.py"],
+            "this release starts one machine only, this one, and the job has 3: n1, n2, n3; --dry-run shows what would "
+            "run, and torchrun on each host runs the script",
+        ),
+        (
+            ["-H", "H", "-i", "n2", "t.py"],
+            "this release starts one machine only, this one, and the job is on n2; --dry-run shows what would run, and "
+            "torchrun on each host runs the script",
+        ),
+        (["-H", "G", "t.py"], "--hostfile: there is no file 'G'; leave it out to run on this machine only"),
+        (["-H", "H", "-i", "n9", "t.py"], "--include: there is no host 'n9'; there is n1, n2, n3"),
+        (["-H", "H", "--num_gpus", "3", "t.py"], "--num_gpus: got 3, but n1 has 2"),
+        (
+            ["-H", "H", "--min_nodes", "4", "t.py"],
+            "--min_nodes: got 4, but the job has 3 hosts: n1:0,1, n2:0,1,2,3, n3:0,1,2",
+        ),
+        (
+            ["-H", "H", "--no_ssh", "--node_rank", "3", "t.py"],
+            "--node_rank: got 3, wanted 0 to 2: 3 hosts: n1:0,1, n2:0,1,2,3, n3:0,1,2",
+        ),
+        (
+            ["-H", "H", "--no_ssh", "--dry-run", "t.py"],
+            "--no_ssh: give --node_rank too, from 0 on the first host to the number of hosts less 1",
+        ),
+        (["--no_ssh", "--node_rank", "0", "t.py"], "--no_ssh: give --hostfile, the same on every host"),
+        (
+            ["--node_rank", "0", "t.py"],
+            "--node_rank: means something with --no_ssh only, where each host starts itself",
+        ),
+        (
+            ["--launcher", "slurm", "t.py"],
+            "--launcher slurm: there is no hostfile, and this is not inside an allocation "
+            "(SLURM_JOB_NODELIST is not set)",
+        ),
+        (
+            ["--launcher", "slurm", "--ssh_port", "22", "t.py"],
+            "--ssh_port: slurm does not ask us; put the port into ~/.ssh/config",
+        ),
+        (["--no_ssh", "--ssh_port", "22", "t.py"], "--ssh_port and --no_ssh: give one of them"),
+        (["-i", "a", "-e", "b", "t.py"], "--include and --exclude: give one of them"),
+        (
+            ["-i", "a", "--num_nodes", "1", "t.py"],
+            "--num_nodes: cannot be given with --include, which says the same by names",
+        ),
+        (
+            ["--bind_core_list", "1", "t.py"],
+            "--bind_core_list: says which cores --bind_cores_to_rank binds to; give both",
+        ),
+        (
+            ["--bind_cores_to_rank", "--bind_core_list", "3,1", "t.py"],
+            "--bind_core_list: got '3,1'; wanted cores from low to high, and none twice",
+        ),
+        (["-H", "H", "--env_file", "E", "t.py"], "--env_file: there is no file 'E'"),
+        (
+            ["-H", "L", "--dry-run", "t.py"],
+            "host 'localhost' is another machine to each of the hosts; give it the name that the others know it by",
+        ),
+        (["--world", "!", "t.py"], "--world: got '!', which is not the description of a job: "),
+    ],
+)
+def test_what_cannot_be_started_and_what_is_said(
+    hosts: str, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("L").write_text("localhost slots=1\nn2 slots=1\n")
+    assert main(["run", *words]) == 2
+    said = capsys.readouterr().err
+    assert said == f"zero run: error: {text}\n" or (text.endswith(": ") and text in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--launcher", "impi"], "got 'impi', wanted one of ssh, pdsh, slurm, openmpi, mpich"),
+        (["--launcher_args", "'"], "which no shell would split: No closing quotation"),
+        (["--ssh_port", "0"], "got '0', wanted a port from 1 to 65535"),
+        (["--node_rank", "-1"], "got '-1', wanted an integer of at least 0"),
+        (["--min_nodes", "0"], "got '0', wanted an integer of at least 1"),
+    ],
+)
+def test_arguments_are_checked(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", *words, __file__])
+    assert text in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Which variables the ranks get from the launcher's environment and from .deepspeed_env and .zero_env."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from zero.launch.errors import LaunchError, raise_all
+
+# What steers the communication, Python and torch, and so has to be the same on every host. What belongs to one host,
+# such as PATH or HOME, stays out.
+PREFIXES = ("CUBLAS", "GLOO_", "MLFLOW", "MV2", "NCCL", "OMP_", "PYTHON", "PYTORCH", "TORCH", "UCX", "ZERO_")
+NEVER = ("TORCHELASTIC",)  # of an agent that this launcher itself runs under
+FILES = (".deepspeed_env", ".zero_env")
+# What the launcher decides, and the flag for it: a file would be overruled in silence.
+OURS = {
+    "RANK": "--node_rank", "LOCAL_RANK": "--include", "WORLD_SIZE": "--num_nodes", "LOCAL_WORLD_SIZE": "--num_gpus",
+    "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port", "CUDA_VISIBLE_DEVICES": "--include",
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_COMMENT = re.compile(r"\s+#.*")
+
+
+class Variables(NamedTuple):
+    """Variables for every rank, and the files that some of them are from."""
+
+    values: dict[str, str]
+    files: tuple[str, ...]
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environment` that go to the other hosts, sorted by name."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        # An exported function of bash has a name that `env` would take, and a shell on the other side would not.
+        if name.startswith(PREFIXES) and not name.startswith(NEVER) and _NAME.fullmatch(name)
+    }
+
+
+def from_files(environment: Mapping[str, str], folder: Path, extra: str | None = None, usual: bool = True) -> Variables:
+    """The variables of `FILES` in the home folder, then in `folder`, then of the file `extra`; a later one wins.
+
+    DS_ENV_FILE is another name for .deepspeed_env. `usual` False: `extra` only. All that is
+    wrong is said at once, with file and line.
+    """
+    names = [environment.get("DS_ENV_FILE") or FILES[0], *FILES[1:]]
+    homes = [Path(environment["HOME"])] if environment.get("HOME") else []
+    paths = [place / name for place in dict.fromkeys([*homes, folder]) for name in names]
+    found = [path for path in dict.fromkeys(paths) if path.exists()] if usual else []
+    if extra is not None:
+        # Moved to the end where it is one of the others, too, as it is the one that was named.
+        named = folder / extra
+        if not named.exists():
+            raise LaunchError(f"--env_file: there is no file {extra!r}")
+        found = [*(path for path in found if path != named), named]
+    problems: list[str] = []
+    values: dict[str, str] = {}
+    for path in found:
+        values.update(_read(path, problems))
+    raise_all(problems)
+    return Variables(values, tuple(str(path) for path in found))
+
+
+def _read(path: Path, problems: list[str]) -> dict[str, str]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+        return {}
+    except UnicodeDecodeError as error:
+        problems.append(f"{path}: is not text (byte {error.start} is not UTF-8)")
+        return {}
+    return parse(text, str(path), problems)
+
+
+def parse(text: str, path: str, problems: list[str]) -> dict[str, str]:
+    """The variables of a file's `text`, a line NAME=VALUE each; what is wrong is added to `problems`.
+
+    Blank lines and those that begin with # are skipped, and so is `export` in front. A value in quotes, single or
+    double, is what stands between them; another one ends where a # follows a space. Nothing is expanded: a $ is a $.
+    """
+    found: dict[str, str] = {}
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = re.sub(r"^export\s+", "", line).partition("=")
+        if not equals:
+            problems.append(f"{path}:{number}: {line!r}: wanted NAME=VALUE")
+        elif not _NAME.fullmatch(name):
+            problems.append(f"{path}:{number}: {name!r} is not the name of a variable (no spaces around the =)")
+        elif name in OURS:
+            problems.append(f"{path}:{number}: {name} is set by the launcher; use {OURS[name]}")
+        elif (plain := _value(value)) is None:
+            problems.append(f"{path}:{number}: {line!r}: the quotes do not match, or something follows them")
+        elif "\0" in plain:
+            problems.append(f"{path}:{number}: {name}: no value can have a zero byte in it")
+        else:
+            found[name] = plain
+    return found
+
+
+def _value(text: str) -> str | None:
+    """The value that `text` writes; None where its quotes are wrong."""
+    quote = text.strip()[:1]
+    if quote not in ("'", '"'):
+        return _COMMENT.sub("", text).strip()
+    inside, end, rest = text.strip()[1:].partition(quote)
+    return inside if end and (not rest or _COMMENT.fullmatch(rest)) else None

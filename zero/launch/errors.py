@@ -1,0 +1,17 @@
+"""What the launcher says when it cannot do what was asked."""
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be started; nothing has been."""
+
+
+def raise_all(problems: list[str]) -> None:
+    """Raise one `LaunchError` with all `problems`, a line each; nothing when there are none."""
+    if problems:
+        raise LaunchError("\n  ".join(problems))
+
+
+def listed(words: list[str] | tuple[str, ...], most: int = 16) -> str:
+    """`words` with commas between them, and the number of those left out when they are many."""
+    left_out = len(words) - most
+    return ", ".join(words[:most]) + (f" and {left_out} more" if left_out > 0 else "")

@@ -1,0 +1,116 @@
+"""The flags of `zero run` that say which hosts there are, and how to reach them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import dataclass, fields
+
+from zero.launch.errors import LaunchError
+from zero.launch.hostfile import DEFAULT
+from zero.launch.selection import Choice
+
+LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich")
+_BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own
+
+
+@dataclass(frozen=True)
+class HostFlags:
+    """Which hosts, and how to reach them. The last two are of the command line that the launcher writes for a node."""
+
+    hostfile: str | None = None  # None: the default one, where there is one; empty: none
+    include: str = ""
+    exclude: str = ""
+    launcher: str = "ssh"
+    launcher_args: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    no_ssh: bool = False
+    node_rank: int | None = None
+    no_check: bool = False
+    env_file: str | None = None
+    no_env_files: bool = False
+    world: str | None = None  # as World.encode writes it, in place of a hostfile
+    tied: int | None = None  # end with stdin; and where above 0, when that many seconds pass without a byte on it
+
+    def choice(self, num_nodes: int | None, num_gpus: int | None) -> Choice:
+        """What is to be taken of the hosts there are."""
+        return Choice(self.include, self.exclude, num_nodes, num_gpus)
+
+    def check(self) -> None:
+        """Raise `LaunchError` for flags that cannot stand together."""
+        if self.node_rank is not None and not self.no_ssh:
+            raise LaunchError("--node_rank: means something with --no_ssh only, where each host starts itself")
+        if self.ssh_port is not None and self.launcher not in _BY_SSH:
+            raise LaunchError(f"--ssh_port: {self.launcher} does not ask us; put the port into ~/.ssh/config")
+        if self.ssh_port is not None and self.no_ssh:
+            raise LaunchError("--ssh_port and --no_ssh: give one of them")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags of `HostFlags`."""
+    which = parser.add_argument_group("which hosts")
+    which.add_argument(
+        "-H", "--hostfile", metavar="FILE", help=f"lines NAME slots=N (default: {DEFAULT} if there; '': this machine)"
+    )
+    which.add_argument(
+        "-i", "--include", default="", metavar="SPEC", help="only these: worker-0@worker-1:0,2, all slots without a :"
+    )
+    which.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all but these, written in the same way")
+    how = parser.add_argument_group("how to reach them")
+    how.add_argument(
+        "--launcher", type=_launcher, default="ssh", metavar="NAME", help=f"{', '.join(LAUNCHERS)} (default: ssh)"
+    )
+    how.add_argument(
+        "--launcher_args", type=_words, default=(), metavar="ARGS", help="more arguments for it: --launcher_args='-v'"
+    )
+    how.add_argument("--ssh_port", type=port, metavar="P", help="the port of the hosts' ssh servers")
+    how.add_argument("--no_ssh", action="store_true", help="this command runs on every host, with its --node_rank")
+    how.add_argument("--node_rank", type=at_least(0), metavar="N", help="the place of this host, with --no_ssh")
+    how.add_argument(
+        "--no_check", "--no_ssh_check", action="store_true", help="do not look at the hosts before the start"
+    )
+    how.add_argument(
+        "--env_file",
+        metavar="FILE",
+        help="variables for all ranks, as in ~/.zero_env and .zero_env (lines NAME=VALUE)",
+    )
+    how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
+    how.add_argument("--world", help=argparse.SUPPRESS)
+    how.add_argument("--tied", type=at_least(0), help=argparse.SUPPRESS)
+
+
+def host_flags(given: argparse.Namespace) -> HostFlags:
+    """The flags among the parsed arguments."""
+    return HostFlags(**{field.name: getattr(given, field.name) for field in fields(HostFlags)})
+
+
+def at_least(low: int):
+    """A type of argument: integers from `low` on."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.lstrip("-").isdigit() and len(text) < 10) or int(text) < low:
+            raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least {low}")
+        return int(text)
+
+    return number
+
+
+def port(text: str) -> int:
+    """A type of argument: a port."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a port from 1 to 65535")
+    return int(text)
+
+
+def _launcher(text: str) -> str:
+    name = text.lower()
+    if name not in LAUNCHERS:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LAUNCHERS)}")
+    return name
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, which no shell would split: {error}") from error

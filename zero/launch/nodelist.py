@@ -1,0 +1,89 @@
+"""The hosts of a Slurm allocation, from the variables that Slurm sets in it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+from zero.launch.errors import LaunchError, listed
+from zero.launch.hostfile import MOST
+from zero.launch.world import Host, numbered
+
+LIST = "SLURM_JOB_NODELIST"
+_MOST_HOSTS = 65536
+_GROUP = re.compile(r"\[([^\[\]]*)\]")
+_SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_REPEATED = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+_COUNT = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.-]*:)*([0-9]{1,6})")
+# A number for each host, in Slurm's short form 2(x3),1, is the most that is known; the others are the same on all.
+_SLOTS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+
+
+def allocation(environment: Mapping[str, str], num_gpus: int | None = None) -> tuple[Host, ...] | None:
+    """The hosts of the allocation that this process runs in; None outside of one.
+
+    Slots are the GPUs per host that the job asked for; without GPUs, its tasks per host; `num_gpus` goes before both.
+    """
+    if not environment.get(LIST):
+        return None
+    names = expand(environment[LIST])
+    slots = [num_gpus] * len(names) if num_gpus is not None else _slots(environment, len(names))
+    return tuple(Host(name, numbered(count)) for name, count in zip(names, slots, strict=True))
+
+
+def expand(text: str) -> list[str]:
+    """The names that a list such as n[1-3,07-09],m5 stands for, in its order; leading zeros are kept."""
+    if text.count("[") != text.count("]") or not text.strip():
+        raise LaunchError(f"{LIST}: got {text!r}, wanted names such as n[1-3,7],m5")
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):
+        pieces = _GROUP.split(part.strip())  # plain text and the insides of brackets, by turns
+        if not any(pieces) or any(mark in piece for piece in pieces for mark in "[]"):
+            raise LaunchError(f"{LIST}: got {part!r} in {text!r}, wanted a name such as n[1-3,7]")
+        spans = [list(_numbers(piece, text)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        names += ("".join(words) for words in itertools.product(*spans))
+        if len(names) > _MOST_HOSTS:
+            raise LaunchError(f"{LIST}: got {text!r}, more than {_MOST_HOSTS} names")
+    if len(set(names)) < len(names):
+        raise LaunchError(f"{LIST}: got {text!r}, which names a host twice")
+    return names
+
+
+def _numbers(inside: str, text: str) -> Iterator[str]:
+    for word in inside.split(","):
+        ends = _SPAN.fullmatch(word.strip())
+        low, high = (ends[1], ends[2] or ends[1]) if ends else ("1", "0")
+        if int(low) > int(high) or int(high) - int(low) >= _MOST_HOSTS:
+            raise LaunchError(f"{LIST}: got {word!r} in {text!r}, wanted a number or first-last")
+        for number in range(int(low), int(high) + 1):
+            yield str(number).zfill(len(low))
+
+
+def _slots(environment: Mapping[str, str], hosts: int) -> list[int]:
+    for key in _SLOTS:
+        text = environment.get(key, "")
+        if not text:
+            continue
+        found = _per_host(text, hosts) if key == "SLURM_TASKS_PER_NODE" else _same(text, hosts)
+        if found is None:
+            raise LaunchError(f"{key}: got {text!r}, which is no number of slots for {hosts} hosts; give --num_gpus")
+        return found
+    raise LaunchError(f"--launcher slurm: none of {listed(_SLOTS)} is set; say with --num_gpus how many on each host")
+
+
+def _per_host(text: str, hosts: int) -> list[int] | None:
+    found: list[int] = []
+    for word in text.split(","):
+        match = _REPEATED.fullmatch(word)
+        if match is None or len(found) > hosts:
+            return None
+        found += [int(match[1])] * min(int(match[2] or 1), hosts + 1)
+    return found if len(found) == hosts and all(1 <= count <= MOST for count in found) else None
+
+
+def _same(text: str, hosts: int) -> list[int] | None:
+    """As Slurm's options take it: 4, a100:4 or a100:2,h100:2."""
+    counts = [_COUNT.fullmatch(word) for word in text.split(",")]
+    total = sum(int(count[1]) for count in counts if count)
+    return [total] * hosts if all(counts) and 1 <= total <= MOST else None

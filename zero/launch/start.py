@@ -1,0 +1,68 @@
+"""`zero run`: on this machine, or on the hosts of a job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from zero.launch import agent, backends
+from zero.launch.args import Request
+from zero.launch.errors import LaunchError, listed
+from zero.launch.job import Job, job
+from zero.launch.machine import is_this_machine
+from zero.launch.plan import lines as node_lines
+from zero.launch.plan import plan
+from zero.launch.world import World
+
+
+def run(request: Request) -> int:
+    """Do what `zero run` was asked to; the exit status is that of the first rank that failed."""
+    request.check()
+    made = job(request, os.environ, Path.cwd())
+    if made is None:
+        if request.hosts.launcher != "ssh":
+            agent.say(f"--launcher {request.hosts.launcher} is not used: there is no hostfile, so this is one machine")
+        return agent.run(request)
+    hosts = made.world.hosts
+    if len(hosts) == 1 and (request.hosts.no_ssh or is_this_machine(hosts[0].name)):
+        return agent.run(with_world(request, made))
+    if not request.dry_run:
+        also = (
+            f"has {len(hosts)}: {listed([host.name for host in hosts])}" if len(hosts) > 1 else f"is on {hosts[0].name}"
+        )
+        raise LaunchError(
+            f"this release starts one machine only, this one, and the job {also}; --dry-run shows what would run, "
+            "and torchrun on each host runs the script"
+        )
+    notes, text = made.notes, lines(made)
+    if request.hosts.no_ssh:
+        there = replace(request, master_addr=made.master_addr, master_port=made.master_port)
+        node = plan(with_world(there, made), gpus=0)  # so many only to be compared with the slots: that can wait
+        notes, text = node.notes, node_lines(there, node)
+    for note in notes:
+        agent.say(note)
+    print("\n".join(text))
+    return 0
+
+
+def with_world(request: Request, made: Job) -> Request:
+    """`request` as it is for a node: told who the hosts are, with nothing left to choose."""
+    hosts = replace(request.hosts, world=made.world.encode(), include="", exclude="")
+    return replace(request, num_nodes=None, num_gpus=None, hosts=hosts)
+
+
+def lines(made: Job) -> list[str]:
+    """What would run where: the hosts and their ranks as comments of a shell, and the command lines."""
+    abouts = [about(made.world, node) for node in range(len(made.world.hosts))]
+    found = backends.commands(made)
+    if len(found) < len(abouts):
+        return [*abouts, *(command.line() for command in found)]
+    return [line for text, command in zip(abouts, found, strict=True) for line in (text, command.line())]
+
+
+def about(world: World, node: int) -> str:
+    """One host, its ranks and its devices, as a comment of a shell."""
+    ranks, host = world.ranks(node), world.hosts[node]
+    which = f"ranks {ranks[0]} to {ranks[-1]} on devices" if len(ranks) > 1 else f"rank {ranks[0]} on device"
+    return f"# {host.name}: {which} {','.join(host.devices)}"

@@ -1,0 +1,141 @@
+"""Who runs where: the hosts of a job, their devices, and the ranks that follow from them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero.launch.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine: a process for each of `devices`, in this order.
+
+    A device is what CUDA_VISIBLE_DEVICES would call it: a number, or the name of a GPU or of a part of one.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+
+
+def numbered(count: int) -> tuple[str, ...]:
+    """The devices 0 to `count` - 1."""
+    return tuple(str(number) for number in range(count))
+
+
+@dataclass(frozen=True)
+class World:
+    """The hosts of a job. Ranks go over the first host's devices, then over the second's, and so on.
+
+    Hosts need not have equally many devices: a rank's place is looked up, never computed by a division.
+    """
+
+    hosts: tuple[Host, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(len(host.devices) for host in self.hosts)
+
+    def ranks(self, node: int) -> range:
+        """The ranks of the host number `node`."""
+        first = sum(len(host.devices) for host in self.hosts[:node])
+        return range(first, first + len(self.hosts[node].devices))
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The number of the host of `rank`, and its place among that host's ranks."""
+        for node in range(len(self.hosts)):
+            if rank in (ranks := self.ranks(node)):
+                return node, rank - ranks.start
+        raise ValueError(f"rank: got {rank}, but there are {self.size} ranks")
+
+    def node(self, name: str) -> int:
+        """The number of the host called `name`."""
+        for node, host in enumerate(self.hosts):
+            if host.name == name:
+                return node
+        raise LaunchError(f"host {name!r} is not one of the job's: {', '.join(host.name for host in self.hosts)}")
+
+    def environment(self, rank: int, master_addr: str, master_port: int) -> dict[str, str]:
+        """What tells the process of `rank` who it is; the same variables as under torchrun."""
+        node, local = self.place(rank)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(len(self.hosts[node].devices)),
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(master_port),
+        }
+
+    def encode(self) -> str:
+        """One word for a command line, of letters, digits, "-", "_" and "=", so that no shell touches it."""
+        text = json.dumps([[host.name, _short(host.devices)] for host in self.hosts], separators=(",", ":"))
+        return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def decode(text: str) -> World:
+    """The world that `World.encode` wrote."""
+    try:
+        found = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+        hosts = tuple(Host(_name(name), _long(devices)) for name, devices in found)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise LaunchError(f"--world: got {text[:40]!r}, which is not the description of a job: {error}") from error
+    if not hosts or not all(host.devices for host in hosts):
+        raise LaunchError(f"--world: got {text[:40]!r}, which has a host without processes, or no host")
+    return World(hosts)
+
+
+def on_node(devices: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """`devices` as a node that sees only some of its GPUs calls them: number i is the i-th that it sees.
+
+    A scheduler gives a job a part of the node and says so in CUDA_VISIBLE_DEVICES; to count from 0 past that
+    would reach for the GPUs of somebody else.
+    """
+    seen = visible(environment)
+    if seen is None:
+        return devices
+    outside = [device for device in devices if device.isdigit() and int(device) >= len(seen)]
+    if outside:
+        raise LaunchError(f"there is no device {outside[0]}: CUDA_VISIBLE_DEVICES has {len(seen)}: {','.join(seen)}")
+    return tuple(seen[int(device)] if device.isdigit() else device for device in devices)
+
+
+def visible(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The entries of CUDA_VISIBLE_DEVICES, as they are written; None where it is not set, which means all.
+
+    As in the CUDA Programming Guide, entries count up to the first that is invalid: an empty one or a number below 0.
+    """
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return None
+    found: list[str] = []
+    for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
+        device = word.strip()
+        if not device or device.startswith("-") or device == "NoDevFiles":
+            break
+        found.append(device)
+    if len(set(found)) < len(found):
+        raise LaunchError(f"CUDA_VISIBLE_DEVICES: got {','.join(found)!r}, which names a device twice")
+    return tuple(found)
+
+
+def _short(devices: tuple[str, ...]) -> int | list[str]:
+    return len(devices) if devices == numbered(len(devices)) else list(devices)
+
+
+def _long(devices: object) -> tuple[str, ...]:
+    if isinstance(devices, int):
+        return numbered(devices)
+    if not isinstance(devices, list):
+        raise TypeError("devices are neither a number nor a list")
+    return tuple(_name(device) for device in devices)
+
+
+def _name(text: object) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is not a name")
+    return text
