@@ -1,4 +1,4 @@
-"""A pool of real worker processes that tests run ranks in: started once, reused by every test.
+"""A pool of real worker processes that tests run ranks in: started when first needed, reused by every test.
 
 `pool.run(world_size, function, *args)` calls `function(*args)` on ranks 0..world_size-1 inside a fresh gloo
 process group and returns the results in order of ranks. Functions are sent by name, so they must stand at
@@ -65,7 +65,9 @@ class Pool:
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of `function(*args)` on `world_size` ranks, by rank; raises RankError."""
-        self._start()
+        if world_size > self._size:
+            raise ValueError(f"world_size: got {world_size}, the pool has {self._size} ranks")
+        self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank in range(world_size):
@@ -86,9 +88,9 @@ class Pool:
             process.join()
         self._workers = []
 
-    def _start(self) -> None:
+    def _start(self, count: int) -> None:
         context = mp.get_context("spawn")
-        while len(self._workers) < self._size:
+        while len(self._workers) < count:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,), daemon=True)
             process.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def all_same(one: dict[str, Any], two: dict[str, Any]) -> bool:
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 
 
-def moved(kind: str, keys: tuple[str, ...] = ADAM, **optimizer: Any) -> list[bool]:
+def moved(kind: str, keys: tuple[str, ...] = ADAM, stages: Iterable[int] = range(4), **optimizer: Any) -> list[bool]:
     """Two steps on one stage; then all is read there and written to fresh engines, and each goes on alone."""
     source = start(1, kind, **optimizer)
     read(source, keys)  # before the first step: must not change it
@@ -107,7 +108,7 @@ def moved(kind: str, keys: tuple[str, ...] = ADAM, **optimizer: Any) -> list[boo
         step(source, index)
     values = read(source, keys)
     said = [all(state[-1] == 2 for state in values.values()) if "step" in keys else True]
-    copies = [start(stage, kind, seed=8, **optimizer) for stage in range(4)]
+    copies = [start(stage, kind, seed=8, **optimizer) for stage in stages]
     for engine in copies:
         write(engine, values, keys)
         said.append(all_same(read(engine, keys), values))
@@ -137,7 +138,7 @@ OTHERS = [
 
 def moved_others() -> dict[str, bool]:
     return {
-        f"{kind} {params}": all(moved("fp32", keys, type=kind, params={"lr": 1e-3, **params}))
+        f"{kind} {params}": all(moved("fp32", keys, (0, 3), type=kind, params={"lr": 1e-3, **params}))
         for kind, params, keys in OTHERS
     }
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
 )
 
-STEPS = 20
+STEPS = 8
 VOCABULARY = 64
 KINDS = ("gpt2", "llama", "mixtral")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
