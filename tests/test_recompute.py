@@ -58,6 +58,21 @@ def test_no_bit_changes(pool, stage, world, dtype, reduce):
     assert pool.run(world, ways, stage, dtype, reduce) == [[True] * len(WAYS)] * world
 
 
+def ways_of_offload(folder: str) -> list[bool]:
+    """Whether recomputation with state and parameters off the device gives the bits of a training with neither."""
+    base, found = trained(make(), settings(3, {})), []
+    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": folder}):
+        section = {"stage": 3, "offload_optimizer": place, "offload_param": place}
+        for recompute, rest in (FULL, {}), (SELECTIVE, HOST):
+            more = {"zero_optimization": section, "activation_checkpointing": rest}
+            found.append(same(base, trained(make(), settings(3, recompute, **more))))
+    return found
+
+
+def test_no_bit_changes_with_offload(pool, tmp_path):
+    assert pool.run(2, ways_of_offload, str(tmp_path)) == [[True] * 4] * 2
+
+
 def gathers(section: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Tags of the gathers of a step, which tell units, and how often each block's forward ran."""
     engine = zero.initialize(model=make(), config=settings(3, section))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,14 +19,23 @@ def fetch(folder: Path, stored: Stored, start: int, numel: int, what: str) -> to
     return out
 
 
-def exact(folder: Path, name: str, parameter: Parameter, start: int, numel: int, masters: bool = True) -> torch.Tensor:
-    """The exact values of a parameter, fp32 [numel] (of one in fp64 or of integers: in its dtype).
+def made_of(name: str, parameter: Parameter, masters: bool = True) -> list[tuple[str, Stored]]:
+    """The tensors that `made` makes the exact values of a parameter of, with what they are called in messages.
 
     `masters`: those of the optimizer, where they are there, and not what the model computed with.
     """
-    if masters and parameter.master is not None and parameter.master.dtype == "fp32":
-        return fetch(folder, parameter.master, start, numel, f"master of '{name}'")
-    weight = fetch(folder, parameter.weight, start, numel, f"weight of '{name}'")
-    if masters and parameter.master is not None:
-        return join(weight, fetch(folder, parameter.master, start, numel, f"master of '{name}'"))
-    return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight
+    master = parameter.master if masters else None
+    found = [] if master is not None and master.dtype == "fp32" else [(f"weight of '{name}'", parameter.weight)]
+    return found if master is None else [*found, (f"master of '{name}'", master)]
+
+
+def made(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The exact values, fp32 [n] (of a parameter in fp64 or of integers: in its dtype), of as many of `made_of`."""
+    if len(parts) == 2:
+        return join(*parts)
+    return parts[0].float() if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0]
+
+
+def exact(folder: Path, name: str, parameter: Parameter, start: int, numel: int) -> torch.Tensor:
+    """The exact values of elements [start, start + numel); see `made`. Raises Damaged."""
+    return made([fetch(folder, stored, start, numel, what) for what, stored in made_of(name, parameter)])

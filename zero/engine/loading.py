@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from zero.checkpoint.differences import Ask, Match, stateless
+from zero.checkpoint.exact import made, made_of
 from zero.checkpoint.index import Index, Stored
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES
 from zero.core.unit import Unit
 from zero.engine.saving import saved_buffers
 from zero.kernels.moments import Moment
-from zero.kernels.remainder import join
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rule import Kept, Rule
 from zero.plan.formats import BLOCK
@@ -77,21 +77,15 @@ class Source:
 
         `masters`: those of the optimizer, where they are there, and not what the model computed with.
         """
-        parameter = self.index.parameters[name]
-        master = parameter.master if masters else None
-        if master is not None and master.dtype == "fp32":
-            self._read(master, start, numel, f"master of '{name}'", then)
-            return
-        found: list[torch.Tensor] = []
+        wanted, found = made_of(name, self.index.parameters[name], masters), []
 
-        def made(last: torch.Tensor) -> None:
-            then(join(found[0], last) if found else last.float() if last.itemsize == 2 else last)
+        def came(values: torch.Tensor) -> None:
+            found.append(values)
+            if len(found) == len(wanted):
+                then(made(found))
 
-        if master is None:
-            self._read(parameter.weight, start, numel, f"weight of '{name}'", made)
-        else:
-            self._read(parameter.weight, start, numel, f"weight of '{name}'", found.append)
-            self._read(master, start, numel, f"master of '{name}'", made)
+        for what, stored in wanted:
+            self._read(stored, start, numel, what, came)
 
     def moment(self, name: str, key: str, start: int, numel: int, then: Callable[[Kept], Any]) -> None:
         """State `key` of elements [start, start + numel), as it was kept; in 8 bit of whole blocks around them."""
