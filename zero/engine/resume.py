@@ -82,7 +82,7 @@ def restore(
     engine._watch.standing.steps = engine.global_steps
     engine._mark_boundary()
 
-    takes = scheduler and _both("learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
+    takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
     takes = takes and _load_scheduler(engine.lr_scheduler, shared["scheduler"])
     if engine.optimizer is not None:
         _load_groups(engine, shared["groups"], optimizer, takes)
@@ -95,7 +95,7 @@ def restore(
     if engine._replicas is not None:
         engine._replicas.resume(shared["own_buffers"])
     loader = _loader(engine)
-    if data and _both("data position (engine.training_dataloader)", shared["data"], loader):
+    if data and _both("a data position (engine.training_dataloader)", shared["data"], loader):
         loader.load_state_dict(shared["data"])
     if own is not None:  # last: nothing shall draw between here and the next forward
         random_state.restore(own["random"], engine.device)
@@ -124,7 +124,7 @@ def _both(what: str, saved: Any, here: Any) -> bool:
     """Whether both sides have something; a warning if one has."""
     if (saved is None) != (here is None):
         have, lacks = ("this run", "the checkpoint") if saved is None else ("the checkpoint", "this run")
-        rank_zero(logging.WARNING, "%s has a %s, %s has none: not loaded", have, what, lacks)
+        rank_zero(logging.WARNING, "%s has %s, %s has none: not loaded", have, what, lacks)
     return saved is not None and here is not None
 
 
@@ -178,7 +178,7 @@ def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_groups(engine: Any, saved: Any, optimizer: bool, scheduler: bool) -> None:
     """Put hyperparameters back: those of schedulers if the scheduler was, or if there is none here; else the others."""
-    if not (optimizer or scheduler) or not _both("optimizer", saved, engine.optimizer):
+    if not (optimizer or scheduler) or not _both("an optimizer", saved, engine.optimizer):
         return
     keeps = engine.lr_scheduler is not None and not scheduler
     for group, values in zip(engine.optimizer.param_groups, saved, strict=True):
