@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zero.checkpoint.plain import decode, encode
-from zero.engine import random_state
+from zero.engine.checkpoint import random_state
 from zero.recompute.holder import HOLDER
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the named streams

@@ -25,8 +25,8 @@ from torch.utils.data import TensorDataset
 import zero
 from zero.checkpoint.plain import decode, encode
 from zero.data import RepeatingLoader
-from zero.engine import random_state
-from zero.engine.resume import rank_state, restore, shared_state
+from zero.engine.checkpoint import random_state
+from zero.engine.checkpoint.resume import rank_state, restore, shared_state
 
 STEPS = 9
 AT = 4  # the step behind which the run is interrupted

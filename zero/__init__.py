@@ -19,7 +19,7 @@ _HOMES = {
     "Init": "zero.engine.init",
     "register_external_parameter": "zero.core.external",
     "unregister_external_parameter": "zero.core.external",
-    "load_weights": "zero.engine.load_weights",
+    "load_weights": "zero.engine.checkpoint.weights",
     "init_distributed": "zero.core.mesh",
     "RepeatingLoader": "zero.data",
     "tiled_cross_entropy": "zero.tiled.loss",

@@ -19,14 +19,14 @@ from zero.config import Config
 from zero.core.wrap import Sharded
 from zero.data import Loader, build_loader
 from zero.engine.accumulation import Accumulation, Window
+from zero.engine.checkpoint.load import LoadCheckpoint
+from zero.engine.checkpoint.save import SaveCheckpoint
 from zero.engine.compiling import Compiling
-from zero.engine.load_checkpoint import LoadCheckpoint
 from zero.engine.offload import Offload, Rest
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
-from zero.engine.save_checkpoint import SaveCheckpoint
 from zero.engine.weights import Weights
 from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer

@@ -15,7 +15,7 @@ from zero.checkpoint.plain import encode
 from zero.checkpoint.safe_file import NAMES, Piece
 from zero.checkpoint.snapshot import Snapshot
 from zero.core.unit import Unit
-from zero.engine.saving import (
+from zero.engine.checkpoint.pieces import (
     buffer_pieces,
     by_file,
     config_of,

@@ -18,7 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero.data import Loader, RepeatingLoader
-from zero.engine import random_state
+from zero.engine.checkpoint import random_state
 from zero.log import rank_zero
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")

@@ -16,7 +16,7 @@ from zero.checkpoint.index import Index, Stored
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES
 from zero.core.unit import Unit
-from zero.engine.saving import saved_buffers
+from zero.engine.checkpoint.pieces import saved_buffers
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rule import Kept, Rule

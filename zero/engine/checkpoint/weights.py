@@ -18,10 +18,17 @@ from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
 from zero.core.piece import Piece
 from zero.core.unit import State
-from zero.engine.load_checkpoint import LoadCheckpoint
-from zero.engine.loading import Source, doubled, fill_plain, load_buffers, names_of_parameters, shapes_of_buffers
-from zero.engine.saving import saved_buffers
-from zero.engine.together import Found, Together
+from zero.engine.checkpoint.load import LoadCheckpoint
+from zero.engine.checkpoint.pieces import saved_buffers
+from zero.engine.checkpoint.together import Found, Together
+from zero.engine.checkpoint.units import (
+    Source,
+    doubled,
+    fill_plain,
+    load_buffers,
+    names_of_parameters,
+    shapes_of_buffers,
+)
 from zero.engine.weights import Unmatched
 from zero.log import rank_zero
 from zero.plan.layout import Fragment

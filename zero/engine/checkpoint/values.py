@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from zero.checkpoint.plain import decode
-from zero.engine.loading import Source
-from zero.engine.random_state import for_world
-from zero.engine.together import Found
+from zero.engine.checkpoint.random_state import for_world
+from zero.engine.checkpoint.together import Found
+from zero.engine.checkpoint.units import Source
 
 
 class Values(NamedTuple):
     """Of one rank.
 
-    shared, own: for `zero.engine.resume.restore`; shared is None in a checkpoint that another program has written, own
-    where no random numbers were saved. extra: what modules gave by `get_extra_state`, by name in a state_dict. steps:
-    that the optimizer has taken.
+    shared, own: for `restore`; shared is None in a checkpoint that another program has written, own where no random
+    numbers were saved. extra: what modules gave by `get_extra_state`, by name in a state_dict. steps: of
+    the optimizer.
     """
 
     shared: dict[str, Any] | None

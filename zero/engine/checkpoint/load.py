@@ -19,7 +19,10 @@ from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.wrap import Sharded
-from zero.engine.loading import (
+from zero.engine.checkpoint.pieces import saved_buffers
+from zero.engine.checkpoint.resume import restore
+from zero.engine.checkpoint.together import Found, Together
+from zero.engine.checkpoint.units import (
     Source,
     doubled,
     load_buffers,
@@ -29,10 +32,7 @@ from zero.engine.loading import (
     restart,
     shapes_of_buffers,
 )
-from zero.engine.resume import restore
-from zero.engine.saved_values import Values, saved_values
-from zero.engine.saving import saved_buffers
-from zero.engine.together import Found, Together
+from zero.engine.checkpoint.values import Values, saved_values
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 

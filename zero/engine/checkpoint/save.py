@@ -15,9 +15,9 @@ from zero.config import Config
 from zero.core import comm
 from zero.core.wrap import Sharded
 from zero.engine.accumulation import Window
-from zero.engine.resume import rank_state, shared_state
-from zero.engine.save_checks import Options, begin, check_folder, check_tag
-from zero.engine.survey import Plain, Survey
+from zero.engine.checkpoint.checks import Options, begin, check_folder, check_tag
+from zero.engine.checkpoint.resume import rank_state, shared_state
+from zero.engine.checkpoint.survey import Plain, Survey
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.whereabouts import Place
 from zero.watch.watch import Watch
