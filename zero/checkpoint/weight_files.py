@@ -13,7 +13,7 @@ from zero.checkpoint.folder import INDEX, LATEST, read_index
 from zero.checkpoint.index import Damaged, Index, Parameter, Stored
 from zero.checkpoint.safe_file import contents_and_metadata
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARDS = ".safetensors.index.json"  # a JSON of Hugging Face that says which file holds which tensor
 
 
@@ -81,8 +81,8 @@ def _of_folder(path: Path) -> tuple[Path, Index]:
             return weights_at(found[0])
         if found:
             raise Damaged(f"{path} holds several models: {', '.join(each.name for each in found)}; name one of them")
-    pickles = [each for each in sorted(path.iterdir()) if each.suffix in _PICKLES]
-    raise _refused(pickles[0]) if pickles else Damaged(f"{path} holds no safetensors file and no checkpoint of zero")
+    others = [each for each in sorted(path.iterdir()) if each.suffix in _TORCH_FILES]
+    raise _refused(others[0]) if others else Damaged(f"{path} holds no safetensors file and no checkpoint of zero")
 
 
 def _of_shards(path: Path) -> Index:
@@ -124,7 +124,7 @@ def _index(tag: str, stored: dict[str, Stored], metadata: dict[str, str]) -> Ind
 
 
 def _refused(path: Path) -> Damaged:
-    if path.suffix in _PICKLES:
+    if path.suffix in _TORCH_FILES:
         return Damaged(
             f"{path} is a file of torch.save, which runs code when it is read; convert it to safetensors first: "
             f"safetensors.torch.save_file(torch.load('{path.name}', weights_only=True), 'model.safetensors')"

@@ -1,4 +1,4 @@
-"""Hooks that stay behind when their module is copied or pickled."""
+"""Hooks that stay behind when their module is copied or saved whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OwnHook:
         return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """What copies and pickles get instead; used by `copy.deepcopy` and by `torch.save`."""
+        """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
         return OwnHook, (nothing,)
 
 

@@ -73,7 +73,7 @@ class Released:
         raise RuntimeError(f"parameter '{name}' is released; read it inside zero.GatheredParameters(...)")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled or copied: the values are elsewhere."""
+        """Refuse to be saved or copied: the values are elsewhere."""
         return self.__torch_function__(Tensor.__reduce_ex__, (type(self),), (self, protocol))
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -17,7 +17,7 @@ to no checkpoint, such as what a save that was killed has left, are named and ar
 _IMPORT = """Write a checkpoint of DeepSpeed (ZeRO 1, 2 or 3) as one of zero, which loads at any world size and stage.
 
 Weights, fp32 masters, the optimizer's state, step numbers and buffers are taken. DeepSpeed is not needed. Its files
-hold pickled objects: only tensors, plain containers and the few classes that DeepSpeed itself puts there are read; a
+may hold code: only tensors, plain containers and the few classes that DeepSpeed itself puts there are read; a
 file with anything else is refused, and nothing in it runs. OUT is made as engine.save_checkpoint(OUT) makes it."""
 
 

@@ -31,7 +31,7 @@ Forward = Callable[..., Any]
 
 
 class Recomputed:
-    """Stands for the forward of one module. A copy or pickle of the module gets the plain forward of its own.
+    """Stands for the forward of one module. A copy of the module, and what torch.save writes of it, get the plain forward of its own.
 
     policy: what is kept; auto: who watches calls as long as that is not chosen, else None.
     """
@@ -63,7 +63,7 @@ class Recomputed:
         return recomputed(self._inner, args, kwargs, self._rest, contexts)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """What copies and pickles get instead; used by `copy.deepcopy` and by `torch.save`."""
+        """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
         # The copy of the module has no forward of its own yet when this is called, so that it finds its class's.
         return (_itself, (self._plain,)) if self._own else (getattr, (self._module, "forward"))
 
