@@ -23,7 +23,7 @@ class Owner(NamedTuple):
         return self.unit.params[self.index]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A parameter that is saved or sent leaves us behind: on the other side None stands here, and no engine manages it."""
+        """A parameter that is saved leaves us behind: on the other side None stands here, and no engine manages it."""
         return type(None), ()
 
 

@@ -31,7 +31,7 @@ Forward = Callable[..., Any]
 
 
 class Recomputed:
-    """Stands for the forward of one module. A copy of the module, and what torch.save writes of it, get the plain forward of its own.
+    """Stands for the forward of one module. Copies of the module, and files of it, get the plain forward of their own.
 
     policy: what is kept; auto: who watches calls as long as that is not chosen, else None.
     """
