@@ -367,6 +367,7 @@ def test_a_module_attached_later_runs(pool):
 
 def joined(port: int) -> tuple[int, bool]:
     """Without a process group, the environment tells which ranks there are; other threads build as ever."""
+    dist.barrier()  # a rank that is still connecting must find the others there
     dist.destroy_process_group()
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(launched)
