@@ -1,15 +1,19 @@
-"""Selective recomputation: what matrix products and attention gave is kept, the cheap rest is computed again."""
+"""Selective recomputation: what matrix products and attention gave is kept, the cheap rest is computed again.
+
+As torch's own selective contexts, two dispatch modes for `torch.utils.checkpoint`; but these do next to nothing for a
+cheap operation, of which a block has many, and know which products backward comes to before it has all that it wants.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.recompute.ops import Kind, kind_of
 
@@ -31,25 +35,10 @@ class Selective:
 
     def contexts(self) -> Contexts:
         """Around one forward, and around its recomputations."""
-        counts = {False: 0, True: 0}  # torch may ask again in a recomputation
         needed = self.needed
-        kept: list[tuple[torch.Tensor, int]] = []
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            kind = kind_of(op)
-            if kind is Kind.CHEAP:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            if kind is Kind.PRODUCT:
-                place = counts[context.is_recompute]
-                counts[context.is_recompute] += 1
-                if not keeps(place, self.every, needed):
-                    return CheckpointPolicy.PREFER_RECOMPUTE
-            outputs = tree_leaves(getattr(context, "op_output", None))
-            kept.extend((output, output._version) for output in outputs if isinstance(output, torch.Tensor))
-            return CheckpointPolicy.MUST_SAVE
-
-        forward, again = create_selective_checkpoint_contexts(policy)
-        return _Forward(forward, kept, self.name), _Again(again, self._learn if needed is None else None)
+        kept: deque[tuple[Any, Any]] = deque()
+        forward = _Keeping(kept, self.every, needed, self.name)
+        return forward, _Again(_Giving(kept, self.every, needed, self.name), self._learn if needed is None else None)
 
     def _learn(self, reached: int) -> None:
         self.needed = reached
@@ -60,26 +49,78 @@ def keeps(place: int, every: int, needed: int | None) -> bool:
     return place % every == every - 1 and (needed is None or place < needed)
 
 
-class _Forward:
-    """Keeps results while a forward runs, and refuses such as were changed in place after they were kept."""
+class _Choosing(TorchDispatchMode):
+    """Tells, operation by operation, what is kept; a forward and its recomputations come to the same answers.
 
-    def __init__(self, mode: Any, kept: list[tuple[torch.Tensor, int]], name: str) -> None:
-        self._mode = mode
+    kept: (operation, what it gave) in their order.
+    """
+
+    def __init__(self, kept: deque[tuple[Any, Any]], every: int, needed: int | None, name: str) -> None:
+        super().__init__()
+        self.products = 0
         self._kept = kept
+        self._every = every
+        self._needed = needed
         self._name = name
 
-    def __enter__(self) -> None:
-        self._mode.__enter__()
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled, as under torch's own modes; else a recomputation would not match."""
+        return True
+
+    def _chosen(self, op: Any) -> bool:
+        kind = kind_of(op)
+        if kind is Kind.CHEAP:
+            return False
+        if kind is Kind.ATTENTION:
+            return True
+        self.products += 1
+        return keeps(self.products - 1, self._every, self._needed)
+
+
+class _Keeping(_Choosing):
+    """Keeps results while a forward runs, and refuses such as were changed in place after they were kept."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute, and keep what is chosen."""
+        out = func(*args, **(kwargs or {}))
+        if self._chosen(func):
+            self._kept.append((func, out))
+            self._versions += [(leaf, leaf._version) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        return out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._mode.__exit__(kind, error, trace)
-        changed = any(tensor._version != version for tensor, version in self._kept)
-        self._kept.clear()  # they have come to hold the graph, which holds us
+        super().__exit__(kind, error, trace)
+        changed = any(tensor._version != version for tensor, version in self._versions)
+        # They have come to hold the graph, which holds us.
+        self._versions.clear()
+        for place, (op, out) in enumerate(self._kept):
+            self._kept[place] = op, tree_map_only(torch.Tensor, torch.Tensor.detach, out)
         if changed and kind is None:
             raise RuntimeError(
                 f"recomputed module '{self._name}' changes in place what a matrix product or attention gave, which "
                 "policy 'selective' keeps; use policy 'full', or do without the change (inplace=False)"
             )
+
+
+class _Giving(_Choosing):
+    """Gives what was kept, and takes it away; computes the rest."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What was kept of this operation, or what it computes."""
+        if not self._chosen(func):
+            return func(*args, **(kwargs or {}))
+        op, out = self._kept.popleft() if self._kept else (None, None)
+        if op is not func:
+            raise RuntimeError(
+                f"recomputed module '{self._name}' came to {func} where its forward had {op or 'no more to keep'}; it "
+                "must run the same operations both times, whatever it depends on"
+            )
+        return out
 
 
 class _Again:
@@ -88,24 +129,23 @@ class _Again:
     Several come where a backward ran with `retain_graph`, or two backward calls go through one module.
     """
 
-    def __init__(self, mode: Any, learn: Callable[[int], None] | None) -> None:
-        self._mode = mode
+    def __init__(self, mode: _Giving, learn: Callable[[int], None] | None) -> None:
+        self._mode: _Giving | None = mode
         self._learn = learn
-        self._counter: ProductCounter | None = None
-        self._open = contextlib.ExitStack()
+        self._open: _Giving | None = None
 
     def __enter__(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            self._open.enter_context(mode)
-            if self._learn is not None:
-                self._counter = self._open.enter_context(ProductCounter())
+        self._open, self._mode = self._mode, None
+        if self._open is not None:
+            self._open.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._open.close()
-        counter, self._counter = self._counter, None
-        if counter is not None:
-            self._learn(counter.count)
+        mode, self._open = self._open, None
+        if mode is None:
+            return
+        mode.__exit__(kind, error, trace)
+        if self._learn is not None:
+            self._learn(mode.products)
 
 
 class ProductCounter(TorchDispatchMode):
