@@ -8,31 +8,41 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.core.owner import owner_of
 from zero.core.tensors import memory_of, tensors_in
 from zero.plan.recompute import Cost
-from zero.recompute.ops import Kind
+from zero.recompute.ops import Kind, kind_of
 from zero.recompute.rest import Rest, made_by_graph
-from zero.recompute.selective import ProductCounter, keeps
+from zero.recompute.selective import keeps
 
 
-class Tally(ProductCounter):
-    """Notes the bytes of what products and attention give."""
+class Tally(TorchDispatchMode):
+    """Notes the bytes of what products, each by itself, and attention give."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products: list[int] = []
         self.attention = 0
 
-    def saw(self, kind: Kind, out: Any) -> None:
-        """One of them has given `out`."""
-        nbytes = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        if kind is Kind.PRODUCT:
-            self.products.append(nbytes)
-        else:
-            self.attention += nbytes
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled, as under the modes that recompute."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note and go on."""
+        out = func(*args, **(kwargs or {}))
+        kind = kind_of(func)
+        if kind is not Kind.CHEAP:
+            nbytes = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+            if kind is Kind.PRODUCT:
+                self.products.append(nbytes)
+            else:
+                self.attention += nbytes
+        return out
 
 
 def measured(
@@ -51,7 +61,7 @@ def measured(
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal needed
         # Packed is what a recomputation has to bring about, so products up to here are needed for it.
-        needed = tally.count
+        needed = len(tally.products)
         memory = memory_of(tensor)
         saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
         return tensor

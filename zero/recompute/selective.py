@@ -146,29 +146,3 @@ class _Again:
         mode.__exit__(kind, error, trace)
         if self._learn is not None:
             self._learn(mode.products)
-
-
-class ProductCounter(TorchDispatchMode):
-    """Counts products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled, as under torch's own modes; else a recomputation would not match."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count and go on."""
-        out = func(*args, **(kwargs or {}))
-        if kind_of(func) is Kind.PRODUCT:
-            self.count += 1
-            self.saw(Kind.PRODUCT, out)
-        elif kind_of(func) is Kind.ATTENTION:
-            self.saw(Kind.ATTENTION, out)
-        return out
-
-    def saw(self, kind: Kind, out: Any) -> None:
-        """A product or an attention has given `out`; for subclasses."""
