@@ -57,7 +57,8 @@ class Sentry(threading.Thread):
         self._timeout = timeout
         self._native = native
         self._said: Waiting | None = None  # the wait that the last line was about
-        self._next = 0.0  # time.monotonic() of the next line
+        self._next = 0.0  # time.monotonic() of the next line about it
+        self._answers = 0.0  # time.monotonic() of the next answer to ranks that wait for this one
         self._asks = 0  # of the board, answered
         self._resumed = 0.0  # time.monotonic() at which this process went on after it was stopped
         self._wake = threading.Event()
@@ -131,13 +132,13 @@ class Sentry(threading.Thread):
     def _answer(self, now: float) -> None:
         """This rank does not wait, but others may wait for it: then it says where it is."""
         board, standing = self._board, self._standing
-        if board.asks == self._asks or now < self._next:
+        if board.asks == self._asks or now < self._answers:
             board.reading = False
             return
         board.reading = True
         if now - board.read_at > board.silence:
             return  # look again when there is something to see
-        self._asks, self._next = board.asks, now + AGAIN
+        self._asks, self._answers = board.asks, now + AGAIN
         waiting = [seen.record for seen in board.view().others.values() if seen.record.seconds >= SAYS - 1]
         if waiting:
             logger.log(
