@@ -48,7 +48,7 @@ FLOORS = {
 STEPS_OF_CORE = {
     "zero.core": 0,
     "zero.core.launched": 0,
-    "zero.core.meeting": 0,
+    "zero.core.rendezvous": 0,
     "zero.core.mesh": 1,
     "zero.core.joining": 2,
     "zero.core.comm": 2,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from starting import WHO
 
 import zero
-from zero.core.meeting import met
+from zero.core.rendezvous import met
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests" / "starting.py")
@@ -226,7 +226,7 @@ def meet(job: str) -> tuple[int, int]:
 
 def test_the_port_of_a_job_that_was_killed_is_not_believed(folder: Path) -> None:
     killed = "with met('job', 0, 0, 2, timedelta(seconds=9)): os.kill(os.getpid(), 9)"
-    program = f"import os\nfrom datetime import timedelta\nfrom zero.core.meeting import met\n{killed}"
+    program = f"import os\nfrom datetime import timedelta\nfrom zero.core.rendezvous import met\n{killed}"
     subprocess.run([sys.executable, "-c", program], env=environment(TMPDIR=str(folder.parent)), check=False, timeout=60)
     assert len(list(folder.iterdir())) == 1
     port, read = meet("job")

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from zero.core.launched import PORT, Launched, launched
-from zero.core.meeting import met
 from zero.core.mesh import local_device
+from zero.core.rendezvous import met
 from zero.log import rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in
