@@ -59,20 +59,22 @@ class Request:
             cores.parse(self.bind_core_list)
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
-        if self.module:
-            self._check_module()
-        elif self.no_python:
-            if shutil.which(self.script) is None:
-                raise LaunchError(f"there is no program {self.script!r} in PATH or in {Path.cwd()}")
-        elif not Path(self.script).exists():
-            where = "" if os.path.isabs(self.script) else f" in {Path.cwd()}"
-            raise LaunchError(f"there is no script {self.script!r}{where}")
+        check_script(self.script, self.module, self.no_python)
 
-    def _check_module(self) -> None:
+
+def check_script(script: str, module: bool, no_python: bool) -> None:
+    """Raise `LaunchError` where this machine does not have what is to run."""
+    if module:
         # Only the first part of the name: to look deeper would import the package here.
-        top = self.script.split(".")[0]
+        top = script.split(".")[0]
         if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
             raise LaunchError(f"there is no module {top!r} in {Path.cwd()} or in the Python path")
+    elif no_python:
+        if shutil.which(script) is None:
+            raise LaunchError(f"there is no program {script!r} in PATH or in {Path.cwd()}")
+    elif not Path(script).exists():
+        where = "" if os.path.isabs(script) else f" in {Path.cwd()}"
+        raise LaunchError(f"there is no script {script!r}{where}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
