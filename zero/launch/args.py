@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero.launch import cores, selection
+from zero.launch import cores, deepspeed_args, selection
 from zero.launch.errors import LaunchError as LaunchError
-from zero.launch.host_args import HostFlags, at_least, host_flags, port
+from zero.launch.host_args import ENDS_ALL, HostFlags, at_least, host_flags, port
 from zero.launch.host_args import add_arguments as add_host_arguments
 
 _ABOUT = """Run a training script with one process per GPU of this machine, or with N processes on the CPU; or, with
@@ -40,6 +40,7 @@ class Request:
     min_nodes: int | None = None
     bind_cores: bool = False
     bind_core_list: str | None = None
+    quiet: bool = False
 
     def command(self) -> list[str]:
         """The command line of every rank."""
@@ -53,6 +54,8 @@ class Request:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         self.hosts.check()
         selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
+        if self.min_nodes is not None and self.hosts.launcher in ENDS_ALL and not self.hosts.no_ssh:
+            raise LaunchError(f"--min_nodes: {self.hosts.launcher} ends all hosts when one is lost; use --launcher ssh")
         if self.bind_core_list is not None:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
@@ -124,8 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
-    # DeepSpeed's flag for what is always so here.
-    parser.add_argument("--no_local_rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong")
+    deepspeed_args.add_arguments(parser)
     add_host_arguments(parser)
     # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
     about = "the training script; the arguments after it are its own"
@@ -152,4 +155,5 @@ def request(given: argparse.Namespace) -> Request:
         min_nodes=given.min_nodes,
         bind_cores=given.bind_cores_to_rank,
         bind_core_list=given.bind_core_list,
+        quiet=given.quiet or given.log_level in deepspeed_args.QUIET,
     )

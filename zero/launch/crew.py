@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zero.launch.backends.command import Command
 from zero.launch.errors import LaunchError
-from zero.launch.output import Lines
+from zero.launch.output import Lines, Outputs
 
 INTERRUPT, TERMINATE = b"I", b"T"  # what a node is asked to do on its stdin
 _BEAT = b"."
@@ -21,6 +21,7 @@ _TURN = 0.05  # seconds between two looks at what makes no noise
 _PAUSE = 0.01  # seconds to wait for whoever reads what we write
 _OPEN = 1.0  # seconds that a pipe may be silent and still open after its program has ended
 _HASTE = 1.0  # seconds that are left after a second signal, and from asking a program to end to killing it
+_READER = 2.0  # seconds for whoever reads what we write, once we were told to stop
 _STUCK = 3.0  # seconds after which a killed program is waited for no longer
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP")
 
@@ -201,6 +202,14 @@ class Crew:
 
     def wrap_up(self) -> None:
         """All have ended; signals are still ours."""
+
+    def write_out(self, outputs: Outputs) -> None:
+        """Wait until all is written: as long as a slow reader likes, or for moments only once a signal has come."""
+        outputs.finish()
+        left = _READER
+        while not outputs.done(_TURN) and left > 0:
+            self.look_at_signals()
+            left -= _TURN if self.stopped_by is not None else 0
 
     def end(self, letter: bytes, leisure: float = 0.0, patience: float | None = None) -> None:
         """Give all programs `leisure` to end by themselves, ask them by `letter`, and end them after `patience`."""

@@ -52,6 +52,7 @@ class Job:
             "--module": request.module,
             "--no_python": request.no_python,
             "--bind_cores_to_rank": request.bind_cores,
+            "--quiet": request.quiet,
             "--no_env_files": True,  # what they say stands in front of this already
         }
         return [
@@ -110,7 +111,7 @@ def job(request: Request, environment: Mapping[str, str], folder: Path) -> Job |
         request.master_port or PORT,
         dict(sorted({**variables.forwarded(environment), **from_files.values}.items())),
         str(folder),
-        (*notes, *said(from_files)),
+        () if request.quiet else (*notes, *said(from_files)),
     )
 
 

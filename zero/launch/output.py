@@ -131,7 +131,7 @@ class Outputs:
 
     def done(self, seconds: float) -> bool:
         """Whether all is written after `finish`; wait for it for `seconds`."""
-        return all([outlet.done(seconds) for outlet in {self._out, self._err}])
+        return all(outlet.done(seconds) for outlet in {self._out, self._err})
 
 
 def _usable(fd: int) -> int | None:

@@ -71,6 +71,8 @@ def plan(request: Request, gpus: int) -> Plan:
     port = _free_port() if request.master_port is None else request.master_port
     if request.master_port is not None and place.node == 0:
         check_port(port)
+    if request.quiet:
+        notes.clear()
     return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes))
 
 

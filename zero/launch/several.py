@@ -1,4 +1,4 @@
-"""The launcher's side of a job on several hosts: it starts the nodes, hands on what they say, and ends them together."""
+"""The launcher's side of a job on several hosts: it starts the nodes, hands on what they say, ends them together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from zero.launch.job import Job
 from zero.launch.output import Outputs
 
 _LEISURE = 5.0  # seconds for the other nodes to end by themselves: they hear of a failure through their store
-_READER = 2.0  # seconds for whoever reads our output, once we were told to stop
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
 _LEFT = 129  # a node's whose launcher, or network, is gone
-_CLOSED_PIPE = 128 + 13
-_WRITE_ERROR = 74  # EX_IOERR of sysexits.h
+CLOSED_PIPE = 128 + 13
+WRITE_ERROR = 74  # EX_IOERR of sysexits.h
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
 _MISSING = {
     "ssh": "install OpenSSH's client, or start zero run with --no_ssh and --node_rank on each host",
@@ -117,22 +116,18 @@ class JobCrew(Crew):
             name, error = found
             if isinstance(error, BrokenPipeError):
                 self.said(f"stopped: nobody reads its {name} any more")
-                self._end(_CLOSED_PIPE)
+                self._end(CLOSED_PIPE)
             else:
                 self.said(f"stopped: cannot write to {name}: {error.strerror}")
-                self._end(_WRITE_ERROR)
+                self._end(WRITE_ERROR)
 
     def wrap_up(self) -> None:
-        """Write what is left to write. A slow reader may take the time it needs, until somebody stops us."""
-        self._outputs.finish()
-        patience = _READER
-        while not self._outputs.done(0.02) and patience > 0:
-            self.look_at_signals()
-            patience -= 0.02 if self.stopped_by is not None else 0
+        """Write what is left to write; the status of a job that ended well is that of a reader that did not."""
+        self.write_out(self._outputs)
         if self.stopped_by is not None and not self.status:
             self.status = 128 + self.stopped_by
         elif not self.status and (found := self._outputs.error):
-            self.status = _CLOSED_PIPE if isinstance(found[1], BrokenPipeError) else _WRITE_ERROR
+            self.status = CLOSED_PIPE if isinstance(found[1], BrokenPipeError) else WRITE_ERROR
 
     def _end(self, status: int, leisure: float = 0.0) -> None:
         self._ending = True

@@ -16,12 +16,12 @@ from zero.launch.backends.command import Command
 from zero.launch.backends.ssh import to_host
 from zero.launch.crew import TERMINATE, Crew, Program
 from zero.launch.errors import listed, raise_all
+from zero.launch.host_args import BY_SSH
 from zero.launch.job import Job
 from zero.launch.several import NO_CONNECTION, require
 
 _SECONDS = 15.0  # for all hosts; longer than the ConnectTimeout of ssh, whose message says more than ours
 _MOST = 64 * 1024  # bytes of a host's output that are kept
-_BY_SSH = ("ssh", "pdsh")
 
 
 class Survey(Crew):
@@ -62,7 +62,7 @@ def check(made: Job, seconds: float = _SECONDS) -> int:
     start has daemons of its own.
     """
     launcher = made.request.hosts.launcher
-    if launcher not in _BY_SSH:
+    if launcher not in BY_SSH:
         return 0
     require(launcher, launcher)
     require("ssh", launcher)
