@@ -9,10 +9,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zero.launch.backends.command import Command
 from zero.launch.errors import LaunchError
 from zero.launch.output import Lines, Outputs
+
+if TYPE_CHECKING:
+    import psutil
 
 INTERRUPT, TERMINATE = b"I", b"T"  # what a node is asked to do on its stdin
 _BEAT = b"."
@@ -51,7 +55,8 @@ class Program:
         self.killed_by: int | None = None  # the signal, where one ended it
         self.last = b""  # what it said last on stderr
         self._stdin: int | None = None
-        self._family: list = []  # whatever runs below it
+        self._family: list[psutil.Process] = []  # whatever runs below it
+        self._killed = False
         self._heard = 0.0
 
     def start(self) -> None:
@@ -107,25 +112,37 @@ class Program:
 
     def close(self) -> None:
         """End it, politely."""
-        import psutil
-
         self.close_stdin()
-        if self.process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._family = psutil.Process(self.process.pid).children(recursive=True)
-            self.send(signal.SIGTERM)
+        self._look_below()
+        self.send(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it and all that it has started here."""
         import psutil
 
-        if self.process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._family += psutil.Process(self.process.pid).children(recursive=True)
+        self._killed = True
+        self._look_below()
+        # All of its group in one stroke: a shell whose program is killed would start the next one. A group that nobody
+        # is left in is not ours any more.
+        if self.process.poll() is None or any(map(self._in_group, self._family)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         for process in self._family:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
-        self.send(signal.SIGKILL)
+
+    def _look_below(self) -> None:
+        import psutil
+
+        if self.process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                self._family += psutil.Process(self.process.pid).children(recursive=True)
+
+    def _in_group(self, process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and os.getpgid(process.pid) == self.process.pid
+        except ProcessLookupError:
+            return False
 
     def heard(self) -> None:
         """Something came from it just now."""
@@ -142,7 +159,8 @@ class Program:
             self.status = 128 - code if code < 0 else code
             self.close_stdin()
         # What it has left in the background, such as the shared connection of ssh's ControlPersist, may hold a pipe.
-        return not any(stream.open for stream in self.streams) or time.monotonic() > self._heard + _OPEN
+        late = self._killed or time.monotonic() > self._heard + _OPEN
+        return late or not any(stream.open for stream in self.streams)
 
 
 class Crew:

@@ -12,7 +12,6 @@ from zero.launch.errors import LaunchError
 from zero.launch.job import Job
 from zero.launch.output import Outputs
 
-_LEISURE = 5.0  # seconds for the other nodes to end by themselves: they hear of a failure through their store
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
 _LEFT = 129  # a node's whose launcher, or network, is gone
 CLOSED_PIPE = 128 + 13
@@ -64,9 +63,13 @@ def _name(made: Job, node: int | None) -> str:
 class JobCrew(Crew):
     """The nodes of one job, or the program that starts them.
 
+    When one fails, the others have `leisure` seconds to end by themselves: they hear of it through their store.
+
     Attributes:
         status: the exit status of the job; that of the first cause of its end.
     """
+
+    leisure = 5.0
 
     def __init__(self, programs: Sequence[Program], min_nodes: int | None = None) -> None:
         super().__init__(programs)
@@ -104,7 +107,7 @@ class JobCrew(Crew):
         if node and (lost or program.status in (NO_CONNECTION, _LEFT)) and self._left >= self._least:
             self.said(f"host {program.name} is left out; the job needs {self._least} of its hosts and has {self._left}")
             return
-        self._end(program.status, leisure=_LEISURE)
+        self._end(program.status, self.leisure)
 
     def tick(self) -> None:
         """A signal, or a reader that is gone, ends the job."""

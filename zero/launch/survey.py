@@ -20,7 +20,6 @@ from zero.launch.host_args import BY_SSH
 from zero.launch.job import Job
 from zero.launch.several import NO_CONNECTION, require
 
-_SECONDS = 15.0  # for all hosts; longer than the ConnectTimeout of ssh, whose message says more than ours
 _MOST = 64 * 1024  # bytes of a host's output that are kept
 
 
@@ -32,11 +31,12 @@ class Survey(Crew):
     """
 
     patience = 0.0
+    seconds = 15.0  # for all hosts; longer than the ConnectTimeout of ssh, whose message says more than ours
 
-    def __init__(self, programs: Sequence[Program], seconds: float) -> None:
+    def __init__(self, programs: Sequence[Program]) -> None:
         super().__init__(programs)
         self.late: set[str] = set()
-        self._until = time.monotonic() + seconds
+        self._until = time.monotonic() + self.seconds
         self._kept: dict[tuple[str, bool], bytes] = {}
 
     def received(self, program: Program, is_stderr: bool, lines: bytes) -> None:
@@ -55,7 +55,7 @@ class Survey(Crew):
         return self._kept.get((name, is_stderr), b"").decode(errors="replace")
 
 
-def check(made: Job, seconds: float = _SECONDS) -> int:
+def check(made: Job) -> int:
     """Raise `LaunchError` with all that keeps `made` from starting on its hosts.
 
     Returns 0, or 128 + the signal that came meanwhile. Hosts are looked at where ssh reaches them; what Slurm and MPI
@@ -67,7 +67,7 @@ def check(made: Job, seconds: float = _SECONDS) -> int:
     require(launcher, launcher)
     require("ssh", launcher)
     programs = [Program(host.name, _command(made, node)) for node, host in enumerate(made.world.hosts)]
-    survey = Survey(programs, seconds)
+    survey = Survey(programs)
     survey.run()
     if survey.stopped_by is not None:
         return 128 + survey.stopped_by
@@ -76,7 +76,7 @@ def check(made: Job, seconds: float = _SECONDS) -> int:
     for program in programs:
         if program.name in survey.late:
             last = _last(survey.text(program.name, True))
-            found = [f"did not answer within {seconds:g} s" + (f"; its last line was: {last}" if last else "")]
+            found = [f"did not answer within {survey.seconds:g} s" + (f"; its last line was: {last}" if last else "")]
         else:
             out, err = survey.text(program.name, False), survey.text(program.name, True)
             found = problems_of(made, program.status or 0, out, err, here)
