@@ -75,7 +75,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert first.startswith("zero run: error: nothing was started on the 9 hosts (--no_check")
     ours = versions()
     assert [line.partition(" (")[0] for line in lines] == [
-        f"  host n1: --master_port: cannot listen on {port}",
+        f"  host n1: cannot listen on port {port}, where the hosts meet",
         "  host n2: cannot be reached",
         f"  host n3: cannot go to the folder {tmp_path}",
         f"  host n4: there is no {python} that can run",
