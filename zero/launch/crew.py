@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from zero.launch.backends.command import Command
 from zero.launch.errors import LaunchError
-from zero.launch.output import Lines, Outputs
+from zero.launch.outlets import Lines, Outputs
 
 if TYPE_CHECKING:
     import psutil

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.launch import environment as variables
-from zero.launch import ports, selection
+from zero.launch import selection
 from zero.launch.args import LaunchError, Request
 from zero.launch.job import node_of, said
 from zero.launch.machine import is_this_machine
+from zero.launch.ports import problem
 from zero.launch.world import Host, World, decode, numbered, on_node, visible
 
 THREADS = "OMP_NUM_THREADS"
@@ -160,5 +161,5 @@ def _free_port() -> int:
 
 
 def _check_port(port: int) -> None:
-    if why := ports.problem(port):
+    if why := problem(port):
         raise LaunchError(f"--master_port: cannot listen on {port} ({why}); leave it out for a free one")
