@@ -13,7 +13,7 @@ from zero.launch.job import Job
 from zero.launch.outlets import Outputs
 
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
-_LOST_LEISURE = 2.0
+_LOST_LEISURE = 0.5  # ssh has taken up to 8 s to find out
 _LEFT = 129  # a node's whose launcher, or network, is gone
 CLOSED_PIPE = 128 + 13
 WRITE_ERROR = 74  # EX_IOERR of sysexits.h
