@@ -13,8 +13,10 @@ import torch
 # Worker processes import test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nodes import UNTESTED
+from nodes import Nodes, reason
 from ranks import Pool
+
+UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
@@ -28,9 +30,25 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def real_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Three hosts for a file of tests; a skip with the reason where there can be none."""
+    if why := reason():
+        pytest.skip(UNTESTED + why)
+    with Nodes(tmp_path_factory.mktemp("nodes")) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(real_nodes: Nodes) -> Iterator[Nodes]:
+    """Those hosts, connected, with nothing running on them, whatever the test before has left."""
+    yield real_nodes
+    real_nodes.clear()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say once, at the end, why nothing ran over real nodes; under xdist only the process that prints comes here."""
-    reasons = {str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ())}
-    for reason in sorted(reasons):
-        if UNTESTED in reason:
-            terminalreporter.write_line(reason.removeprefix("Skipped: "), yellow=True)
+    said = {str(report.longrepr[-1]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())}
+    for line in sorted(said):
+        if line.startswith(UNTESTED):
+            terminalreporter.write_line(line, yellow=True)

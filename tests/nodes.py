@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 PROGRAMS = ("ip", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter")
-UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
 HUB, NAMES = "hub", ("n1", "n2", "n3")
 SECONDS = 25  # that a busy machine may take for what is promised within 10
 _ADDRESS = "10.77.0.{}"  # of host number {}; the hub is 254
@@ -123,16 +122,13 @@ class Nodes:
 
     def close(self) -> None:
         """End the hosts and all that runs on them."""
-        for process in self._launched:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        for process in list(self._launched):
+            self.stop(process)
         for first in self._first.values():
             first.stdin.close()
         for first in self._first.values():
             first.wait(timeout=SECONDS)
             first.stdout.close()
-        self._launched.clear()
         self._first.clear()
 
     def environment(self) -> dict[str, str]:
@@ -143,13 +139,15 @@ class Nodes:
         given = {"PATH": PATH, "HOME": str(self.folder), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return {**plain, **given, "CUDA_VISIBLE_DEVICES": "", _MARK: self.mark}
 
-    def start(self, *words: str, host: str = HUB, **variables: str) -> subprocess.Popen:
+    def start(
+        self, *words: str, host: str = HUB, stdin: int = subprocess.DEVNULL, **variables: str
+    ) -> subprocess.Popen:
         """A program on the hub, which is this process's child, with a session of its own; or on another host."""
         process = subprocess.Popen(
             [*self._inside(host), *words],
             env={**self.environment(), **variables},
             cwd=self.folder,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -162,7 +160,26 @@ class Nodes:
         """As `start`, and its end."""
         process = self.start(*words, host=host)
         said = process.communicate(timeout=seconds)
+        self._launched.remove(process)
         return subprocess.CompletedProcess(words, process.returncode, *said)
+
+    def stop(self, process: subprocess.Popen) -> None:
+        """Kill what `start` made, and what it started in its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        self._launched.remove(process)
+
+    def clear(self) -> None:
+        """Kill all that runs on the hosts, and put every cable back."""
+        for process in list(self._launched):
+            self.stop(process)
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        for name in NAMES:
+            self.mend(name)
+        until(lambda: not self.processes())
 
     def cut(self, name: str) -> None:
         """Pull the host's cable: nothing arrives any more, and no connection is told."""
@@ -257,17 +274,6 @@ def until(ready: Callable[[], object], seconds: float = 60) -> float:
             raise TimeoutError(f"still not so after {seconds} s: {ready}")
         time.sleep(0.02)
     return time.monotonic() - begin
-
-
-@contextlib.contextmanager
-def nodes(folder: Path) -> Iterator[Nodes]:
-    """The hosts of a file of tests; a skip with the reason where there can be none."""
-    import pytest
-
-    if why := reason():
-        pytest.skip(UNTESTED + why)
-    with Nodes(folder) as made:
-        yield made
 
 
 def _apart(processes: bool) -> list[str]:
