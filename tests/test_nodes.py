@@ -25,7 +25,7 @@ def test_hosts_have_names_processes_and_shared_memory_of_their_own(hosts):
 
 def test_what_has_left_its_session_is_found_and_counts_as_left_behind(hosts):
     assert hosts.run("ssh", "n2", "(setsid env -i sleep 98 >/dev/null 2>&1 &)").returncode == 0
-    assert [(process.host, process.words) for process in hosts.processes()] == [("n2", "sleep 98")]
+    until(lambda: [(process.host, process.words) for process in hosts.processes()] == [("n2", "sleep 98")])
     with pytest.raises(AssertionError, match=r"left behind .*'n2: sleep 98'"):
         nothing_left(hosts, 0.1)
     hosts.run("ssh", "n2", "kill $(pidof sleep)")
