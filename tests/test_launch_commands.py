@@ -280,14 +280,8 @@ def test_dry_run_without_ssh_prints_this_node(hosts: str, capsys: pytest.Capture
     ("words", "text"),
     [
         (
-            ["-H", "H", "t.py"],
-            "this release starts one machine only, this one, and the job has 3: n1, n2, n3; --dry-run shows what would "
-            "run, and torchrun on each host runs the script",
-        ),
-        (
-            ["-H", "H", "-i", "n2", "t.py"],
-            "this release starts one machine only, this one, and the job is on n2; --dry-run shows what would run, and "
-            "torchrun on each host runs the script",
+            ["-H", "H", "--min_nodes", "2", "--launcher", "openmpi", "t.py"],
+            "--min_nodes: openmpi ends all hosts when one is lost; use --launcher ssh",
         ),
         (["-H", "G", "t.py"], "--hostfile: there is no file 'G'; leave it out to run on this machine only"),
         (["-H", "H", "-i", "n9", "t.py"], "--include: there is no host 'n9'; there is n1, n2, n3"),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zero.launch import args as run_args
-from zero.launch import check_args, checkpoint_args
+from zero.launch import check_args, checkpoint_args, ssh_args
 
 _CLOSED_PIPE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     about = "compare a script's first steps under each stage with plain torch"
     check_args.add_arguments(commands.add_parser("check", help=about, allow_abbrev=False))
+    about = "run a command on all hosts of a hostfile"
+    ssh_args.add_arguments(commands.add_parser("ssh", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
     _add_report(commands)
@@ -75,6 +77,8 @@ def _command(given: argparse.Namespace) -> int:
         return _report(given)
     if given.command == "check":
         return _check(given)
+    if given.command == "ssh":
+        return _ssh(given)
     if given.command in checkpoint_args.COMMANDS:
         from zero.checkpoint import commands
 
@@ -125,6 +129,18 @@ def _report_drive(given: argparse.Namespace) -> int:
         print(f"zero report: error: --io: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        return 130
+
+
+def _ssh(given: argparse.Namespace) -> int:
+    try:
+        from zero.launch import remote
+
+        return remote.run(ssh_args.request(given))
+    except run_args.LaunchError as error:
+        print(f"zero ssh: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before anything runs
         return 130
 
 

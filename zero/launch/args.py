@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero.launch import cores, selection
+from zero.launch import cores, deepspeed_args, selection
 from zero.launch.errors import LaunchError as LaunchError
-from zero.launch.host_args import HostFlags, at_least, host_flags, port
+from zero.launch.host_args import ENDS_ALL, HostFlags, at_least, host_flags, port
 from zero.launch.host_args import add_arguments as add_host_arguments
 
 _ABOUT = """Run a training script with one process per GPU of this machine, or with N processes on the CPU; or, with
@@ -40,6 +40,7 @@ class Request:
     min_nodes: int | None = None
     bind_cores: bool = False
     bind_core_list: str | None = None
+    quiet: bool = False
 
     def command(self) -> list[str]:
         """The command line of every rank."""
@@ -53,26 +54,30 @@ class Request:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         self.hosts.check()
         selection.check(self.hosts.choice(self.num_nodes, self.num_gpus))
+        if self.min_nodes is not None and self.hosts.launcher in ENDS_ALL and not self.hosts.no_ssh:
+            raise LaunchError(f"--min_nodes: {self.hosts.launcher} ends all hosts when one is lost; use --launcher ssh")
         if self.bind_core_list is not None:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
             cores.parse(self.bind_core_list)
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
-        if self.module:
-            self._check_module()
-        elif self.no_python:
-            if shutil.which(self.script) is None:
-                raise LaunchError(f"there is no program {self.script!r} in PATH or in {Path.cwd()}")
-        elif not Path(self.script).exists():
-            where = "" if os.path.isabs(self.script) else f" in {Path.cwd()}"
-            raise LaunchError(f"there is no script {self.script!r}{where}")
+        check_script(self.script, self.module, self.no_python)
 
-    def _check_module(self) -> None:
+
+def check_script(script: str, module: bool, no_python: bool) -> None:
+    """Raise `LaunchError` where this machine does not have what is to run."""
+    if module:
         # Only the first part of the name: to look deeper would import the package here.
-        top = self.script.split(".")[0]
+        top = script.split(".")[0]
         if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
             raise LaunchError(f"there is no module {top!r} in {Path.cwd()} or in the Python path")
+    elif no_python:
+        if shutil.which(script) is None:
+            raise LaunchError(f"there is no program {script!r} in PATH or in {Path.cwd()}")
+    elif not Path(script).exists():
+        where = "" if os.path.isabs(script) else f" in {Path.cwd()}"
+        raise LaunchError(f"there is no script {script!r}{where}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
-    # DeepSpeed's flag for what is always so here.
-    parser.add_argument("--no_local_rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong")
+    deepspeed_args.add_arguments(parser)
     add_host_arguments(parser)
     # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
     about = "the training script; the arguments after it are its own"
@@ -150,4 +155,5 @@ def request(given: argparse.Namespace) -> Request:
         min_nodes=given.min_nodes,
         bind_cores=given.bind_cores_to_rank,
         bind_core_list=given.bind_core_list,
+        quiet=given.quiet or given.log_level in deepspeed_args.QUIET,
     )

@@ -6,12 +6,14 @@ import argparse
 import shlex
 from dataclasses import dataclass, fields
 
+from zero.launch.deepspeed_args import about_launcher
 from zero.launch.errors import LaunchError
 from zero.launch.hostfile import DEFAULT
 from zero.launch.selection import Choice
 
 LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich")
-_BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own
+BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own
+ENDS_ALL = tuple(name for name in LAUNCHERS if name not in BY_SSH)  # when they lose a host
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class HostFlags:
         """Raise `LaunchError` for flags that cannot stand together."""
         if self.node_rank is not None and not self.no_ssh:
             raise LaunchError("--node_rank: means something with --no_ssh only, where each host starts itself")
-        if self.ssh_port is not None and self.launcher not in _BY_SSH:
+        if self.ssh_port is not None and self.launcher not in BY_SSH:
             raise LaunchError(f"--ssh_port: {self.launcher} does not ask us; put the port into ~/.ssh/config")
         if self.ssh_port is not None and self.no_ssh:
             raise LaunchError("--ssh_port and --no_ssh: give one of them")
@@ -48,20 +50,13 @@ class HostFlags:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flags of `HostFlags`."""
-    which = parser.add_argument_group("which hosts")
-    which.add_argument(
-        "-H", "--hostfile", metavar="FILE", help=f"lines NAME slots=N (default: {DEFAULT} if there; '': this machine)"
-    )
-    which.add_argument(
-        "-i", "--include", default="", metavar="SPEC", help="only these: worker-0@worker-1:0,2, all slots without a :"
-    )
-    which.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all but these, written in the same way")
+    add_choice(parser.add_argument_group("which hosts"), "-H", "--hostfile", none="; '': this machine")
     how = parser.add_argument_group("how to reach them")
     how.add_argument(
         "--launcher", type=_launcher, default="ssh", metavar="NAME", help=f"{', '.join(LAUNCHERS)} (default: ssh)"
     )
     how.add_argument(
-        "--launcher_args", type=_words, default=(), metavar="ARGS", help="more arguments for it: --launcher_args='-v'"
+        "--launcher_args", type=words, default=(), metavar="ARGS", help="more arguments for it: --launcher_args='-v'"
     )
     how.add_argument("--ssh_port", type=port, metavar="P", help="the port of the hosts' ssh servers")
     how.add_argument("--no_ssh", action="store_true", help="this command runs on every host, with its --node_rank")
@@ -77,6 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
     how.add_argument("--world", help=argparse.SUPPRESS)
     how.add_argument("--tied", type=at_least(0), help=argparse.SUPPRESS)
+
+
+def add_choice(parser: argparse._ActionsContainer, *names: str, none: str = "") -> None:
+    """Give `parser` the flags that choose hosts; the hostfile's has `names`, and `none` says what is taken without."""
+    about = f"lines NAME slots=N (default: {DEFAULT} if there{none})"
+    parser.add_argument(*names, metavar="FILE", help=about)
+    about = "only these: worker-0@worker-1:0,2, all slots without a :"
+    parser.add_argument("-i", "--include", default="", metavar="SPEC", help=about)
+    about = "all but these, written in the same way"
+    parser.add_argument("-e", "--exclude", default="", metavar="SPEC", help=about)
 
 
 def host_flags(given: argparse.Namespace) -> HostFlags:
@@ -105,11 +110,12 @@ def port(text: str) -> int:
 def _launcher(text: str) -> str:
     name = text.lower()
     if name not in LAUNCHERS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LAUNCHERS)}")
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(LAUNCHERS)}{about_launcher(name)}")
     return name
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
+    """A type of argument: words as a shell splits them."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

@@ -52,16 +52,21 @@ class Job:
             "--module": request.module,
             "--no_python": request.no_python,
             "--bind_cores_to_rank": request.bind_cores,
+            "--quiet": request.quiet,
             "--no_env_files": True,  # what they say stands in front of this already
         }
         return [
-            *(["env", *(f"{name}={value}" for name, value in self.environment.items())] if self.environment else []),
-            *[sys.executable, "-u", "-m", "zero", "run", "--no_ssh"],
+            *[*self.python(), "-u", "-m", "zero", "run", "--no_ssh"],
             # One word each, so that a value that begins with a dash is no flag.
             *(f"{flag}={value}" for flag, value in flags.items() if value is not None),
             *(switch for switch, on in switches.items() if on),
             *["--", request.script, *request.script_args],
         ]
+
+    def python(self) -> list[str]:
+        """The launcher's Python on a host, with the job's variables set by `env`."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return [*(["env", *variables] if variables else []), sys.executable]
 
     def shell(self, words: list[str]) -> str:
         """One line for `sh` that runs `words` in the job's folder, in place of the shell. The only quoting there is.
@@ -106,7 +111,7 @@ def job(request: Request, environment: Mapping[str, str], folder: Path) -> Job |
         request.master_port or PORT,
         dict(sorted({**variables.forwarded(environment), **from_files.values}.items())),
         str(folder),
-        (*notes, *said(from_files)),
+        () if request.quiet else (*notes, *said(from_files)),
     )
 
 

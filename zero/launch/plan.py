@@ -70,7 +70,9 @@ def plan(request: Request, gpus: int) -> Plan:
         notes.append(f"{THREADS}={shared[THREADS]} for each rank ({cores} cores, {ranks} ranks)")
     port = _free_port() if request.master_port is None else request.master_port
     if request.master_port is not None and place.node == 0:
-        _check_port(port)
+        check_port(port)
+    if request.quiet:
+        notes.clear()
     return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes))
 
 
@@ -90,7 +92,7 @@ def restart_port(asked: int | None) -> int:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            _check_port(asked)
+            check_port(asked)
             return asked
         except LaunchError:
             if time.monotonic() > end:
@@ -157,7 +159,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _check_port(port: int) -> None:
+def check_port(port: int) -> None:
+    """Raise `LaunchError` where nothing can listen on `port` of this machine."""
     with socket.socket() as probe:
         # As torch's store does it: a port that an ended run left in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

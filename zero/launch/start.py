@@ -6,9 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from zero.launch import agent, backends
+from zero.launch import agent, backends, several, survey
 from zero.launch.args import Request
-from zero.launch.errors import LaunchError, listed
+from zero.launch.errors import LaunchError
 from zero.launch.job import Job, job
 from zero.launch.machine import is_this_machine
 from zero.launch.plan import lines as node_lines
@@ -28,13 +28,12 @@ def run(request: Request) -> int:
     if len(hosts) == 1 and (request.hosts.no_ssh or is_this_machine(hosts[0].name)):
         return agent.run(with_world(request, made))
     if not request.dry_run:
-        also = (
-            f"has {len(hosts)}: {listed([host.name for host in hosts])}" if len(hosts) > 1 else f"is on {hosts[0].name}"
-        )
-        raise LaunchError(
-            f"this release starts one machine only, this one, and the job {also}; --dry-run shows what would run, "
-            "and torchrun on each host runs the script"
-        )
+        if request.hosts.no_ssh:
+            raise LaunchError("--no_ssh: this release does not start a node of several by itself")
+        for note in made.notes:
+            agent.say(note)
+        stopped = 0 if request.hosts.no_check else survey.check(made)
+        return stopped or several.run(made)
     notes, text = made.notes, lines(made)
     if request.hosts.no_ssh:
         there = replace(request, master_addr=made.master_addr, master_port=made.master_port)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero.launch.backends.command import Command
+from zero.launch.host_args import HostFlags
 from zero.launch.job import Job
 
 SILENCE = 6
@@ -29,14 +30,13 @@ def commands(job: Job) -> list[Command]:
     """One command line for each host."""
     tied = replace(job, request=replace(job.request, hosts=replace(job.request.hosts, tied=SILENCE)))
     return [
-        Command([*to_host(tied, host.name), tied.shell(tied.node_words(str(node)))], node, {}, True, True)
+        Command([*to_host(tied.request.hosts, host.name), tied.shell(tied.node_words(str(node)))], node, {}, True, True)
         for node, host in enumerate(job.world.hosts)
     ]
 
 
-def to_host(job: Job, name: str) -> list[str]:
+def to_host(flags: HostFlags, name: str) -> list[str]:
     """The words in front of what is to run on the host `name`."""
-    flags = job.request.hosts
     options = [word for option in OPTIONS for word in ("-o", option)]
     where = ["-p", str(flags.ssh_port)] if flags.ssh_port is not None else []
     return ["ssh", "-T", *options, *where, *flags.launcher_args, name]

@@ -1,0 +1,270 @@
+"""The launcher hands on what its nodes write in whole lines, ends them all together, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hosts import OBEYS, Hosts, read_until, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.launch.output import Lines, prefixed
+
+# It holds on to everything that can be held on to, and so does what it has started.
+STUBBORN = 'trap "" INT TERM HUP QUIT; sleep 963 & echo up; sleep 964; sleep 965'
+REFUSED = "echo 'ssh: connect to host n2 port 22: Connection refused' >&2; exit 255"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path, "n1", "n2", "n3")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path, "n1", "n2")
+
+
+@given(st.lists(st.text("ab\r\n", max_size=5)), st.booleans())
+def test_lines_are_whole_however_they_come(pieces: list[str], settled: bool) -> None:
+    lines, found = Lines(), []
+    for piece in pieces:
+        found.append(lines.feed(piece.encode()))
+        if settled:
+            found.append(lines.settle())
+    found.append(lines.end())
+    given_text = "".join(pieces).encode()
+    rest = b"" if not given_text or given_text.endswith((b"\r", b"\n")) else b"\n"
+    assert b"".join(found) == given_text + rest
+    found = [text for text in found if text]
+    assert all(text.endswith((b"\r", b"\n")) for text in found)
+    if not settled:
+        assert not any(one.endswith(b"\r") and two.startswith(b"\n") for one, two in itertools.pairwise(found))
+
+
+def test_a_mark_stands_before_each_line() -> None:
+    assert prefixed(b"n: ", b"a\n\nb\rc\r\nd") == b"n: a\nn: \nn: b\rn: c\r\nn: d"
+
+
+def test_hosts_never_mix_within_a_line(hosts: Hosts) -> None:
+    for name in ("n1", "n2", "n3"):
+        hosts.host(
+            name,
+            f"""#!{sys.executable}
+import os
+for number in range(400):
+    line = b"{name} %d " % number + b"{name}" * (number * 7 % 301) + b" %d\\n" % number
+    for place in range(0, len(line), 251):
+        os.write(1 + number % 2, line[place : place + 251])
+""",
+        )
+    # stdout and stderr are one pipe, as they are one terminal for a user.
+    status, out, err = hosts.run(before="exec 2>&1")
+    assert (status, err) == (0, "")
+    numbers: dict[str, list[list[int]]] = {name: [[], []] for name in ("n1", "n2", "n3")}
+    for line in out.splitlines():
+        name, number, fill, again = line.split(" ")
+        assert number == again and fill == name * (int(number) * 7 % 301), line
+        numbers[name][int(number) % 2].append(int(number))
+    assert all(found == [list(range(0, 400, 2)), list(range(1, 400, 2))] for found in numbers.values())
+
+
+def test_a_long_line_and_any_bytes_survive(two: Hosts) -> None:
+    two.host("n1", "head -c 20000000 /dev/zero; printf '\\377\\376\\n\\033[1m last'")
+    two.host("n2", "")
+    process = two.start("run", "-H", "H", "--no_check", "t.py")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert out == bytes(20_000_000) + b"\xff\xfe\n\x1b[1m last\n"
+
+
+def test_progress_bars_move(two: Hosts) -> None:
+    two.host("n1", "printf ' 50%%\\r'; until [ -e go ]; do sleep 0.05; done; printf '100%%\\r\\n'")
+    two.host("n2", "")
+    process = two.start("run", "-H", "H", "--no_check", "t.py")
+    assert read_until(process, b"\r") == b" 50%\r"
+    (two.folder / "go").touch()
+    assert two.finish(process)[:2] == (0, "100%\r\n")
+
+
+def test_a_slow_reader_is_waited_for_and_the_nodes_still_hear_from_us(two: Hosts) -> None:
+    # Much more than all pipes and queues on the way hold; the beats come all the same.
+    two.host("n1", "head -c 50000000 /dev/zero | tr '\\0' '\\n' & head -c 3 >beats; wait")
+    two.host("n2", "")
+    process = two.start("run", "-H", "H", "--no_check", "t.py")
+    assert until(lambda: (two.folder / "beats").exists() and (two.folder / "beats").read_bytes() == b"...")
+    status, out, _ = two.finish(process)
+    assert (status, len(out)) == (0, 50_000_000)
+
+
+@pytest.mark.parametrize(("name", "letter"), [("SIGINT", "I"), ("SIGTERM", "T"), ("SIGHUP", "T"), ("SIGQUIT", "T")])
+def test_a_signal_reaches_every_node(two: Hosts, name: str, letter: str) -> None:
+    for host in ("n1", "n2"):
+        two.host(host, OBEYS)
+    process = two.start("run", "-H", "H", "--no_check", "t.py")
+    read_until(process, b"up n")
+    read_until(process, b"\n")
+    number = getattr(signal, name)
+    process.send_signal(number)
+    status, out, err = two.finish(process)
+    assert status == 128 + number
+    assert err == f"zero run: stopped by {name}\n"
+    assert out.count(f"asked b'{letter}'") == 2
+    assert two.nothing_left()
+
+
+def test_what_ignores_everything_is_killed(two: Hosts) -> None:
+    two.host("n1", OBEYS)
+    two.host("n2", STUBBORN)
+    process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=0.3)
+    read_until(process, b"up\n")
+    process.send_signal(signal.SIGTERM)
+    assert two.finish(process)[0] == 143
+    assert two.nothing_left()
+
+
+def test_a_second_signal_shortens_the_wait(two: Hosts) -> None:
+    two.host("n1", STUBBORN)
+    two.host("n2", STUBBORN)
+    process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=900)
+    read_until(process, b"up\n")
+    process.send_signal(signal.SIGINT)
+    assert b"stopped by SIGINT" in os.read(process.stderr.fileno(), 999)
+    process.send_signal(signal.SIGINT)
+    assert two.finish(process)[0] == 130
+    assert two.nothing_left()
+
+
+def test_an_ignored_signal_stays_so_and_nobody_is_suspended(two: Hosts) -> None:
+    two.host("n1", "echo up; until [ -e go ]; do sleep 0.05; done")
+    two.host("n2", "")
+    process = two.start("run", "-H", "H", "--no_check", "t.py", before='trap "" HUP')
+    read_until(process, b"up\n")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTSTP)
+    assert b"not suspended" in os.read(process.stderr.fileno(), 999)
+    (two.folder / "go").touch()
+    assert two.finish(process)[0] == 0
+
+
+def test_the_first_failure_ends_all_and_is_the_status(hosts: Hosts) -> None:
+    hosts.host("n1", OBEYS)
+    hosts.host("n2", "echo 'zero run: rank 1 failed first' >&2; exit 7")
+    hosts.host("n3", OBEYS)
+    status, out, err = hosts.run(several__JobCrew__leisure=0.3)
+    assert (status, out.count("asked b'T'")) == (7, 2)
+    assert err == "zero run: rank 1 failed first\n"
+    assert hosts.nothing_left()
+
+
+def test_nodes_end_by_themselves_when_they_can(two: Hosts) -> None:
+    two.host("n1", "exit 9")
+    two.host("n2", "sleep 0.5; echo through; exit 3")
+    assert two.run(several__JobCrew__leisure=900) == (9, "through\n", "")
+
+
+def test_a_lost_host_is_named_and_ends_the_job(hosts: Hosts) -> None:
+    hosts.host("n1", OBEYS)
+    hosts.host("n2", REFUSED)
+    hosts.host("n3", "kill -9 $$")
+    status, out, err = hosts.run(several__JobCrew__leisure=0.3)
+    first = err.partition("zero run: host n3: lost (ssh was killed by SIGKILL)\n")
+    assert first[1] or "zero run: host n2: lost (ssh: connect to host n2 port 22: Connection refused)\n" in err
+    assert status == (137 if first[1] else 255)
+    assert out.count("asked b'T'") == 1
+    assert err.count("lost") == 1
+
+
+def test_enough_hosts_are_left(hosts: Hosts) -> None:
+    hosts.host("n1", "echo up; until [ -e go ]; do sleep 0.05; done")
+    hosts.host("n2", REFUSED + "; #")
+    hosts.host("n3", "until [ -e go ]; do sleep 0.05; done")
+    process = hosts.start("run", "-H", "H", "--no_check", "--min_nodes", "2", "t.py")
+    read_until(process, b"up\n")
+    said = b""
+    while b"left out" not in said:
+        said += os.read(process.stderr.fileno(), 999)
+    (hosts.folder / "go").touch()
+    status, _, err = hosts.finish(process)
+    assert (status, err) == (0, "")
+    assert b"zero run: host n2: lost (ssh: connect to host n2 port 22: Connection refused)\n" in said
+    assert said.endswith(b"zero run: host n2 is left out; the job needs 2 of its hosts and has 2\n")
+
+
+@pytest.mark.parametrize(
+    ("lost", "least", "status"), [(["n1"], "1", 255), (["n2", "n3"], "2", 255), (["n3"], "3", 255)]
+)
+def test_too_few_hosts_are_left_or_the_first_is_lost(hosts: Hosts, lost: list[str], least: str, status: int) -> None:
+    for name in ("n1", "n2", "n3"):
+        hosts.host(name, REFUSED if name in lost else OBEYS)
+    ended = hosts.run("--min_nodes", least, several__JobCrew__leisure=0.2)
+    assert ended[0] == status
+    assert ended[1].count("asked b'T'") == 3 - len(lost)
+    assert hosts.nothing_left()
+
+
+def test_a_script_may_end_with_255(two: Hosts) -> None:
+    two.host("n1", "echo 'zero run: rank 0 failed first, with exit code 255 (pid 1)' >&2; exit 255")
+    two.host("n2", "echo '[n2 rank 1]: bye' >&2; exit 255")
+    status, _, err = two.run()
+    assert status == 255
+    assert "lost" not in err
+
+
+def test_nobody_reads_any_more(two: Hosts) -> None:
+    two.host("n1", OBEYS)
+    two.host("n2", "while echo line; do sleep 0.01; done")
+    process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=0.5)
+    read_until(process, b"line\n")
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(60) == 141
+    assert err == "zero run: stopped: nobody reads its stdout any more\n"
+    assert two.nothing_left()
+
+
+def test_what_an_ssh_leaves_running_is_not_waited_for(two: Hosts) -> None:
+    # As the shared connection of ControlPersist, which keeps stderr open.
+    two.host("n1", "sleep 966 & echo said")
+    two.host("n2", "")
+    status, out, _ = two.run(before="exec 3>&1 4>&2; ")
+    assert (status, out) == (0, "said\n")
+    for pid in two.left():
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_for_all_hosts_is_interrupted_then_killed(two: Hosts, number: int) -> None:
+    # The second is a process in a session of its own, as the ranks are.
+    two.program(
+        "srun",
+        "#!/bin/sh\ntrap 'echo handed on' INT\ntrap '' TERM\nsetsid sleep 967 &\necho up\nwhile :; do wait; done",
+    )
+    process = two.start("run", "-H", "H", "--launcher", "slurm", "t.py", several__JobCrew__patience=0.5)
+    read_until(process, b"up\n")
+    process.send_signal(number)
+    status, out, err = two.finish(process)
+    assert (status, out) == (128 + number, "handed on\n")
+    assert "stopped by" in err
+    assert two.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "program", "advice"),
+    [
+        ("ssh", "ssh", "install OpenSSH's client, or start zero run with --no_ssh and --node_rank on each host"),
+        ("pdsh", "pdsh", "install pdsh, or leave out --launcher pdsh: the default needs plain ssh only"),
+        ("slurm", "srun", "run this on a machine of a Slurm cluster, or leave out --launcher slurm"),
+        ("openmpi", "mpirun", "install Open MPI, or leave out --launcher openmpi"),
+        ("mpich", "mpirun", "install MPICH, or leave out --launcher mpich"),
+    ],
+)
+def test_a_program_that_is_not_there(two: Hosts, launcher: str, program: str, advice: str) -> None:
+    status, _, err = two.zero("run", "-H", "H", "--launcher", launcher, "t.py", path="/nowhere")
+    assert status == 2
+    assert err == f"zero run: error: --launcher {launcher}: there is no program '{program}'; {advice}\n"

@@ -1,0 +1,48 @@
+"""The command line of `zero ssh`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+from zero.launch import host_args
+from zero.launch.host_args import HostFlags
+
+_ABOUT = """Run a command on all hosts of a hostfile at once, by the login shell there.
+
+One argument is a line for that shell, as in 'cd /data && ls | wc -l'; several are a command and its arguments, each as
+it is. Every line of output begins with the name of its host. The command has an empty stdin and no terminal, and ends
+when this one does. The exit status is that of the first host, in the hostfile's order, where the command failed; 255
+is what ssh has for a host that it cannot reach."""
+
+
+class SshRequest(NamedTuple):
+    """What `zero ssh` was asked to do."""
+
+    flags: HostFlags
+    words: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `zero ssh`."""
+    parser.usage = "zero ssh [options] command [arguments]"
+    parser.description = _ABOUT
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    host_args.add_choice(parser, "-f", "-H", "--hostfile")
+    parser.add_argument("--ssh_port", type=host_args.port, metavar="P", help="the port of the hosts' ssh servers")
+    about = "more arguments for ssh: --launcher_args='-F config'"
+    parser.add_argument("--launcher_args", type=host_args.words, default=(), metavar="ARGS", help=about)
+    # As in zero run: what stands behind the first word, and a "--", is the command's.
+    parser.add_argument("words", nargs=argparse.PARSER, metavar="command", help="the command, or a line for the shell")
+
+
+def request(given: argparse.Namespace) -> SshRequest:
+    """The request that the parsed arguments make."""
+    flags = HostFlags(
+        hostfile=given.hostfile,
+        include=given.include,
+        exclude=given.exclude,
+        launcher_args=given.launcher_args,
+        ssh_port=given.ssh_port,
+    )
+    return SshRequest(flags, tuple(given.words[1:] if given.words[0] == "--" else given.words))

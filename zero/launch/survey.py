@@ -1,0 +1,138 @@
+"""A look at all hosts before anything starts there; whatever is wrong on any of them is said at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from zero.launch import probe
+from zero.launch.backends.command import Command
+from zero.launch.backends.ssh import to_host
+from zero.launch.crew import TERMINATE, Crew, Program
+from zero.launch.errors import listed, raise_all
+from zero.launch.host_args import BY_SSH
+from zero.launch.job import Job
+from zero.launch.several import NO_CONNECTION, require
+
+_MOST = 64 * 1024  # bytes of a host's output that are kept
+
+
+class Survey(Crew):
+    """Runs one short program per host, and keeps what it writes.
+
+    Attributes:
+        late: those that were not through in time.
+    """
+
+    patience = 0.0
+    seconds = 15.0  # for all hosts; longer than the ConnectTimeout of ssh, whose message says more than ours
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        super().__init__(programs)
+        self.late: set[str] = set()
+        self._until = time.monotonic() + self.seconds
+        self._kept: dict[tuple[str, bool], bytes] = {}
+
+    def received(self, program: Program, is_stderr: bool, lines: bytes) -> None:
+        """Keep what came last."""
+        key = (program.name, is_stderr)
+        self._kept[key] = (self._kept.get(key, b"") + lines)[-_MOST:]
+
+    def tick(self) -> None:
+        """Do not wait for longer than was said."""
+        if not self.late and time.monotonic() > self._until:
+            self.late = {program.name for program in self.programs if program.status is None}
+            self.end(TERMINATE)
+
+    def text(self, name: str, is_stderr: bool) -> str:
+        """What the program called `name` wrote."""
+        return self._kept.get((name, is_stderr), b"").decode(errors="replace")
+
+
+def check(made: Job) -> int:
+    """Raise `LaunchError` with all that keeps `made` from starting on its hosts.
+
+    Returns 0, or 128 + the signal that came meanwhile. Hosts are looked at where ssh reaches them; what Slurm and MPI
+    start has daemons of its own.
+    """
+    launcher = made.request.hosts.launcher
+    if launcher not in BY_SSH:
+        return 0
+    require(launcher, launcher)
+    require("ssh", launcher)
+    programs = [Program(host.name, _command(made, node)) for node, host in enumerate(made.world.hosts)]
+    survey = Survey(programs)
+    survey.run()
+    if survey.stopped_by is not None:
+        return 128 + survey.stopped_by
+    here = probe.versions()
+    problems = []
+    for program in programs:
+        if program.name in survey.late:
+            last = _last(survey.text(program.name, True))
+            found = [f"did not answer within {survey.seconds:g} s" + (f"; its last line was: {last}" if last else "")]
+        else:
+            out, err = survey.text(program.name, False), survey.text(program.name, True)
+            found = problems_of(made, program.status or 0, out, err, here)
+        problems += [f"host {program.name}: {text}" for text in found]
+    if problems:
+        hosts = f"{len(programs)} host{'s' if len(programs) > 1 else ''}"
+        raise_all([f"nothing was started on the {hosts} (--no_check starts without a look at them):", *problems])
+    return 0
+
+
+def problems_of(made: Job, status: int, out: str, err: str, here: dict[str, str]) -> list[str]:
+    """What is wrong with a host whose probe ended with `status` and wrote `out` and `err`."""
+    answer = _answer(out)
+    if answer is not None:
+        there = answer["versions"]
+        other = [f"{name} {there.get(name)}, here {ours}" for name, ours in here.items() if there.get(name) != ours]
+        return [*([f"has other versions than this machine: {listed(other)}"] if other else []), *answer["problems"]]
+    last = _last(err)
+    if status == NO_CONNECTION:
+        return [f"cannot be reached (ssh: {last.removeprefix('ssh: ') or 'ended without a word'})"]
+    if status in (126, 127):
+        return [f"there is no {sys.executable} that can run ({last})"]
+    if "No module named" in err and "zero" in last:
+        return [f"the Python there, {sys.executable}, has no zero of this version ({last})"]
+    if made.folder in err:
+        return [f"cannot go to the folder {made.folder} ({last})"]
+    return [f"the look at it ended with status {status}" + (f" ({last})" if last else "")]
+
+
+def _command(made: Job, node: int) -> Command:
+    request = made.request
+    asked = {
+        "script": request.script,
+        "module": request.module,
+        "no_python": request.no_python,
+        "address": made.master_addr,
+        "port": made.master_port if node == 0 else None,
+    }
+    flags = request.hosts
+    if flags.launcher == "pdsh":  # its arguments are none of ssh's; those it has for ssh are here
+        flags = replace(flags, launcher_args=tuple(shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))))
+    words = [*made.python(), "-m", "zero.launch.probe", json.dumps(asked)]
+    return Command([*to_host(flags, made.world.hosts[node].name), made.shell(words)], node)
+
+
+def _answer(out: str) -> dict[str, Any] | None:
+    for line in out.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and probe.MARK in found:
+            return found[probe.MARK]
+    return None
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
