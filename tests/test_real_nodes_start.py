@@ -54,7 +54,7 @@ def test_a_port_that_is_taken_on_the_first_host_is_named(hosts, tmp_path, option
         hosts.stop(taken)
     end = job.ended()
     assert end.status == 2, end
-    assert end.says("zero run:", "29511"), end
+    assert end.says("cannot listen on 29511"), end
     assert not list(tmp_path.glob("started*"))
 
 
@@ -94,9 +94,21 @@ def test_launchers_of_mpi_start_the_hosts_and_ctrl_c_ends_them(hosts, tmp_path, 
 
 def test_zero_ssh_runs_a_command_on_all_hosts(hosts, tmp_path):
     file = tmp_path / "hostfile"
-    file.write_text("n1\nn2\nn3\n")
+    file.write_text("".join(f"{name} slots=1\n" for name in NAMES))
     text = 'echo "$(hostname) says $((1 + 1))"; [ "$(hostname)" != n2 ] || exit 3'
     done = hosts.run(*command("ssh"), "-f", str(file), text)
     assert sorted(done.stdout.splitlines()) == [f"{name}: {name} says 2" for name in NAMES], done
     assert done.returncode == 3 and "n2" in done.stderr, done
+    nothing_left(hosts)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_what_zero_ssh_runs_ends_with_it(hosts, tmp_path, number, status):
+    file = tmp_path / "hostfile"
+    file.write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    process = hosts.start(*command("ssh"), "-H", str(file), "sleep 97 & (sleep 98 &); echo up; wait")
+    assert sorted(process.stdout.readline() for _ in NAMES) == [f"{name}: up\n" for name in NAMES]
+    process.send_signal(number)
+    said = process.communicate(timeout=SECONDS)
+    assert process.returncode == status, said
     nothing_left(hosts)
