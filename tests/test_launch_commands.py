@@ -237,7 +237,9 @@ def test_dry_run_inside_an_allocation(
     assert lines[:3] == [
         "# n07: ranks 0 to 1 on devices 0,1", "# n08: rank 2 on device 0", "# m5: ranks 3 to 4 on devices 0,1",
     ]  # fmt: skip
-    assert lines[3].startswith("srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=n07,n08,m5 ")
+    assert lines[3].startswith(
+        "SLURM_DISABLE_STATUS=1 srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=n07,n08,m5 "
+    )
 
 
 def test_a_node_of_srun_knows_its_place(

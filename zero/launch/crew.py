@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from zero.launch.backends.command import Command
 from zero.launch.errors import LaunchError
-from zero.launch.output import Lines, Outputs
+from zero.launch.outlets import Lines, Outputs
 
 if TYPE_CHECKING:
     import psutil
@@ -55,7 +55,6 @@ class Program:
         self.killed_by: int | None = None  # the signal, where one ended it
         self.last = b""  # what it said last on stderr
         self._stdin: int | None = None
-        self._family: list[psutil.Process] = []  # whatever runs below it
         self._killed = False
         self._heard = 0.0
 
@@ -113,36 +112,14 @@ class Program:
     def close(self) -> None:
         """End it, politely."""
         self.close_stdin()
-        self._look_below()
         self.send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it has started here."""
-        import psutil
-
+        """End it, and what has stayed in its group, in one stroke: a shell would go on to what it is to run next."""
         self._killed = True
-        self._look_below()
-        # All of its group in one stroke: a shell whose program is killed would start the next one. A group that nobody
-        # is left in is not ours any more.
-        if self.process.poll() is None or any(map(self._in_group, self._family)):
+        if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        for process in self._family:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-
-    def _look_below(self) -> None:
-        import psutil
-
-        if self.process.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                self._family += psutil.Process(self.process.pid).children(recursive=True)
-
-    def _in_group(self, process: psutil.Process) -> bool:
-        try:
-            return process.is_running() and os.getpgid(process.pid) == self.process.pid
-        except ProcessLookupError:
-            return False
 
     def heard(self) -> None:
         """Something came from it just now."""
@@ -182,6 +159,8 @@ class Crew:
         self._came: list[int] = []
         self._agenda: list[tuple[float, Callable[[], None]]] = []
         self._next_beat = 0.0
+        self._groups: set[int] = set()  # each program begins one
+        self._below: set[psutil.Process] = set()
         self._selector = selectors.DefaultSelector()
 
     def received(self, program: Program, is_stderr: bool, lines: bytes) -> None:
@@ -207,15 +186,16 @@ class Crew:
                 for program in self.programs:
                     program.start()
                     self._running.append(program)
+                    self._groups.add(program.process.pid)
                     for stream in program.streams:
                         self._selector.register(stream.fd, selectors.EVENT_READ, (program, stream))
                 while self._running:
                     self._turn()
                 self.wrap_up()
             finally:
-                for program in self._running:
-                    program.close_stdin()
-                    program.kill()
+                if self._running:
+                    self._each(Program.kill)
+                self._sweep()
                 self._selector.close()
 
     def wrap_up(self) -> None:
@@ -260,8 +240,29 @@ class Crew:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _each(self, action: Callable[[Program], None]) -> None:
+        self._look_below()
         for program in self._running:
             action(program)
+
+    def _look_below(self) -> None:
+        """Note what our programs have started here, before they end and it is nobody's."""
+        import psutil
+
+        ours = set(self._groups)
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process().children(recursive=True):  # parents before their children
+                if process.pid not in ours and process.ppid() in ours:
+                    self._below.add(process)
+                    ours.add(process.pid)
+
+    def _sweep(self) -> None:
+        """Kill what the programs that were to end have left here."""
+        for process in self._below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if process.is_running():
+                    # A group that somebody is left in is still the program's, though that has ended.
+                    group = os.getpgid(process.pid)
+                    os.killpg(group, signal.SIGKILL) if group in self._groups else process.kill()
 
     def _give_up(self) -> None:
         for program in self._running:

@@ -14,6 +14,7 @@ from zero.launch import selection
 from zero.launch.args import LaunchError, Request
 from zero.launch.job import node_of, said
 from zero.launch.machine import is_this_machine
+from zero.launch.ports import problem
 from zero.launch.world import Host, World, decode, numbered, on_node, visible
 
 THREADS = "OMP_NUM_THREADS"
@@ -70,7 +71,7 @@ def plan(request: Request, gpus: int) -> Plan:
         notes.append(f"{THREADS}={shared[THREADS]} for each rank ({cores} cores, {ranks} ranks)")
     port = _free_port() if request.master_port is None else request.master_port
     if request.master_port is not None and place.node == 0:
-        check_port(port)
+        _check_port(port)
     if request.quiet:
         notes.clear()
     return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes))
@@ -92,7 +93,7 @@ def restart_port(asked: int | None) -> int:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            check_port(asked)
+            _check_port(asked)
             return asked
         except LaunchError:
             if time.monotonic() > end:
@@ -159,14 +160,6 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def check_port(port: int) -> None:
-    """Raise `LaunchError` where nothing can listen on `port` of this machine."""
-    with socket.socket() as probe:
-        # As torch's store does it: a port that an ended run left in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise LaunchError(
-                f"--master_port: cannot listen on {port} ({error.strerror}); leave it out for a free one"
-            ) from error
+def _check_port(port: int) -> None:
+    if why := problem(port):
+        raise LaunchError(f"--master_port: cannot listen on {port} ({why}); leave it out for a free one")

@@ -12,9 +12,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from zero.launch import ports
 from zero.launch.args import check_script
 from zero.launch.errors import LaunchError
-from zero.launch.plan import check_port
 
 MARK = "zero_probe"  # so that nothing that a login prints is taken for the answer
 
@@ -41,11 +41,8 @@ def look(script: str, module: bool, no_python: bool, address: str | None, port: 
             socket.getaddrinfo(address, None)
         except OSError as error:
             problems.append(f"does not know the first host as {address!r} ({error.strerror}); --master_addr names it")
-    if port is not None:
-        try:
-            check_port(port)
-        except LaunchError as error:
-            problems.append(str(error))
+    if port is not None and (why := ports.problem(port)):
+        problems.append(f"cannot listen on port {port}, where the hosts meet ({why}); --master_port names another")
     return {"versions": versions(), "problems": problems}
 
 

@@ -12,7 +12,7 @@ from zero.launch.backends.command import Command
 from zero.launch.backends.ssh import to_host
 from zero.launch.crew import Crew, Program
 from zero.launch.errors import LaunchError, listed
-from zero.launch.output import Outputs, prefixed
+from zero.launch.outlets import Outputs, prefixed
 from zero.launch.several import CLOSED_PIPE, NO_CONNECTION, WRITE_ERROR, require
 from zero.launch.ssh_args import SshRequest
 

@@ -10,7 +10,7 @@ from zero.launch import backends, processes
 from zero.launch.crew import TERMINATE, Crew, Program
 from zero.launch.errors import LaunchError
 from zero.launch.job import Job
-from zero.launch.output import Outputs
+from zero.launch.outlets import Outputs
 
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
 _LEFT = 129  # a node's whose launcher, or network, is gone

@@ -23,6 +23,8 @@ def commands(job: Job) -> list[Command]:
                 "--export=ALL",  # the job's own variables are in the line: here a comma in a value would end it
                 *job.request.hosts.launcher_args,
                 *["sh", "-c", job.shell(job.node_words(None))],
-            ]
+            ],
+            # So that the first SIGINT goes on to the nodes, in place of a list of what they do.
+            environment={"SLURM_DISABLE_STATUS": "1"},
         )
     ]

@@ -1,0 +1,138 @@
+"""Before a job starts, all that keeps it from starting on any host is said at once; then nothing was started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hosts import Hosts, until
+
+from zero.launch.probe import MARK, versions
+
+REAL = 'case "$1" in *zero.launch.probe*) ;; *) echo started; exit 0;; esac\n'
+GOOD = REAL + 'exec sh -c "$1"'
+
+
+def edited(expression: str) -> str:
+    """A host that runs the command line as `sed` changes it."""
+    return REAL + f'exec sh -c "$(printf %s "$1" | sed {shlex.quote(expression)})"'
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
+    hosts = Hosts(tmp_path, "n1", "n2")
+    hosts.host("n1", "echo welcome; echo 'no mail' >&2\n" + GOOD)
+    hosts.host("n2", GOOD)
+    words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
+    status, out, err = hosts.zero(*words)
+    assert (status, out.count("started\n"), err) == (0, 2, "no mail\n")
+    assert hosts.calls().count("zero.launch.probe") == 2
+
+
+@pytest.mark.parametrize(("flag", "started"), [("--no_check", 2), ("--dry-run", 0)])
+def test_no_look_where_none_is_wanted(tmp_path: Path, flag: str, started: int) -> None:
+    hosts = Hosts(tmp_path, "n1", "n2")
+    hosts.host("n1", GOOD)
+    hosts.host("n2", GOOD)
+    status, out, _ = hosts.zero("run", "-H", "H", flag, "t.py")
+    assert (status, out.count("started\n")) == (0, started)
+    assert "zero.launch.probe" not in hosts.calls()
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, *(f"n{number}" for number in range(1, 10)))
+    (tmp_path / "elsewhere").mkdir()
+    other = {MARK: {"versions": {"Python": "3.1", "zero": "9", "torch": versions()["torch"]}, "problems": []}}
+    python = sys.executable
+    hosts.host("n1", GOOD)
+    hosts.host("n2", "printf 'warning\\nssh: connect to host n2 port 22: No route to host\\r\\n' >&2; exit 255")
+    hosts.host("n3", edited("s,^cd ,cd /nowhere,"))
+    hosts.host("n4", edited(f"s,{python},/no/python,"))
+    hosts.host("n5", edited("s,-m zero.launch.probe,-I -S -m zero.launch.probe,"))
+    hosts.host("n6", REAL + f"echo '{{}}'; echo '{json.dumps(other)}'")
+    hosts.host("n7", edited(f"s,^cd {tmp_path},cd {tmp_path}/elsewhere,"))
+    hosts.host("n8", REAL + "echo 'n8 is slow' >&2; trap '' TERM INT; sleep 968; sleep 969")
+    hosts.host("n9", REAL + "echo 'Traceback' >&2; echo 'MemoryError' >&2; exit 1")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
+        status, out, err = hosts.zero(*words, survey__Survey__seconds=4)
+    assert (status, out) == (2, "")
+    first, *lines = err.splitlines()
+    assert first.startswith("zero run: error: nothing was started on the 9 hosts (--no_check")
+    ours = versions()
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"  host n1: cannot listen on port {port}, where the hosts meet",
+        "  host n2: cannot be reached",
+        f"  host n3: cannot go to the folder {tmp_path}",
+        f"  host n4: there is no {python} that can run",
+        f"  host n5: the Python there, {python}, has no zero of this version",
+        "  host n6: has other versions than this machine: "
+        f"Python 3.1, here {ours['Python']}, zero 9, here {ours['zero']}",
+        f"  host n7: there is no script 't.py' in {tmp_path}/elsewhere",
+        "  host n8: did not answer within 4 s; its last line was: n8 is slow",
+        "  host n9: the look at it ended with status 1",
+    ]
+    assert lines[1].endswith("(ssh: connect to host n2 port 22: No route to host)")
+    assert "/nowhere" in lines[2]
+    assert "No module named" in lines[4]
+    assert lines[8].endswith("(MemoryError)")
+    assert hosts.nothing_left()
+
+
+def test_the_first_host_must_be_known_to_the_others(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "n1.invalid", "n2")
+    status, _, err = hosts.zero("run", "-H", "H", "t.py")
+    assert status == 2
+    for name in ("n1.invalid", "n2"):
+        assert f"\n  host {name}: does not know the first host as 'n1.invalid' (" in err
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--module", "no_such_module"], "there is no module 'no_such_module' in"),
+    (["--no_python", "./gone.sh"], "there is no program './gone.sh' in PATH or in"),
+])  # fmt: skip
+def test_what_is_to_run_is_there(tmp_path: Path, words: list[str], text: str) -> None:
+    hosts = Hosts(tmp_path, "n1", "n2")
+    # There for the launcher, and in its folder; not where the host goes.
+    (tmp_path / "no_such_module.py").touch()
+    hosts.program("gone.sh", "")
+    (tmp_path / "gone.sh").symlink_to("bin/gone.sh")
+    (tmp_path / "elsewhere").mkdir()
+    hosts.host("n2", edited(f"s,^cd {tmp_path},cd {tmp_path}/elsewhere,"))
+    status, _, err = hosts.zero("run", "-H", "H", "--master_addr", "127.0.0.1", *words)
+    assert status == 2
+    assert err.splitlines()[1:] == [f"  host n2: {text} {tmp_path}/elsewhere" + (
+        " or in the Python path" if "--module" in words else "")]  # fmt: skip
+
+
+def test_stopped_while_looking(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "n1", "n2")
+    hosts.host("n2", "sleep 968 & sleep 969")
+    process = hosts.start("run", "-H", "H", "t.py")
+    assert until(lambda: hosts.calls().count("probe") == 2)
+    process.send_signal(signal.SIGINT)
+    assert hosts.finish(process)[0] == 130
+    assert hosts.nothing_left()
+
+
+def test_pdsh_is_looked_at_by_ssh_with_its_arguments(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "n1", "n2")
+    hosts.program("pdsh", "#!/bin/sh\necho pdsh ran")
+    words = ["--launcher", "pdsh", "--launcher_args=-N", "--ssh_port", "2222", "--master_addr", "127.0.0.1"]
+    status, out, err = hosts.zero("run", "-H", "H", *words, "t.py", before="export PDSH_SSH_ARGS_APPEND='-p 1'")
+    assert (status, out, err) == (0, "pdsh ran\n", "")
+    assert hosts.calls().count("zero.launch.probe") == 2

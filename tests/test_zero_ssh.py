@@ -1,0 +1,88 @@
+"""`zero ssh` runs a command on all hosts at once, says whose each line is and who failed, and ends it everywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from fake_hosts import Hosts, read_until
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path, "n1", "n2", "n3")
+
+
+def test_one_argument_is_a_line_for_the_shell(hosts: Hosts) -> None:
+    status, out, err = hosts.zero("ssh", "-f", "H", "echo $((1 + 1)) 'a  b' && printf last; echo oh >&2")
+    assert status == 0
+    assert sorted(out.splitlines()) == [f"n{host}: {text}" for host in (1, 2, 3) for text in ("2 a  b", "last")]
+    assert sorted(err.splitlines()) == ["n1: oh", "n2: oh", "n3: oh"]
+
+
+def test_several_arguments_are_what_they_are(hosts: Hosts) -> None:
+    words = ["it's", "a  b", "$HOME", '"', "\\", "", "--", "-f", "é", "`id`", "*", "!", "%n"]
+    status, out, _ = hosts.zero("ssh", "-H", "H", "-i", "n2:0", "--", "printf", "<%s>", *words)
+    assert (status, out) == (0, "n2: " + "".join(f"<{word}>" for word in words) + "\n")
+
+
+def test_hosts_are_chosen_and_ssh_gets_its_arguments(hosts: Hosts) -> None:
+    words = ["-e", "n2", "--ssh_port", "2222", "--launcher_args=-F config", "true"]
+    assert hosts.zero("ssh", "-f", "H", *words) == (0, "", "")
+    assert sorted(line.partition(" ")[0] for line in hosts.calls().splitlines()) == ["n1", "n3"]
+
+
+def test_the_first_failure_in_the_order_of_the_file_is_the_status(hosts: Hosts) -> None:
+    hosts.host("n1", "sleep 0.3; exit 0")
+    hosts.host("n2", "sleep 0.3; exit 7")
+    hosts.host("n3", "echo 'ssh: Could not resolve hostname n3' >&2; exit 255")
+    status, out, err = hosts.zero("ssh", "-f", "H", "true")
+    assert (status, out) == (7, "")
+    assert err.splitlines() == [
+        "n3: ssh: Could not resolve hostname n3",
+        "zero ssh: failed on 2 of 3 hosts: n2 (exit status 7), n3 (exit status 255, which is ssh's own when it has no "
+        "connection)",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_everywhere(hosts: Hosts, number: int) -> None:
+    # The first ends when it is asked to, the second with what is started in the background only when it is killed.
+    hosts.host("n2", 'exec sh -c "$(printf %s "$1" | sed "s/echo/trap : TERM INT; sleep 970 \\& echo/")"')
+    process = hosts.start("ssh", "-f", "H", "-i", "n1@n2", "echo up; sleep 971; sleep 972")
+    read_until(process, b"n2: up\n")
+    process.send_signal(number)
+    status, _, err = hosts.finish(process)
+    assert status == 128 + number
+    assert err.endswith(f"zero ssh: stopped by {signal.Signals(number).name}\n")
+    assert hosts.nothing_left()
+
+
+def test_it_ends_when_the_launcher_is_killed(hosts: Hosts) -> None:
+    process = hosts.start("ssh", "-f", "H", "echo up; sleep 971 & sleep 972")
+    read_until(process, b"up\n")
+    process.kill()
+    process.communicate()
+    assert hosts.nothing_left()
+
+
+def test_it_ends_with_its_reader(hosts: Hosts) -> None:
+    process = hosts.start("ssh", "-f", "H", "while echo line; do :; done")
+    assert os.read(process.stdout.fileno(), 3).startswith(b"n")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert (process.wait(60), err) == (141, b"")
+    assert hosts.nothing_left()
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["-f", "G", "true"], "--hostfile: there is no file 'G'"),
+    (["-f", "H", "-i", "n9", "true"], "--include: there is no host 'n9'; there is n1, n2, n3"),
+    (["true"], "there is no hostfile /job/hostfile; give one with -f"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_said(hosts: Hosts, words: list[str], text: str) -> None:
+    status, _, err = hosts.zero("ssh", *words)
+    assert status == 2
+    assert err.startswith(f"zero ssh: error: {text}")
