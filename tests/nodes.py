@@ -206,7 +206,7 @@ class Nodes:
         spaces = {os.readlink(f"/proc/{self._pids[host]}/ns/pid"): host for host in NAMES}
         found = []
         for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
-            process = _process(pid, spaces)
+            process = self._process(pid, spaces)
             if process is not None and pid not in self._pids.values() and name in (None, process.host):
                 found.append(process)
         return found
@@ -215,6 +215,20 @@ class Nodes:
         """The process of a rank: the oldest that has its RANK."""
         ranks = [process for process in self.processes() if process.environment.get("RANK") == str(number)]
         return min(ranks, key=lambda process: process.pid, default=None)
+
+    def _process(self, pid: int, spaces: Mapping[str, str]) -> Process | None:
+        """What is known of a process, if it is of these hosts; None also for one that has ended meanwhile."""
+        folder = Path(f"/proc/{pid}")
+        try:
+            host = spaces.get(os.readlink(folder / "ns/pid"), HUB)
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            return None
+        environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        program = words.partition(" ")[0].partition(":")[0]
+        ours = environment.get(_MARK) == self.mark if host == HUB else "sshd" not in program
+        return Process(pid, host, words, environment) if ours and words else None
 
     def _write_files(self) -> None:
         names = (HUB, *NAMES)
@@ -289,17 +303,3 @@ def _checked(words: list[str]) -> None:
     done = subprocess.run(words, env=_plain(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}: {done.stdout}{done.stderr}")
-
-
-def _process(pid: int, spaces: Mapping[str, str]) -> Process | None:
-    """What is known of a process, if it is of interest; None also for one that has ended meanwhile."""
-    folder = Path(f"/proc/{pid}")
-    try:
-        host = spaces.get(os.readlink(folder / "ns/pid"), HUB)
-        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return None
-    environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    ours = _MARK in environment if host == HUB else "sshd" not in words.split(":")[0].split(" ")[0]
-    return Process(pid, host, words, environment) if ours and words else None

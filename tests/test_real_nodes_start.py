@@ -54,7 +54,7 @@ def test_a_port_that_is_taken_on_the_first_host_is_named(hosts, tmp_path, option
         hosts.stop(taken)
     end = job.ended()
     assert end.status == 2, end
-    assert end.says("cannot listen on 29511"), end
+    assert end.says("cannot listen on", "29511"), end
     assert not list(tmp_path.glob("started*"))
 
 
