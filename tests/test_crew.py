@@ -268,3 +268,21 @@ def test_a_program_that_is_not_there(two: Hosts, launcher: str, program: str, ad
     status, _, err = two.zero("run", "-H", "H", "--launcher", launcher, "t.py", path="/nowhere")
     assert status == 2
     assert err == f"zero run: error: --launcher {launcher}: there is no program '{program}'; {advice}\n"
+
+
+def test_a_single_host_that_is_another_machine_is_reached_in_the_same_way(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "elsewhere")
+    hosts.host("elsewhere", "echo there; exit 4")
+    assert hosts.run("-q") == (4, "there\n", "")
+    assert hosts.calls().startswith("elsewhere cd ")
+
+
+def test_many_hosts_at_the_same_time(tmp_path: Path) -> None:
+    # Each waits for all others to be there.
+    names = [f"n{number}" for number in range(50)]
+    hosts = Hosts(tmp_path, *names)
+    for name in names:
+        hosts.host(name, f"touch up-{name}; until [ -e up-n49 -a -e up-n0 ]; do sleep 0.1; done; echo {name}")
+    # The usual limit of open files is far below what so many pipes take.
+    status, out, _ = hosts.run(before="ulimit -S -n 64")
+    assert (status, sorted(out.split())) == (0, sorted(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -181,6 +182,7 @@ class Crew:
 
     def run(self) -> None:
         """Start all programs, and return when all have ended. Raises LaunchError where one cannot be started."""
+        _allow(files=4 * len(self.programs) + 64)
         with _caught(self._came):
             try:
                 for program in self.programs:
@@ -317,6 +319,14 @@ class Crew:
         if stream.is_stderr and (spoken := lines[-4096:].strip()):
             program.last = spoken.replace(b"\r", b"\n").rpartition(b"\n")[2]
         self.received(program, stream.is_stderr, lines)
+
+
+def _allow(files: int) -> None:
+    """Let this process have so many open files, as far as the system lets it: each program takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class Lines:
     def feed(self, data: bytes) -> bytes:
         """The lines that are whole now that `data` has come."""
         done = b""
-        if self._rest.endswith(b"\r") and not data.startswith(b"\n"):
+        if self._rest.endswith(b"\r") and data[:1] not in (b"", b"\n"):
             done = self._take()
         # A carriage return at the very end: the newline that belongs to it may be on its way.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1

@@ -13,6 +13,7 @@ from zero.launch.job import Job
 from zero.launch.outlets import Outputs
 
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
+_LOST_LEISURE = 0.5  # ssh has taken up to 8 s to find out
 _LEFT = 129  # a node's whose launcher, or network, is gone
 CLOSED_PIPE = 128 + 13
 WRITE_ERROR = 74  # EX_IOERR of sysexits.h
@@ -112,7 +113,8 @@ class JobCrew(Crew):
         if node and (lost or program.status in (NO_CONNECTION, _LEFT)) and self._left >= self._least:
             self.said(f"host {program.name} is left out; the job needs {self._least} of its hosts and has {self._left}")
             return
-        self._end(program.status, self.leisure)
+        # The others do not know of a lost host before it has been silent for some time.
+        self._end(program.status, min(self.leisure, _LOST_LEISURE) if lost else self.leisure)
 
     def tick(self) -> None:
         """A signal, or a reader that is gone, ends the job."""
