@@ -35,7 +35,7 @@ train: $(STAMP)
 # Real nodes and MPI are tested where the system has the programs for it. They are installed where that is allowed, as
 # in the containers of a CI; elsewhere those tests skip, and the end of the run says so.
 nodes:
-	@sh tests/nodes.sh
+	@sh tests/real_nodes.sh
 
 test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .

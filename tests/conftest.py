@@ -13,8 +13,8 @@ import torch
 # Worker processes import test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nodes import Nodes, reason
 from ranks import Pool
+from real_nodes import Nodes, reason
 
 UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
 

@@ -1,4 +1,4 @@
-"""Jobs over the hosts of `nodes.py`: how the tests start them, wait for them and see them end."""
+"""Jobs over the hosts of `real_nodes.py`: how the tests start them, wait for them and see them end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from nodes import NAMES, ROOT, SECONDS, Nodes, until
+from real_nodes import NAMES, ROOT, SECONDS, Nodes, until
 
 RANK = ROOT / "tests" / "real_rank.py"
 

@@ -10,8 +10,8 @@ import re
 import signal
 
 import pytest
-from nodes import ROOT, until
 from real_jobs import Job, command
+from real_nodes import ROOT, until
 
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
 

@@ -11,8 +11,8 @@ import signal
 import sys
 
 import pytest
-from nodes import NAMES, PATH, SECONDS
 from real_jobs import Job, command, nothing_left
+from real_nodes import NAMES, PATH, SECONDS
 
 LISTEN = "import socket, time; s = socket.create_server(('', 29511)); print('up', flush=True); time.sleep(60)"
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from nodes import NAMES, until
 from real_jobs import nothing_left
+from real_nodes import NAMES, until
 
-HOLD = "import sys, time; from pathlib import Path; from nodes import Nodes\n"
+HOLD = "import sys, time; from pathlib import Path; from real_nodes import Nodes\n"
 HOLD += "with Nodes(Path(sys.argv[1])) as made:\n    made.start('sleep', '99', host='n2')\n    time.sleep(1)\n"
 HOLD += "    print(*(process.pid for process in made.processes()), flush=True)\n    time.sleep(99)"
 
