@@ -55,12 +55,18 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.kill()
-            with contextlib.suppress(OSError):
-                process.stdin.close()
             process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def cut(self, name: str) -> None:
+        """Close the stdin of a launcher."""
+        self.processes[name].stdin.close()
+        self.processes[name].stdin = None
 
     def wait(self) -> list[int]:
-        """The exit statuses, once all have ended; what they wrote is in `out` and `err` then."""
+        """The exit statuses, once all have ended; what they wrote is in `out` and `err` then. Closes their stdin."""
         statuses = []
         for name, process in self.processes.items():
             self.out[name], self.err[name] = process.communicate(timeout=_PATIENCE)

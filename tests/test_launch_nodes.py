@@ -1,13 +1,16 @@
-"""The launchers of a job's hosts meet, number the ranks, tell of the first failure once, and end or restart together."""
+"""The launchers of a job's hosts number the ranks, tell of the first failure once, and end or restart together."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from nodes import Nodes, alive, eventually, pids
+import pytest
+from nodes import ROOT, Nodes, alive, eventually, pids
 
 # Writes what a rank is into a file of its own, whole at once.
 BEGIN = """
@@ -27,13 +30,16 @@ WAIT = BEGIN + "note(f'{rank}.pid', os.getpid())\ntime.sleep(600)\n"
 
 def test_unequal_slots_give_the_ranks_of_the_world_and_no_host_ends_before_the_last(tmp_path):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
-    text = BEGIN + f"""
+    text = (
+        BEGIN
+        + f"""
 sys.stdout.write(' '.join(os.environ[k] for k in {names!r}) + chr(10))
 note(f"{{rank}}.env", os.environ["MASTER_PORT"] + " " + os.environ["TORCHELASTIC_RUN_ID"])
 assert sys.stdin.read() == ""
 if rank == 3:
     noted("go")
 """
+    )
     with Nodes(tmp_path, {"a": 1, "b": 2, "c": 1}, text) as nodes:
         files = nodes.files("*.env", 4)
         assert len({file.read_text() for file in files}) == 1, "every rank has the same port and run"
@@ -50,7 +56,9 @@ if rank == 3:
 
 
 def test_the_first_failure_is_told_once_with_its_message_and_its_log(tmp_path):
-    text = BEGIN + """
+    text = (
+        BEGIN
+        + """
 note(f"{rank}.pid", os.getpid())
 noted("*.pid", 3)
 if rank == 1:
@@ -60,6 +68,7 @@ if rank == 0:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # an end that follows, and no cause
 time.sleep(600)
 """
+    )
     with Nodes(tmp_path, {"a": 1, "b": 1, "c": 1}, text, f"--log_dir={tmp_path / 'logs'}") as nodes:
         assert nodes.wait() == [1, 1, 1]
         (line,) = nodes.said()
@@ -75,7 +84,9 @@ time.sleep(600)
 
 
 def test_of_hosts_that_fail_together_the_killed_rank_is_the_cause(tmp_path):
-    text = BEGIN + """
+    text = (
+        BEGIN
+        + """
 note(f"{rank}.pid", os.getpid())
 noted("*.pid", 2)
 if rank == 0:
@@ -83,6 +94,7 @@ if rank == 0:
 time.sleep(0.3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+    )
     with Nodes(tmp_path, {"a": 1, "b": 1}, text) as nodes:
         assert nodes.wait() == [137, 137]
         (line,) = nodes.said()
@@ -132,7 +144,9 @@ def test_a_host_that_falls_silent_is_lost(tmp_path):
 
 
 def test_all_hosts_restart_together_with_gloo_until_no_restart_is_left(tmp_path):
-    text = BEGIN + """
+    text = (
+        BEGIN
+        + """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
@@ -145,6 +159,7 @@ dist.all_reduce(total)
 if attempt == 2:
     dist.destroy_process_group()
 """
+    )
     with Nodes(tmp_path, {"a": 1, "b": 2}, text, "--max_restarts=2") as nodes:
         assert nodes.wait() == [0, 0], nodes.err
         for attempt in range(3):
@@ -156,13 +171,16 @@ if attempt == 2:
 
 
 def test_without_a_lost_host_the_ranks_are_numbered_anew(tmp_path):
-    text = BEGIN + """
+    text = (
+        BEGIN
+        + """
 note(f"{attempt}-{rank}.env", " ".join(os.environ[k] for k in ("LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")))
 if attempt == 0:
     time.sleep(600)
 noted("1-*.env", 3)
 sys.exit(7 if attempt == 1 and rank == 2 else 0)
 """
+    )
     with Nodes(tmp_path, {"a": 1, "b": 1, "c": 2}, text, "--min_nodes=2") as nodes:
         nodes.files("0-*.env", 4)
         nodes.processes["b"].kill()
@@ -174,36 +192,47 @@ sys.exit(7 if attempt == 1 and rank == 2 else 0)
         assert failed.startswith("zero run: rank 2 on host c failed first, with exit code 7") and lost in nodes.err["a"]
 
 
-def test_a_tied_launcher_does_what_its_stdin_says_and_does_not_outlive_it(tmp_path):
-    cases = (("I", 6, 130), ("T", 0, 143), ("", 0, 129), (None, 1, 129))
-    folders = [tmp_path / str(number) for number in range(len(cases))]
-    for folder, (asked, seconds, status) in zip(folders, cases, strict=True):
-        folder.mkdir()
-        with Nodes(folder, {"a": 1, "b": 1}, WAIT, tied=seconds) as nodes:
-            if seconds == 1:  # both are there until they have started, and then one falls silent
-                begun = eventually(lambda: _beat(nodes, "ab") and len(list(folder.glob("*.pid"))) == 2)  # noqa: B023
-                assert begun
-                ended = eventually(lambda: _beat(nodes, "a") and nodes.processes["b"].poll() is not None)  # noqa: B023
-                assert ended
-            else:
-                for process in nodes.processes.values():
-                    process.stdin.write("." * 30)
-                files = nodes.files("*.pid", 2)
-                process = nodes.processes["b"]
-                if asked:
-                    process.stdin.write(asked)
-                    process.stdin.flush()
-                else:
-                    process.stdin.close()
-                    process.stdin = None
-            statuses = nodes.wait()
-            assert statuses == [status, status], (asked, nodes.err)
-            # Who has the other end knows.
-            assert nodes.err["b"] == ""
-            assert not any(alive(pid) for pid in pids(nodes.files("*.pid", 2)))
+def test_a_host_whose_tie_to_the_launcher_is_cut_ends_and_the_others_are_told(tmp_path):
+    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT, tied=0) as nodes:
+        files = nodes.files("*.pid", 2)
+        nodes.cut("b")
+        assert nodes.processes["a"].wait(timeout=60) == 129
+        assert nodes.wait() == [129, 129]
+        assert nodes.err["b"] == "", "nobody reads it any more"
+        assert nodes.said() == ["zero run: host b is lost: it lost the connection to the launcher"]
+        assert not any(alive(pid) for pid in pids(files))
 
 
-def _beat(nodes: Nodes, names: str) -> bool:
-    for name in names:
-        os.write(nodes.processes[name].stdin.fileno(), b".")
-    return True
+TIED = """
+import os, signal, sys, time
+from zero.launch.tie import Tie
+def stop(number, frame):
+    print(signal.Signals(number).name, tie.pulled == number, repr(sys.stdin.read()), flush=True)
+    os._exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, stop)
+tie = Tie(int(sys.argv[1]))
+tie.start()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "closed", "seconds", "name"),
+    [
+        (b"..I", False, 60, "SIGINT"),
+        (b".T.", False, 0, "SIGTERM"),
+        (b"", True, 60, "SIGHUP"),
+        (b"..", True, 0, "SIGHUP"),
+        (b"..", False, 1, "SIGHUP"),
+    ],
+)
+def test_what_comes_through_the_tie(given, closed, seconds, name):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TIED, str(seconds)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(given)
+        process.stdin.flush()
+        if closed:
+            process.stdin.close()
+        assert process.stdout.read().decode() == f"{name} True ''\n"

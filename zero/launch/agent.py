@@ -104,6 +104,7 @@ class _Node:
         self.handle_signals()
         if self.request.hosts.tied is not None:
             self._tie = Tie(self.request.hosts.tied)
+            self._tie.start()
         elif self.place.host is not None:
             os.close(take_stdin())
 

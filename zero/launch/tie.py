@@ -25,6 +25,9 @@ class Tie:
         self.pulled: signal.Signals | None = None
         self._seconds = seconds
         self._stdin = take_stdin()
+
+    def start(self) -> None:
+        """Begin to read; from now on signals can come."""
         threading.Thread(target=self._run, name="zero-tie", daemon=True).start()
 
     def _run(self) -> None:
