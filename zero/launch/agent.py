@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,14 @@ from zero.launch.output import Output
 from zero.launch.places import Attempt, Ended, OneMachine, SeveralMachines
 from zero.launch.plan import THREADS, Plan, command, lines, plan
 from zero.launch.say import say
-from zero.launch.tie import Tie
+from zero.launch.tie import Tie, take_stdin
 from zero.launch.verdict import Failure, Verdict, signal_name
 
 _POLL = 0.05  # seconds between two looks at the ranks; two that die within it cannot be told apart
 _GRACE = 4  # seconds between asking the ranks to end and killing them
 _GRACE_ALONE = 1.5  # the same for a host that was cut off for a while before it knew
+_LAST_LINES = 2.0  # seconds for what reads our output to take the end of it
+_LAST_LINES_ALONE = 0.5
 # The agent must not share its store with the ranks: with gloo a restart then reads stale addresses.
 _ALWAYS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals.NAMES)}
 
@@ -61,6 +62,7 @@ def start(request: Request, made: Plan, place: Place) -> int:
         node = _Node(request, made, place, scratch)
         status = 1  # whatever ends this other than below is an error of the launcher itself
         try:
+            node.begin()
             with _environment(place.join()):
                 status = node.run()
         except Ended as error:
@@ -93,9 +95,18 @@ class _Node:
         self.scratch = scratch
         self.stopped_by: int | None = None
         self.output = Output(scratch, self._prefix) if request.log_dir or place.host else None
-        self.handle_signals()
-        self._tie = None if request.hosts.tied is None else Tie(request.hosts.tied)
+        self._tie: Tie | None = None
+        self._others: frozenset[int] = frozenset()
+
+    def begin(self) -> None:
+        """Take charge of signals, of stdin and of what the ranks leave."""
         self._others = processes.begin()
+        self.handle_signals()
+        if self.request.hosts.tied is not None:
+            self._tie = Tie(self.request.hosts.tied)
+            self._tie.start()
+        elif self.place.host is not None:
+            os.close(take_stdin())
 
     def run(self) -> int:
         """Until the ranks of all machines have succeeded, or have failed for the last time; the exit status."""
@@ -137,6 +148,14 @@ class _Node:
             leave = self._asked and self.stopped_by == signal.SIGHUP
             self.place.stop(self._why(), 128 + self.stopped_by, leave, self._asked)
 
+    def failure(self, local: int, rank: int, code: int, pid: int, error_file: str) -> Failure:
+        """What is known of a rank that ended with `code`."""
+        message, log = _message(error_file), None
+        if self.output is not None:
+            message = message or self.output.last_line(local)
+            log = self.output.logs.get(local)
+        return Failure(rank, code, pid, self.place.node, self.place.host, message, log)
+
     def say(self, found: Verdict) -> None:
         """Say `found` if it falls to this machine."""
         known = found.quiet and self._tie is not None
@@ -172,7 +191,7 @@ def _agent(node: _Node) -> Any:
 
     request, made = node.request, node.made
     rendezvous = _Rendezvous(node)
-    program, *args = command(request, made)
+    program, *args = command(request, made, ends=node.place.host is not None)
     spec = WorkerSpec(
         role="rank",
         local_world_size=made.ranks,
@@ -202,8 +221,10 @@ def _logs(node: _Node) -> Any:
                 found.stderrs = {local: pipe for local, (_, pipe) in pipes.items()}
             return found
 
-    # A folder that ends with the run, for error files; the agent would leave one of its own behind.
-    return Logs(log_dir=node.request.log_dir or node.scratch)
+    # Without --log_dir a folder that ends with the run, for error files; the agent would leave one of its own behind.
+    folder = node.request.log_dir or node.scratch
+    # Hosts may share the folder, and number their ranks alike.
+    return Logs(log_dir=os.path.join(folder, node.place.host) if node.place.host else folder)
 
 
 def _agent_class() -> Any:
@@ -239,7 +260,9 @@ def _agent_class() -> Any:
             codes = {local: one.proc.poll() for local, one in self._pcontext.subprocess_handlers.items()}
             if fresh := [local for local, code in codes.items() if code and local not in self._failed]:
                 self._failed.update(fresh)
-                place.failed([self._failure(local, codes[local], worker_group) for local in fresh])
+                workers, context = worker_group.workers, self._pcontext
+                found = [(local, workers[local].global_rank, codes[local], context.pids()[local]) for local in fresh]
+                place.failed([self._node.failure(*one, context.error_files[one[0]]) for one in found])
             elif not any(code is None or code for code in codes.values()):
                 place.done()
             if (found := place.verdict()) is not None:
@@ -249,15 +272,6 @@ def _agent_class() -> Any:
             if place.over:
                 return super()._monitor_workers(worker_group)
             return RunResult(WorkerState.HEALTHY)
-
-        def _failure(self, local: int, code: int, worker_group: Any) -> Failure:
-            node = self._node
-            message = _message(self._pcontext.error_files[local])
-            if message is None and node.output is not None:
-                message = node.output.last_line(local)
-            log = None if node.output is None else node.output.logs.get(local)
-            rank, pid = worker_group.workers[local].global_rank, self._pcontext.pids()[local]
-            return Failure(rank, code, pid, node.place.node, node.place.host, message, log)
 
         def _exit_barrier(self) -> None:
             """All machines are done when this one is."""
@@ -269,7 +283,7 @@ def _agent_class() -> Any:
                 self._pcontext.close(death_sig, _GRACE_ALONE if node.cut_off else _GRACE)
             super()._shutdown(death_sig, *args, **kwargs)
             if node.output is not None:
-                node.output.finish()
+                node.output.finish(_LAST_LINES_ALONE if node.cut_off else _LAST_LINES)
 
     return Agent
 
@@ -282,7 +296,6 @@ class _Rendezvous:
     def __init__(self, node: _Node) -> None:
         self._node = node
         self._attempt: Attempt | None = None
-        self._run_id = time.strftime("%Y%m%d-%H%M%S")
 
     def next_rendezvous(self) -> Any:
         """The place of this machine. The agent comes here for every attempt, when the ranks of the last have ended."""
@@ -310,7 +323,7 @@ class _Rendezvous:
 
     def get_run_id(self) -> str:
         """The name of the run."""
-        return self._run_id
+        return self._node.place.run_id
 
     def is_closed(self) -> bool:
         """Never: whoever leaves says so to the others."""

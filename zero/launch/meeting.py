@@ -95,7 +95,10 @@ class Meeting:
             now = time.monotonic()
             for link in self._readable():
                 for message in link.receive():
-                    self._take(link, message)
+                    try:
+                        self._take(link, message)
+                    except (KeyError, TypeError):
+                        link.gone = True  # whoever that is, it is no launcher like this one
             self._look(now)
             if now >= beat:
                 beat = now + BEAT
@@ -149,9 +152,9 @@ class Meeting:
         node = message.get("node")
         wrong = None
         if message.get("terms") != self._terms.word():
-            wrong = "its hosts, --max_restarts or --min_nodes are others; give all hosts the same"
+            wrong = "it was started with another hostfile, --max_restarts or --min_nodes; give all hosts the same"
         elif node in self._came or node not in self._left:
-            wrong = "this host is part of the job already, or has been lost; the job goes on without it"
+            wrong = f"--node_rank {node} is or was part of the job already"
         elif self._final:
             wrong = "the job has ended"
         if wrong is not None:
@@ -163,7 +166,7 @@ class Meeting:
         if not self._missing():
             # How the others reach this machine is what the first host's ranks listen on.
             found = [one.local_address() for other, one in self._here.items() if other]
-            self._tell("met", address=next(filter(None, found), None))
+            self._tell("met", run=run_id(), address=next(filter(None, found), None))
 
     def _missing(self) -> list[str]:
         return [self._terms.world.hosts[node].name for node in sorted(self._left - self._came)]
@@ -230,6 +233,11 @@ class Meeting:
     def _tell(self, kind: str, **rest: Any) -> None:
         for link in self._here.values():
             link.send(kind=kind, **rest)
+
+
+def run_id() -> str:
+    """A name for a run that begins now."""
+    return time.strftime("%Y%m%d-%H%M%S")
 
 
 def _hosts(names: list[str]) -> str:

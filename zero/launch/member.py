@@ -34,6 +34,7 @@ class Member:
         started: the attempt that was started last.
         over: whether all ranks of all hosts have succeeded.
         verdicts: by attempt, what ended it.
+        run_id: the name of the run, once all have met.
         address: the address of this machine that the other hosts use.
     """
 
@@ -43,6 +44,7 @@ class Member:
         self.over = False
         self.verdicts: dict[int, Verdict] = {}
         self.address: str | None = None
+        self.run_id = ""
         self._terms = terms
         self._node = node
         # The first host need not know itself by the name that the others know it by.
@@ -151,6 +153,7 @@ class Member:
         if kind == "met":
             if self._node == 0:
                 self.address = message["address"]
+            self.run_id = message["run"]
             self.met = True
         elif kind == "start":
             self.started = Start(message["attempt"], tuple(message["nodes"]), message["port"])

@@ -53,7 +53,7 @@ class Output:
         self._thread: threading.Thread | None = None
 
     def open(self, ranks: Mapping[int, int], logs: Mapping[int, str]) -> dict[int, tuple[str, str]]:
-        """The paths for stdout and stderr. `ranks` and what is returned by local rank; `logs`: a folder for each, or none."""
+        """The paths for stdout and stderr, by local rank, as `ranks` are; `logs`: a folder for each, or none."""
         self.finish()
         self._opened += 1
         self.logs, self._last, self._rest, self._streams = {}, {}, {}, []
@@ -93,13 +93,13 @@ class Output:
         line = self._last.get(local)
         return None if line is None else line.decode(errors="replace")
 
-    def finish(self) -> None:
-        """Write what the ranks of an attempt, which have ended, have left in the pipes."""
+    def finish(self, patience: float = _PATIENCE) -> None:
+        """Write what the ranks of an attempt, which have ended, have left in the pipes; at most `patience` seconds."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._ending.set()
-        thread.join(_PATIENCE)
+        thread.join(patience)
 
     def _run(self) -> None:
         streams, ending = self._streams, self._ending

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zero.launch import verdict
 from zero.launch.args import Request
 from zero.launch.interface import IFNAME, interface
-from zero.launch.meeting import PATIENCE, Meeting, Terms
+from zero.launch.meeting import PATIENCE, Meeting, Terms, run_id
 from zero.launch.member import Member
 from zero.launch.plan import Plan, free_port, restart_port
 from zero.launch.say import say
@@ -47,11 +47,13 @@ class OneMachine:
     Attributes:
         restarts: how often the ranks can be started again.
         over: whether all ranks have succeeded.
+        run_id: the name of the run.
     """
 
     def __init__(self, request: Request, made: Plan) -> None:
         self.restarts = request.max_restarts
         self.over = False
+        self.run_id = run_id()
         self._request = request
         self._made = made
         self._attempts = 0
@@ -142,6 +144,11 @@ class SeveralMachines:
     def over(self) -> bool:
         """Whether all ranks of all hosts have succeeded."""
         return self._member.over
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run, the same on all hosts."""
+        return self._member.run_id
 
     def join(self) -> dict[str, str]:
         """Wait for all hosts. Variables for the ranks; raises Ended where not all come."""

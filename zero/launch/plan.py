@@ -79,9 +79,8 @@ def plan(request: Request, gpus: int) -> Plan:
     return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
 
 
-def command(request: Request, made: Plan) -> list[str]:
-    """The command line of every rank of this machine."""
-    ends = len(made.world.hosts) > 1
+def command(request: Request, made: Plan, ends: bool) -> list[str]:
+    """The command line of every rank of this machine; `ends`: the rank is to end when its launcher is killed."""
     if not (ends or made.bound):
         return request.command()
     bound = ";".join(",".join(map(str, one)) for one in made.bound)
@@ -90,7 +89,7 @@ def command(request: Request, made: Plan) -> list[str]:
 
 def lines(request: Request, made: Plan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
-    words = shlex.join(command(request, made))
+    words = shlex.join(command(request, made, ends=False))
     return [
         " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {words}"
         for rank in made.world.ranks(made.node)

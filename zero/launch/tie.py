@@ -24,11 +24,10 @@ class Tie:
     def __init__(self, seconds: int) -> None:
         self.pulled: signal.Signals | None = None
         self._seconds = seconds
-        self._stdin = os.dup(0)
-        # The ranks get none of the bytes.
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        self._stdin = take_stdin()
+
+    def start(self) -> None:
+        """Begin to read; from now on signals can come."""
         threading.Thread(target=self._run, name="zero-tie", daemon=True).start()
 
     def _run(self) -> None:
@@ -52,3 +51,16 @@ class Tie:
         if not found:
             return signal.SIGHUP
         return next((_ASKED[byte] for byte in (found[at : at + 1] for at in range(len(found))) if byte in _ASKED), None)
+
+
+def take_stdin() -> int:
+    """Leave the ranks an empty stdin, and return the file number of what was there."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        found = os.dup(0)
+    except OSError:  # it was closed
+        found = os.dup(nothing)
+    os.dup2(nothing, 0)
+    if nothing:
+        os.close(nothing)
+    return found
