@@ -22,9 +22,13 @@ class End(NamedTuple):
     out: str
     err: str
 
+    def lines(self, *words: str) -> list[str]:
+        """The lines of the launcher's stderr that have all of `words`."""
+        return [line for line in self.err.splitlines() if all(word in line for word in words)]
+
     def says(self, *words: str) -> bool:
-        """Whether one line of the launcher's stderr has all of `words`, and no other line has."""
-        return len([line for line in self.err.splitlines() if all(word in line for word in words)]) == 1
+        """Whether it says so, and only once."""
+        return len(self.lines(*words)) == 1
 
 
 class Job:
