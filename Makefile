@@ -26,13 +26,18 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test report sanitize peers clean
+.PHONY: train test nodes report sanitize peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
 		$(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-test: $(STAMP)
+# Real nodes and MPI are tested where the system has the programs for it. They are installed where that is allowed, as
+# in the containers of a CI; elsewhere those tests skip, and the end of the run says so.
+nodes:
+	@sh tests/real_nodes.sh
+
+test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

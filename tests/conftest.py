@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import Pool
+from real_nodes import Nodes, reason
+
+UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
@@ -24,3 +28,27 @@ def pool() -> Iterator[Pool]:
     made = Pool(4)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def real_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Three hosts for a file of tests; a skip with the reason where there can be none."""
+    if why := reason():
+        pytest.skip(UNTESTED + why)
+    with Nodes(tmp_path_factory.mktemp("nodes")) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(real_nodes: Nodes) -> Iterator[Nodes]:
+    """Those hosts, connected, with nothing running on them, whatever the test before has left."""
+    yield real_nodes
+    real_nodes.clear()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say once, at the end, why nothing ran over real nodes; under xdist only the process that prints comes here."""
+    said = {str(report.longrepr[-1]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())}
+    for line in sorted(said):
+        if line.startswith(UNTESTED):
+            terminalreporter.write_line(line, yellow=True)

@@ -8,14 +8,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from zero.__main__ import main
-from zero.launch.agent import verdict
 from zero.launch.args import LaunchError, Request
 from zero.launch.plan import plan
+from zero.launch.verdict import Failure, of
 
 ROOT = Path(__file__).parent.parent
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -227,17 +226,11 @@ def test_restarts_that_do_not_help_end_with_the_last_failure(script):
 
 
 def test_of_ranks_that_die_together_the_killed_one_is_named():
-    class Failure(NamedTuple):
-        exitcode: int
-        timestamp: int = 100
-        pid: int = 7
-
-        def signal_name(self) -> str:
-            return signal.Signals(-self.exitcode).name
-
-    assert verdict({0: Failure(1), 1: Failure(-6)}) == ("rank 1 was killed by SIGABRT, pid 7", 134)
-    stopped = {0: Failure(-15), 2: Failure(-9, timestamp=130)}
-    assert verdict({1: Failure(4), **stopped}) == ("rank 1 failed first, with exit code 4 (pid 7)", 4)
+    killed = of([Failure(0, 1, 7), Failure(1, -6, 7)])
+    assert (killed.text, killed.status) == ("rank 1 was killed by SIGABRT, pid 7", 134)
+    # SIGTERM is how ranks are ended, and no cause.
+    first = of([Failure(1, 4, 7), Failure(0, -15, 7)])
+    assert (first.text, first.status) == ("rank 1 failed first, with exit code 4 (pid 7)", 4)
 
 
 def test_the_script_runs_under_torchrun_too(script):

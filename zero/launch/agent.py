@@ -1,165 +1,333 @@
 """Running the ranks under torch's elastic agent. torch is imported only once something is to start."""
 
 import contextlib
+import json
 import logging
 import os
 import signal
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from zero.launch import processes
+from zero.launch import processes, signals
 from zero.launch.args import Request
-from zero.launch.plan import Plan, lines, plan, restart_port
+from zero.launch.member import LOST
+from zero.launch.output import Output
+from zero.launch.places import Attempt, Ended, OneMachine, SeveralMachines
+from zero.launch.plan import THREADS, Plan, command, lines, plan
+from zero.launch.say import say
+from zero.launch.tie import Tie, take_stdin
+from zero.launch.verdict import Failure, Verdict, signal_name
 
 _POLL = 0.05  # seconds between two looks at the ranks; two that die within it cannot be told apart
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_GRACE = 4  # seconds between asking the ranks to end and killing them
+_GRACE_REST = 2  # the same for what the ranks leave; with theirs less than the launcher of several hosts waits
+_GRACE_ALONE = 1.5  # both for a host that was cut off for a while before it knew
+_LAST_LINES = 2.0  # seconds for what reads our output to take the end of it
+_LAST_LINES_ALONE = 0.5
+# The agent must not share its store with the ranks: with gloo a restart then reads stale addresses.
+_ALWAYS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals.NAMES)}
+
+Place = OneMachine | SeveralMachines
 
 
 def run(request: Request) -> int:
     """Do what `zero run` was asked to; the exit status is that of the first rank that failed."""
     request.check()
-    made = plan(request, _gpus())
+    made = plan(request, gpus())
     for note in made.notes:
-        say(note)
+        # What is the same on every host is said once.
+        if made.node == 0 or not note.startswith(THREADS):
+            say(note)
     if request.dry_run:
         print("\n".join(lines(request, made)))
         return 0
-    with _environment(made.shared), _signals_restored(), tempfile.TemporaryDirectory() as scratch:
-        return _run_agent(request, made, scratch)
+    kind = SeveralMachines if len(made.world.hosts) > 1 else OneMachine
+    return start(request, made, kind(request, made))
 
 
-def say(text: str) -> None:
-    """One line of the launcher's own, on stderr."""
-    print(f"zero run: {text}", file=sys.stderr, flush=True)
-
-
-def _gpus() -> int:
+def gpus() -> int:
+    """The number of GPUs that this machine lets us see."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _run_agent(request: Request, made: Plan, scratch: str) -> int:
+def start(request: Request, made: Plan, place: Place) -> int:
+    """Start the ranks of this machine, watch over them and end all that they leave; the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     _quiet()
-    others = processes.begin()
-    status = 1  # whatever ends this other than below is an error of the launcher itself
-    try:
-        place = OneMachine(request, made, lambda: processes.end(others))
-        failures = _agent(request, made, scratch, place).run().failures
-        status = 0
-        if failures:
-            text, status = verdict(failures)
-            say(f"{text}; no restart is left of {request.max_restarts}" if request.max_restarts else text)
-    except SignalException as error:
-        _ignore_signals()  # a second Ctrl-C must not interrupt the clean-up
-        status = 128 + error.sigval
-        say(f"stopped by {signal.Signals(error.sigval).name}")
-    finally:
-        if status:
-            _ignore_signals()
-            processes.end(others)
+    with _environment({**_ALWAYS, **made.shared}), signals.restored(), tempfile.TemporaryDirectory() as scratch:
+        node = _Node(request, made, place, scratch)
+        status = 1  # whatever ends this other than below is an error of the launcher itself
+        try:
+            node.begin()
+            with _environment(place.join()):
+                status = node.run()
+        except Ended as error:
+            node.say(error.verdict)
+            status = error.verdict.status
+        except SignalException:
+            status = node.stopped()
+        except BaseException as error:
+            place.stop(f"the launcher on host {place.host} failed: {error!r}", 1, False, True)
+            raise
+        finally:
+            if status:
+                signals.ignore()
+                node.clear()
+            place.close()
     return status
 
 
-def _agent(request: Request, made: Plan, scratch: str, place: "OneMachine") -> Any:
+class _Node:
+    """The launcher on one machine, and what it has to look after.
+
+    Attributes:
+        stopped_by: the signal that this process got; None so far.
+    """
+
+    def __init__(self, request: Request, made: Plan, place: Place, scratch: str) -> None:
+        self.request = request
+        self.made = made
+        self.place = place
+        self.scratch = scratch
+        self.stopped_by: int | None = None
+        self.output = Output(scratch, self._prefix) if request.log_dir or place.host else None
+        self._tie: Tie | None = None
+        self._others: frozenset[int] = frozenset()
+
+    def begin(self) -> None:
+        """Take charge of signals, of stdin and of what the ranks leave."""
+        self._others = processes.begin()
+        self.handle_signals()
+        if self.request.hosts.tied is not None:
+            self._tie = Tie(self.request.hosts.tied)
+            self._tie.start()
+        elif self.place.host is not None:
+            os.close(take_stdin())
+
+    def run(self) -> int:
+        """Until the ranks of all machines have succeeded, or have failed for the last time; the exit status."""
+        result = _agent(self).run()
+        if not result.is_failed():
+            return 0
+        found = self.place.verdict()
+        if found is None:
+            raise RuntimeError("torch's agent ended without a reason")
+        self.clear()
+        self.say(found)
+        return found.status
+
+    def handle_signals(self) -> None:
+        """Have a signal raise torch's exception, and those after it do nothing."""
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        def stop(number: int, frame: object) -> None:
+            signals.ignore()
+            self.stopped_by = number
+            raise SignalException(f"got signal {number}", signal.Signals(number))
+
+        signals.handle(stop)
+
+    def stopped(self) -> int:
+        """Say what signal ended this, if nobody else has; the exit status."""
+        self.tell()
+        status = 128 + (self.stopped_by or 0)
+        if self._asked:  # by the launcher, which knows
+            return status
+        found = self.place.last_word()
+        if found is None or found.node == self.place.node:
+            say(self._why())
+        return status
+
+    def tell(self) -> None:
+        """Tell the other machines of the signal that this process got, if it did."""
+        if self.stopped_by is not None:
+            leave = self._asked and self.stopped_by == signal.SIGHUP
+            self.place.stop(self._why(), 128 + self.stopped_by, leave, self._asked)
+
+    def failure(self, local: int, rank: int, code: int, pid: int, error_file: str) -> Failure:
+        """What is known of a rank that ended with `code`."""
+        message, log = _message(error_file), None
+        if self.output is not None:
+            message = message or self.output.last_line(local)
+            log = self.output.logs.get(local)
+        return Failure(rank, code, pid, self.place.node, self.place.host, message, log)
+
+    def say(self, found: Verdict) -> None:
+        """Say `found` if it falls to this machine."""
+        known = found.quiet and self._tie is not None
+        if found.node == self.place.node and not known:
+            say(found.text)
+
+    def clear(self) -> None:
+        """End all that the ranks have left: data loaders and the like, which may hold memory, files or the port."""
+        processes.end(self._others, _GRACE_ALONE if self.cut_off else _GRACE_REST)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the other machines go on or end without this one, which was out of touch for a while already."""
+        found = self.place.verdict()
+        return self.stopped_by == signal.SIGHUP or (found is not None and found.status == LOST)
+
+    @property
+    def _asked(self) -> bool:
+        return self._tie is not None and self._tie.pulled is not None
+
+    def _why(self) -> str:
+        if self._asked and self.stopped_by == signal.SIGHUP:
+            return "it lost the connection to the launcher"
+        name = signal_name(self.stopped_by or 0)
+        return f"stopped by {name}" + (f" on host {self.place.host}" if self.place.host else "")
+
+    def _prefix(self, rank: int) -> str:
+        return f"[{self.place.host} rank {rank}]: " if self.place.host else f"[rank {rank}]: "
+
+
+def _agent(node: _Node) -> Any:
     from torch.distributed.elastic.agent.server import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-    class Agent(LocalElasticAgent):
-        """Torch's, which keeps to itself why it restarts."""
-
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            result = super()._monitor_workers(worker_group)
-            if result.is_failed():
-                place.failures = dict(result.failures)
-            return result
-
-    logs = DefaultLogsSpecs(
-        # A folder that ends with the run, for error files; the agent would leave one of its own behind.
-        log_dir=request.log_dir or scratch,
-        tee=Std.ALL if request.log_dir else Std.NONE,
-    )
-    program, *args = request.command()
+    request, made = node.request, node.made
+    rendezvous = _Rendezvous(node)
+    program, *args = command(request, made, ends=node.place.host is not None)
     spec = WorkerSpec(
         role="rank",
         local_world_size=made.ranks,
-        rdzv_handler=place,
+        rdzv_handler=rendezvous,
         entrypoint=program,
         # "$$" because the agent fills in ${local_rank} as a template does, and would eat a user's dollar.
         args=tuple(arg.replace("$", "$$") for arg in args),
-        max_restarts=request.max_restarts,
+        max_restarts=node.place.restarts,
         monitor_interval=_POLL,
     )
-    prefix = "[rank ${rank}]: " if request.log_dir else None
-    return Agent(spec, logs, log_line_prefix_template=prefix)
+    return _agent_class()(spec, _logs(node), node, rendezvous)
 
 
-def verdict(failures: Mapping[int, Any]) -> tuple[str, int]:
-    """Which rank failed first, in words, and the exit status that follows from it."""
-    # In the order seen: those that the agent stopped because of the first come after it, by SIGTERM at once or by
-    # SIGKILL half a minute later. Of those that died between two looks, the one that was killed is the cause: who
-    # loses its peer raises an exception, and exits.
-    first = next(iter(failures.values()))
-    alike = [item for item in failures.items() if item[1].timestamp - first.timestamp <= 1]
-    killed = [item for item in alike if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
-    rank, failure = (killed or alike)[0]
-    if failure.exitcode < 0:
-        number = -failure.exitcode
-        why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
-        return f"rank {rank} was killed by {failure.signal_name()}{why}, pid {failure.pid}", 128 + number
-    return f"rank {rank} failed first, with exit code {failure.exitcode} (pid {failure.pid})", failure.exitcode
+def _logs(node: _Node) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    class Logs(DefaultLogsSpecs):
+        """Torch's, which makes the folders; the output goes through our pipes."""
+
+        def reify(self, envs: Any) -> Any:
+            found = super().reify(envs)
+            if node.output is not None:
+                folders = {local: str(Path(file).parent) for local, file in found.error_files.items()}
+                ranks = {local: int(variables["RANK"]) for local, variables in envs.items()}
+                pipes = node.output.open(ranks, folders if node.request.log_dir else {})
+                found.stdouts = {local: pipe for local, (pipe, _) in pipes.items()}
+                found.stderrs = {local: pipe for local, (_, pipe) in pipes.items()}
+            return found
+
+    # Without --log_dir a folder that ends with the run, for error files; the agent would leave one of its own behind.
+    folder = node.request.log_dir or node.scratch
+    # Hosts may share the folder, and number their ranks alike.
+    return Logs(log_dir=os.path.join(folder, node.place.host) if node.place.host else folder)
 
 
-class OneMachine:
-    """The rendezvous of a single agent: it meets nobody, and hands the ranks an address of their own.
+def _agent_class() -> Any:
+    from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    Rank 0 hosts the store, not the agent, so that a restart never reads addresses of processes that died. The agent
-    comes here for the first attempt and for every restart, when the ranks of the attempt before have ended.
+    class Agent(LocalElasticAgent):
+        """Torch's, with ranks and an end that are decided for all machines alike.
 
-    Attributes:
-        failures: what ended the last attempt, by rank.
-    """
+        It looks at the ranks itself: torch's own look, when it finds one that failed, waits for the others half a
+        minute before it says so.
+        """
+
+        def __init__(self, spec: Any, logs: Any, node: _Node, rendezvous: _Rendezvous) -> None:
+            super().__init__(spec, logs)
+            self._node = node
+            self._rendezvous_of_node = rendezvous
+            self._failed: set[int] = set()
+
+        def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: Any) -> list[Any]:
+            ranks, size = self._rendezvous_of_node.ranks()
+            # Local and global rank, the one among those of its kind, and the numbers of both: there is one kind.
+            return [Worker(local, rank, rank, size, size) for local, rank in enumerate(ranks)]
+
+        def _start_workers(self, worker_group: Any) -> Any:
+            self._failed = set()
+            found = super()._start_workers(worker_group)
+            self._node.handle_signals()  # torch has put its own there
+            return found
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            place = self._node.place
+            codes = {local: one.proc.poll() for local, one in self._pcontext.subprocess_handlers.items()}
+            if fresh := [local for local, code in codes.items() if code and local not in self._failed]:
+                self._failed.update(fresh)
+                workers, context = worker_group.workers, self._pcontext
+                found = [(local, workers[local].global_rank, codes[local], context.pids()[local]) for local in fresh]
+                place.failed([self._node.failure(*one, context.error_files[one[0]]) for one in found])
+            elif not any(code is None or code for code in codes.values()):
+                place.done()
+            if (found := place.verdict()) is not None:
+                if not found.restart:
+                    self._remaining_restarts = 0
+                return RunResult(WorkerState.FAILED)
+            if place.over:
+                return super()._monitor_workers(worker_group)
+            return RunResult(WorkerState.HEALTHY)
+
+        def _exit_barrier(self) -> None:
+            """All machines are done when this one is."""
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+            node = self._node
+            node.tell()
+            if self._pcontext is not None:
+                self._pcontext.close(death_sig, _GRACE_ALONE if node.cut_off else _GRACE)
+            super()._shutdown(death_sig, *args, **kwargs)
+            if node.output is not None:
+                node.output.finish(_LAST_LINES_ALONE if node.cut_off else _LAST_LINES)
+
+    return Agent
+
+
+class _Rendezvous:
+    """What torch's agent asks for the place of its machine among the others."""
 
     use_agent_store = False
 
-    def __init__(self, request: Request, made: Plan, clear: Callable[[], None]) -> None:
-        self.failures: Mapping[int, Any] = {}
-        self._request = request
-        self._made = made
-        self._clear = clear
-        self._attempts = 0
-        self._run_id = time.strftime("%Y%m%d-%H%M%S")
+    def __init__(self, node: _Node) -> None:
+        self._node = node
+        self._attempt: Attempt | None = None
 
     def next_rendezvous(self) -> Any:
-        """The place of this agent among the agents: the only one. Raises LaunchError where the port is taken."""
+        """The place of this machine. The agent comes here for every attempt, when the ranks of the last have ended."""
         from torch.distributed import HashStore
         from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-        port = self._made.master_port
-        if self._attempts:
-            say(f"{verdict(self.failures)[0]}; restart {self._attempts} of {self._request.max_restarts}")
-            # Data loaders and the like, which may still hold memory, files or the port.
-            self._clear()
-            port = restart_port(self._request.master_port)
-        self._attempts += 1
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self._made.master_addr, port))
+        place = self._node.place
+        if self._attempt is not None:
+            self._node.clear()
+            if (found := place.verdict()) is not None:
+                self._node.say(found)
+        self._attempt = attempt = place.begin()
+        where = RendezvousStoreInfo(attempt.master_addr, attempt.master_port)
+        return RendezvousInfo(HashStore(), attempt.node, len(attempt.world.hosts), where)
+
+    def ranks(self) -> tuple[range, int]:
+        """The ranks of this machine, and the number of all."""
+        if self._attempt is None:
+            raise RuntimeError("no attempt has begun")
+        return self._attempt.world.ranks(self._attempt.node), self._attempt.world.size
 
     def get_backend(self) -> str:
         """What kind of rendezvous this is."""
-        return "zero-one-machine"
+        return "zero"
 
     def get_run_id(self) -> str:
         """The name of the run."""
-        return self._run_id
+        return self._node.place.run_id
 
     def is_closed(self) -> bool:
-        """Never: nobody else could close it."""
+        """Never: whoever leaves says so to the others."""
         return False
 
     def set_closed(self) -> None:
@@ -174,6 +342,17 @@ class OneMachine:
         return True
 
 
+def _message(file: str) -> str | None:
+    """What a rank that failed has written by torchelastic's `record`, in one line; None where it wrote nothing."""
+    try:
+        found = json.loads(Path(file).read_text())["message"]
+        text = found["message"] if isinstance(found, dict) else found
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    words = str(text).strip().splitlines()
+    return words[-1] if words else None
+
+
 def _quiet() -> None:
     """Keep the agent's chatter off the screen, unless LOGLEVEL asks for it; one line of ours says enough."""
     if "LOGLEVEL" in os.environ:
@@ -184,28 +363,9 @@ def _quiet() -> None:
         log.handlers = [logging.NullHandler()]
 
 
-def _ignore_signals() -> None:
-    for name in _SIGNALS:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Put the handlers back that the agent replaces."""
-    before = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
-
-
 @contextlib.contextmanager
 def _environment(extra: Mapping[str, str]) -> Iterator[None]:
     """Add to the environment, which is how the agent hands it to the ranks, and take it back."""
-    # The agent must not share its store with the ranks: with gloo a restart then reads stale addresses.
-    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS)}
-    extra = {**shared, **extra}
     before = {key: os.environ.get(key) for key in extra}
     os.environ.update(extra)
     try:

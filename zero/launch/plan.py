@@ -3,15 +3,17 @@
 import os
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zero.launch import bind, cores, selection
 from zero.launch import environment as variables
-from zero.launch import selection
 from zero.launch.args import LaunchError, Request
+from zero.launch.errors import listed
 from zero.launch.job import node_of, said
 from zero.launch.machine import is_this_machine
 from zero.launch.ports import problem
@@ -32,6 +34,7 @@ class Plan:
     master_port: int
     shared: Mapping[str, str]  # what every rank gets on top of the environment of the launcher
     notes: tuple[str, ...]  # what was decided for the user, to be said once
+    bound: tuple[tuple[int, ...], ...] = ()  # the cores of each local rank; empty: those that the launcher has
 
     @property
     def ranks(self) -> int:
@@ -54,8 +57,6 @@ class _Place(NamedTuple):
 
 def plan(request: Request, gpus: int) -> Plan:
     """Decide on the processes for a machine on which `gpus` GPUs are visible."""
-    if request.bind_cores:
-        raise LaunchError("--bind_cores_to_rank: this release does not bind cores; OMP_NUM_THREADS shares them out")
     place = _of_world(request, gpus) if request.hosts.world is not None else _alone(request, gpus)
     notes = list(place.notes)
     shared: dict[str, str] = {}
@@ -64,24 +65,33 @@ def plan(request: Request, gpus: int) -> Plan:
     notes += said(found)
     if place.devices is not None:
         shared[DEVICES] = ",".join(place.devices)
+    ranks = len(place.world.ranks(place.node))
+    bound = _bound(request, ranks)
     if THREADS not in os.environ and THREADS not in shared:
-        ranks = len(place.world.ranks(place.node))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        shared[THREADS] = str(max(1, cores // ranks))
-        notes.append(f"{THREADS}={shared[THREADS]} for each rank ({cores} cores, {ranks} ranks)")
-    port = _free_port() if request.master_port is None else request.master_port
+        count = sum(map(len, bound)) or _cores()
+        shared[THREADS] = str(max(1, count // ranks))
+        notes.append(f"{THREADS}={shared[THREADS]} for each rank ({count} cores, {ranks} ranks)")
+    port = free_port() if request.master_port is None else request.master_port
     if request.master_port is not None and place.node == 0:
         _check_port(port)
     if request.quiet:
         notes.clear()
-    return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes))
+    return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
+
+
+def command(request: Request, made: Plan, ends: bool) -> list[str]:
+    """The command line of every rank of this machine; `ends`: the rank is to end when its launcher is killed."""
+    if not (ends or made.bound):
+        return request.command()
+    bound = ";".join(",".join(map(str, one)) for one in made.bound)
+    return [sys.executable, "-I", "-S", bind.__file__, "1" if ends else "", bound, *request.command()]
 
 
 def lines(request: Request, made: Plan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
-    command = shlex.join(request.command())
+    words = shlex.join(command(request, made, ends=False))
     return [
-        " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {command}"
+        " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {words}"
         for rank in made.world.ranks(made.node)
     ]
 
@@ -89,7 +99,7 @@ def lines(request: Request, made: Plan) -> list[str]:
 def restart_port(asked: int | None) -> int:
     """The port for the next attempt: another free one, or the one that was asked for, once it is free again."""
     if asked is None:
-        return _free_port()
+        return free_port()
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -154,9 +164,30 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'s' if count > 1 else ''}"
 
 
-def _free_port() -> int:
+def _bound(request: Request, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The cores of each of `ranks` local ranks; empty where they are to be bound to none."""
+    if not request.bind_cores:
+        return ()
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchError("--bind_cores_to_rank: this system has no way to bind a process to cores; leave it out")
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed if request.bind_core_list is None else cores.parse(request.bind_core_list)
+    if outside := [str(core) for core in chosen if core not in allowed]:
+        raise LaunchError(
+            f"--bind_core_list: core {listed(outside)} is not one that this machine gives to the launcher, which may "
+            f"run on {listed([str(core) for core in allowed])}"
+        )
+    return tuple(cores.shared(chosen, ranks))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return probe.getsockname()[1]
 
 

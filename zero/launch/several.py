@@ -94,10 +94,15 @@ class JobCrew(Crew):
 
     def ended(self, program: Program) -> None:
         """A node has ended; the first that did not end well ends the job, unless it can go on without."""
-        if not program.status or self._ending:
+        if not program.status:
             return
         node = program.command.node
         lost = reason_of_ssh(program) if program.command.heartbeat else None
+        if self._ending:
+            # The other hosts may have missed the first one before ssh did; no node is left there to say so.
+            if node == 0 and lost is not None and program.killed_by is None and self.stopped_by is None:
+                self.said(f"host {program.name}: lost ({lost})")
+            return
         self._left -= 1
         if lost is not None:
             self.said(f"host {program.name}: lost ({lost})")

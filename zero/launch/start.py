@@ -8,11 +8,11 @@ from pathlib import Path
 
 from zero.launch import agent, backends, several, survey
 from zero.launch.args import Request
-from zero.launch.errors import LaunchError
 from zero.launch.job import Job, job
 from zero.launch.machine import is_this_machine
 from zero.launch.plan import lines as node_lines
 from zero.launch.plan import plan
+from zero.launch.say import say
 from zero.launch.world import World
 
 
@@ -22,27 +22,31 @@ def run(request: Request) -> int:
     made = job(request, os.environ, Path.cwd())
     if made is None:
         if request.hosts.launcher != "ssh":
-            agent.say(f"--launcher {request.hosts.launcher} is not used: there is no hostfile, so this is one machine")
+            say(f"--launcher {request.hosts.launcher} is not used: there is no hostfile, so this is one machine")
         return agent.run(request)
     hosts = made.world.hosts
     if len(hosts) == 1 and (request.hosts.no_ssh or is_this_machine(hosts[0].name)):
         return agent.run(with_world(request, made))
+    if request.hosts.no_ssh and len(hosts) > 1 and not request.dry_run:
+        return agent.run(there(request, made))
     if not request.dry_run:
-        if request.hosts.no_ssh:
-            raise LaunchError("--no_ssh: this release does not start a node of several by itself")
         for note in made.notes:
-            agent.say(note)
+            say(note)
         stopped = 0 if request.hosts.no_check else survey.check(made)
         return stopped or several.run(made)
     notes, text = made.notes, lines(made)
     if request.hosts.no_ssh:
-        there = replace(request, master_addr=made.master_addr, master_port=made.master_port)
-        node = plan(with_world(there, made), gpus=0)  # so many only to be compared with the slots: that can wait
-        notes, text = node.notes, node_lines(there, node)
+        node = plan(there(request, made), gpus=0)  # so many only to be compared with the slots: that can wait
+        notes, text = node.notes, node_lines(request, node)
     for note in notes:
-        agent.say(note)
+        say(note)
     print("\n".join(text))
     return 0
+
+
+def there(request: Request, made: Job) -> Request:
+    """`request` as it is for one of several nodes, which has to know where they meet."""
+    return replace(with_world(request, made), master_addr=made.master_addr, master_port=made.master_port)
 
 
 def with_world(request: Request, made: Job) -> Request:

@@ -1,0 +1,107 @@
+"""The launchers of a job of several hosts, all on this machine and started by hand, as without ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_PATIENCE = 90
+
+
+class Nodes:
+    """One launcher per host of `hosts`, such as {"a": 1, "b": 2} for two hosts with 1 and 2 ranks.
+
+    `text` is the script; its first argument is the folder of the test. Used in a with statement, which ends all.
+    """
+
+    def __init__(self, folder: Path, hosts: dict[str, int], text: str, *flags: str, tied: int | None = None) -> None:
+        self.folder = folder
+        (folder / "hosts").write_text("".join(f"{name} slots={count}\n" for name, count in hosts.items()))
+        (folder / "script.py").write_text(textwrap.dedent(text))
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        kept = {key: value for key, value in os.environ.items() if key not in _OURS and key != "LOGLEVEL"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._environment = {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        tie = [] if tied is None else [f"--tied={tied}"]
+        self.processes = {
+            name: self._start(
+                *["--no_ssh", f"--node_rank={node}", "-H", str(folder / "hosts"), "--master_addr=127.0.0.1"],
+                *[f"--master_port={port}", *tie, *flags, str(folder / "script.py"), str(folder)],
+            )
+            for node, name in enumerate(hosts)
+        }
+        self.out: dict[str, str] = {}
+        self.err: dict[str, str] = {}
+
+    def _start(self, *words: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "zero", "run", *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self._environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def cut(self, name: str) -> None:
+        """Close the stdin of a launcher."""
+        self.processes[name].stdin.close()
+        self.processes[name].stdin = None
+
+    def wait(self) -> list[int]:
+        """The exit statuses, once all have ended; what they wrote is in `out` and `err` then. Closes their stdin."""
+        statuses = []
+        for name, process in self.processes.items():
+            self.out[name], self.err[name] = process.communicate(timeout=_PATIENCE)
+            statuses.append(process.returncode)
+        return statuses
+
+    def said(self) -> list[str]:
+        """What the launchers themselves said, of all hosts, but for what they decided at the start."""
+        lines = [line for text in self.err.values() for line in text.splitlines()]
+        return [line for line in lines if line.startswith("zero run: ") and "OMP_NUM_THREADS" not in line]
+
+    def files(self, pattern: str, count: int) -> list[Path]:
+        """The files of the folder that match `pattern`, once there are `count`."""
+        assert eventually(lambda: len(list(self.folder.glob(pattern))) >= count), f"no {count} files {pattern}"
+        return sorted(self.folder.glob(pattern))
+
+
+def eventually(holds: Callable[[], bool], seconds: float = _PATIENCE) -> bool:
+    """Whether `holds` comes to be so."""
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether there is a process `pid`, other than as an entry that nobody has read."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def pids(files: list[Path]) -> Iterator[int]:
+    """The numbers that `files` have in them."""
+    for file in files:
+        yield from map(int, file.read_text().split())

@@ -1,0 +1,238 @@
+"""The launchers of a job's hosts number the ranks, tell of the first failure once, and end or restart together."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nodes import ROOT, Nodes, alive, eventually, pids
+
+# Writes what a rank is into a file of its own, whole at once.
+BEGIN = """
+import os, signal, sys, time
+from pathlib import Path
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def note(name, text=""):
+    path = Path(sys.argv[1], name)
+    path.with_suffix(".tmp").write_text(str(text))
+    path.with_suffix(".tmp").rename(path)
+def noted(name, count=1):
+    while len(list(Path(sys.argv[1]).glob(name))) < count:
+        time.sleep(0.02)
+"""
+WAIT = BEGIN + "note(f'{rank}.pid', os.getpid())\ntime.sleep(600)\n"
+
+
+def test_unequal_slots_give_the_ranks_of_the_world_and_no_host_ends_before_the_last(tmp_path):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+    text = (
+        BEGIN
+        + f"""
+sys.stdout.write(' '.join(os.environ[k] for k in {names!r}) + chr(10))
+note(f"{{rank}}.env", os.environ["MASTER_PORT"] + " " + os.environ["TORCHELASTIC_RUN_ID"])
+assert sys.stdin.read() == ""
+if rank == 3:
+    noted("go")
+"""
+    )
+    with Nodes(tmp_path, {"a": 1, "b": 2, "c": 1}, text) as nodes:
+        files = nodes.files("*.env", 4)
+        assert len({file.read_text() for file in files}) == 1, "every rank has the same port and run"
+        assert not eventually(lambda: any(one.poll() is not None for one in nodes.processes.values()), seconds=0.5)
+        (tmp_path / "go").touch()
+        assert nodes.wait() == [0, 0, 0]
+        assert nodes.out["a"] == "[a rank 0]: 0 0 4 1 0 0 127.0.0.1\n"
+        assert sorted(nodes.out["b"].splitlines()) == [
+            "[b rank 1]: 1 0 4 2 1 1 127.0.0.1",
+            "[b rank 2]: 2 1 4 2 1 2 127.0.0.1",
+        ]
+        assert nodes.out["c"] == "[c rank 3]: 3 0 4 1 2 3 127.0.0.1\n"
+        assert nodes.said() == []
+
+
+def test_the_first_failure_is_told_once_with_its_message_and_its_log(tmp_path):
+    text = (
+        BEGIN
+        + """
+note(f"{rank}.pid", os.getpid())
+noted("*.pid", 3)
+if rank == 1:
+    print("starts", "in pieces", file=sys.stderr)
+    raise RuntimeError("boom in rank 1")
+if rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # an end that follows, and no cause
+time.sleep(600)
+"""
+    )
+    with Nodes(tmp_path, {"a": 1, "b": 1, "c": 1}, text, f"--log_dir={tmp_path / 'logs'}") as nodes:
+        assert nodes.wait() == [1, 1, 1]
+        (line,) = nodes.said()
+        assert line in nodes.err["b"]
+        found = re.fullmatch(
+            r"zero run: rank 1 on host b failed first, with exit code 1 \(pid \d+\): RuntimeError: boom in rank 1; "
+            r"its output is in (.+)",
+            line,
+        )
+        assert "[b rank 1]: starts in pieces\n" in nodes.err["b"]
+        assert Path(found[1]).read_text().endswith("RuntimeError: boom in rank 1\n")
+        assert not any(alive(pid) for pid in pids(nodes.files("*.pid", 3)))
+
+
+def test_of_hosts_that_fail_together_the_killed_rank_is_the_cause(tmp_path):
+    text = (
+        BEGIN
+        + """
+note(f"{rank}.pid", os.getpid())
+noted("*.pid", 2)
+if rank == 0:
+    sys.exit(5)  # as if its peer were gone
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    with Nodes(tmp_path, {"a": 1, "b": 1}, text) as nodes:
+        assert nodes.wait() == [137, 137]
+        (line,) = nodes.said()
+        assert line.startswith("zero run: rank 1 on host b was killed by SIGKILL") and line in nodes.err["b"]
+
+
+def test_a_signal_to_one_host_ends_all(tmp_path):
+    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
+        files = nodes.files("*.pid", 2)
+        nodes.processes["b"].send_signal(signal.SIGTERM)
+        nodes.processes["b"].send_signal(signal.SIGINT)
+        statuses = nodes.wait()
+        assert statuses[0] == statuses[1] and statuses[0] in (130, 143)
+        (line,) = nodes.said()
+        assert re.fullmatch(r"zero run: stopped by SIG(TERM|INT) on host b", line)
+        assert not any(alive(pid) for pid in pids(files))
+
+
+def test_a_launcher_that_is_killed_is_a_lost_host_and_its_ranks_end_with_it(tmp_path):
+    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
+        files = nodes.files("*.pid", 2)
+        nodes.processes["b"].kill()
+        assert nodes.wait() == [1, -9]
+        assert nodes.said() == ["zero run: host b is lost: its launcher has ended"]
+        assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
+
+
+def test_when_the_first_host_is_lost_the_others_end(tmp_path):
+    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
+        files = nodes.files("*.pid", 2)
+        nodes.processes["a"].kill()
+        assert nodes.wait() == [-9, 129]
+        (line,) = nodes.said()
+        assert line.startswith("zero run: lost the connection to host a, at 127.0.0.1:")
+        assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
+
+
+def test_a_host_that_falls_silent_is_lost(tmp_path):
+    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
+        nodes.files("*.pid", 2)
+        nodes.processes["b"].send_signal(signal.SIGSTOP)
+        assert nodes.processes["a"].wait(timeout=60) == 1
+        nodes.processes["b"].send_signal(signal.SIGCONT)
+        # It finds out by itself that it was given up.
+        assert nodes.wait() == [1, 129]
+        assert nodes.said()[0] == "zero run: host b is lost: nothing was heard from it for 6 s"
+
+
+def test_all_hosts_restart_together_with_gloo_until_no_restart_is_left(tmp_path):
+    text = (
+        BEGIN
+        + """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+note(f"{attempt}-{rank}.env", f"{total.item():.0f} " + os.environ["MASTER_PORT"])
+dist.barrier()
+if (attempt, rank) in ((0, 2), (1, 0)):
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(total)
+if attempt == 2:
+    dist.destroy_process_group()
+"""
+    )
+    with Nodes(tmp_path, {"a": 1, "b": 2}, text, "--max_restarts=2") as nodes:
+        assert nodes.wait() == [0, 0], nodes.err
+        for attempt in range(3):
+            (found,) = {file.read_text() for file in nodes.files(f"{attempt}-*.env", 3)}
+            assert found.split()[0] == "3"
+        first, second = sorted(nodes.said(), key=lambda line: line[-6:])
+        assert re.fullmatch(r"zero run: rank 2 on host b was killed by SIGKILL.*; restart 1 of 2", first)
+        assert re.fullmatch(r"zero run: rank 0 on host a was killed by SIGKILL.*; restart 2 of 2", second)
+
+
+def test_without_a_lost_host_the_ranks_are_numbered_anew(tmp_path):
+    text = (
+        BEGIN
+        + """
+note(f"{attempt}-{rank}.env", " ".join(os.environ[k] for k in ("LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")))
+if attempt == 0:
+    time.sleep(600)
+noted("1-*.env", 3)
+sys.exit(7 if attempt == 1 and rank == 2 else 0)
+"""
+    )
+    with Nodes(tmp_path, {"a": 1, "b": 1, "c": 2}, text, "--min_nodes=2") as nodes:
+        nodes.files("0-*.env", 4)
+        nodes.processes["b"].kill()
+        # A failure is none of what --min_nodes allows for.
+        assert nodes.wait() == [7, -9, 7]
+        assert [file.read_text() for file in nodes.files("1-*.env", 3)] == ["0 3 2", "0 3 2", "1 3 2"]
+        lost, failed = nodes.said()
+        assert lost == "zero run: host b is lost: its launcher has ended; going on with 2 of 3 hosts"
+        assert failed.startswith("zero run: rank 2 on host c failed first, with exit code 7") and lost in nodes.err["a"]
+
+
+def test_a_host_whose_tie_to_the_launcher_is_cut_ends_and_the_others_are_told(tmp_path):
+    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT, tied=0) as nodes:
+        files = nodes.files("*.pid", 2)
+        nodes.cut("b")
+        assert nodes.processes["a"].wait(timeout=60) == 129
+        assert nodes.wait() == [129, 129]
+        assert nodes.err["b"] == "", "nobody reads it any more"
+        assert nodes.said() == ["zero run: host b is lost: it lost the connection to the launcher"]
+        assert not any(alive(pid) for pid in pids(files))
+
+
+TIED = """
+import os, signal, sys, time
+from zero.launch.tie import Tie
+def stop(number, frame):
+    print(signal.Signals(number).name, tie.pulled == number, repr(sys.stdin.read()), flush=True)
+    os._exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, stop)
+tie = Tie(int(sys.argv[1]))
+tie.start()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "closed", "seconds", "name"),
+    [
+        (b"..I", False, 60, "SIGINT"),
+        (b".T.", False, 0, "SIGTERM"),
+        (b"", True, 60, "SIGHUP"),
+        (b"..", True, 0, "SIGHUP"),
+        (b"..", False, 1, "SIGHUP"),
+    ],
+)
+def test_what_comes_through_the_tie(given, closed, seconds, name):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TIED, str(seconds)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(given)
+        process.stdin.flush()
+        if closed:
+            process.stdin.close()
+        assert process.stdout.read().decode() == f"{name} True ''\n"

@@ -1,0 +1,114 @@
+"""Over real hosts with a real sshd each, a job does what it does on one machine, and ends everywhere when it ends.
+
+Whatever ends it (a rank that is killed, a host that is cut off, a signal, a launcher that is gone): soon nothing of it
+runs on any host, the exit status is that of the cause, and the cause is said once.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from real_jobs import Job, command
+from real_nodes import ROOT, until
+
+TRAIN = ROOT / "examples" / "gpt" / "train.py"
+
+
+def losses(said: str) -> list[str]:
+    """Of the example's lines, which have all digits."""
+    return re.findall(r"step \d+ loss \S+", said)
+
+
+def test_the_example_trains_over_hosts_with_the_losses_of_one_host(hosts, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(24):  # the names decide which of them are for the validation
+        (text / f"{number}.py").write_bytes(TRAIN.read_bytes())
+    size = ["--width", "32", "--layers", "2", "--heads", "2", "--context", "32", "--steps", "5"]
+    words = ["--config", str(TRAIN.with_name("zero3.json")), "--data", str(text), *size, "--out"]
+    job = Job(hosts, tmp_path / "job", "--include", "n1:0,1@n3:0", slots=(2, 2, 2))
+    end = job.start(*words, str(tmp_path / "over"), script=TRAIN).ended(240)
+    assert end.status == 0, end
+    alone = hosts.run(*command("run"), "--num_gpus", "3", str(TRAIN), *words, str(tmp_path / "alone"), seconds=240)
+    assert alone.returncode == 0, alone
+    assert len(losses(alone.stdout)) == 5 and losses(end.out) == losses(alone.stdout)
+    # Past what is printed, every step and its learning rate; the last column is seconds.
+    rows = [(tmp_path / run / "loss.csv").read_text().splitlines() for run in ("over", "alone")]
+    assert [row.rsplit(",", 1)[0] for row in rows[0]] == [row.rsplit(",", 1)[0] for row in rows[1]]
+
+
+def test_ranks_know_their_places_and_say_so_on_the_launchers_stdout(hosts, tmp_path):
+    job = Job(hosts, tmp_path, slots=(2, 1, 1)).start()
+    places = job.started(4)
+    assert places == {0: "n1 0 2 4", 1: "n1 1 2 4", 2: "n2 0 1 4", 3: "n3 0 1 4"}
+    (tmp_path / "finish").touch()
+    end = job.ended()
+    assert end.status == 0, end
+    said = sorted(line.rpartition("]: ")[2] for line in end.out.splitlines())
+    assert said == [f"rank {rank} is on {place}" for rank, place in places.items()]
+
+
+def test_a_rank_that_fails_ends_all_with_its_exit_code_and_its_message_once(hosts, tmp_path):
+    job = Job(hosts, tmp_path).start()
+    job.started(3)
+    (tmp_path / "fail-1").touch()
+    end = job.ended()
+    assert end.status == 7, end
+    assert end.says("zero run:", "rank 1", "n2", "exit code 7"), end
+    assert end.says("zero run:", "the disk is on fire"), end
+
+
+def test_a_killed_rank_restarts_all_hosts_and_the_second_kill_ends_them(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--max_restarts", "1").start()
+    job.started(3)
+    job.kill(2)
+    job.started(3, attempt=1)
+    job.kill(1)
+    end = job.ended()
+    assert end.status == 128 + signal.SIGKILL, end
+    assert end.says("rank 2", "n3", "killed by SIGKILL", "restart 1 of 1"), end
+    assert end.says("rank 1", "n2", "killed by SIGKILL"), end
+
+
+@pytest.mark.parametrize("name", ["n1", "n3"])
+def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(hosts, tmp_path, name):
+    job = Job(hosts, tmp_path).start()
+    job.started(3)
+    hosts.cut(name)
+    end = job.ended()
+    assert end.status not in (0, 2), end
+    # By its ssh here, by the first host there, or by both.
+    assert end.lines("zero run:", name, "lost"), end
+
+
+def test_with_min_nodes_the_job_goes_on_without_a_host_that_is_cut_off(hosts, tmp_path):
+    job = Job(hosts, tmp_path, "--min_nodes", "2", "--max_restarts", "3", slots=(1, 1, 2)).start()
+    job.started(4)
+    hosts.cut("n2")
+    # Renumbered over those that are left.
+    assert job.started(3, attempt=1) == {0: "n1 0 1 3", 1: "n3 0 2 3", 2: "n3 1 2 3"}
+    until(lambda: not hosts.processes("n2"))
+    (tmp_path / "finish").touch()
+    end = job.ended()
+    assert end.status == 0, end
+    assert "n2" in end.err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_for_the_launcher_ends_every_process_on_every_host(hosts, tmp_path, number, status):
+    # The ranks, and a child of each that has left their session, do not want to.
+    job = Job(hosts, tmp_path).start("stubborn")
+    job.started(3)
+    assert len(hosts.processes("n2")) >= 3  # the launcher there, the rank and its child
+    job.signal(number)
+    end = job.ended()
+    assert end.status == status, end
+
+
+def test_when_the_launcher_is_killed_the_hosts_end_the_job_by_themselves(hosts, tmp_path):
+    job = Job(hosts, tmp_path).start()
+    job.started(3)
+    job.signal(signal.SIGKILL)
+    assert job.ended().status == -signal.SIGKILL

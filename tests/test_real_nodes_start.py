@@ -1,0 +1,117 @@
+"""What keeps a job from starting over real hosts is said at once, of all hosts, in ssh's own words; and nothing runs.
+
+Also other ways in: `zero ssh`, MPI's own launchers, and each host started by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+from real_jobs import Job, command, nothing_left
+from real_nodes import NAMES, PATH, SECONDS
+
+LISTEN = "import socket, time; s = socket.create_server(('', 29511)); print('up', flush=True); time.sleep(60)"
+
+
+def test_hosts_that_cannot_be_reached_are_all_named_and_nothing_starts(hosts, tmp_path):
+    hosts.cut("n2")
+    hosts.refuse("n3")
+    try:
+        end = Job(hosts, tmp_path).start().ended(40)
+    finally:
+        hosts.serve("n3")
+    assert end.status == 2, end
+    assert end.says("n2", "timed out") or end.says("n2", "No route to host"), end
+    assert end.says("n3", "Connection refused"), end
+    assert not list(tmp_path.glob("started*"))
+
+
+def test_a_wrong_key_and_an_unknown_host_are_named_in_the_words_of_ssh(hosts, tmp_path):
+    file, usual = tmp_path / "ssh_config", (hosts.folder / "ssh_config").read_text()
+    # The first value counts; but identity files add up.
+    others = usual.replace("Host n1 n2 n3", "Host n1 n3")
+    wrong = usual.replace("Host n1 n2 n3", "Host n2").replace(f"{hosts.folder}/key", f"{hosts.folder}/wrong")
+    file.write_text("Host n3\n    UserKnownHostsFile /dev/null\n" + others + wrong)
+    end = Job(hosts, tmp_path, f"--launcher_args=-F {file}").start().ended(40)
+    assert end.status == 2, end
+    assert end.says("n2", "Permission denied"), end
+    assert end.says("n3", "Host key verification failed"), end
+    assert not end.says("n1", "Permission denied") and not list(tmp_path.glob("started*"))
+
+
+@pytest.mark.parametrize("options", [[], ["--no_check"]])
+def test_a_port_that_is_taken_on_the_first_host_is_named(hosts, tmp_path, options):
+    taken = hosts.start(sys.executable, "-c", LISTEN, host="n1")
+    try:
+        assert taken.stdout.readline() == "up\n"
+        job = Job(hosts, tmp_path, "--master_port", "29511", *options).start()
+        job.process.wait(40)
+    finally:
+        hosts.stop(taken)
+    end = job.ended()
+    assert end.status == 2, end
+    assert end.says("cannot listen on", "29511"), end
+    assert not list(tmp_path.glob("started*"))
+
+
+def test_without_the_check_a_host_that_cannot_be_reached_ends_the_others(hosts, tmp_path):
+    hosts.refuse("n3")
+    try:
+        end = Job(hosts, tmp_path, "--no_check").start().ended(40)
+    finally:
+        hosts.serve("n3")
+    assert end.status == 255, end
+    assert "n3" in end.err and "Connection refused" in end.err, end
+
+
+def test_hosts_may_be_started_by_hand(hosts, tmp_path):
+    job = Job(hosts, tmp_path, slots=(1, 2, 1))
+    parts = [job.part(number) for number in range(3)]
+    assert job.started(4)[2] == "n2 1 2 4"
+    job.kill(1)
+    said = [part.communicate(timeout=SECONDS)[1] for part in parts]
+    assert [part.returncode for part in parts] == [128 + signal.SIGKILL] * 3, said
+    nothing_left(hosts)
+
+
+@pytest.mark.parametrize(("launcher", "options"), [("openmpi", "--allow-run-as-root"), ("mpich", "")])
+def test_launchers_of_mpi_start_the_hosts_and_ctrl_c_ends_them(hosts, tmp_path, launcher, options):
+    program = shutil.which(f"mpirun.{launcher}")
+    if program is None:
+        pytest.skip(f"there is no mpirun.{launcher}, as Debian calls it")
+    # A link would not do: MPICH's looks for its parts beside it.
+    file = tmp_path / "mpirun"
+    file.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    file.chmod(0o755)
+    words = ("--launcher", launcher, f"--launcher_args={options}")
+    job = Job(hosts, tmp_path, *words, slots=(1, 2, 1)).start(PATH=f"{tmp_path}{os.pathsep}{PATH}")
+    assert job.started(4) == {0: "n1 0 1 4", 1: "n2 0 2 4", 2: "n2 1 2 4", 3: "n3 0 1 4"}
+    job.signal(signal.SIGINT)
+    end = job.ended()
+    assert end.status == 130, end
+
+
+def test_zero_ssh_runs_a_command_on_all_hosts(hosts, tmp_path):
+    file = tmp_path / "hostfile"
+    file.write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    text = 'echo "$(hostname) says $((1 + 1))"; [ "$(hostname)" != n2 ] || exit 3'
+    done = hosts.run(*command("ssh"), "-f", str(file), text)
+    assert sorted(done.stdout.splitlines()) == [f"{name}: {name} says 2" for name in NAMES], done
+    assert done.returncode == 3 and "n2" in done.stderr, done
+    nothing_left(hosts)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_what_zero_ssh_runs_ends_with_it(hosts, tmp_path, number, status):
+    file = tmp_path / "hostfile"
+    file.write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    process = hosts.start(*command("ssh"), "-H", str(file), "sleep 97 & (sleep 98 &); echo up; wait")
+    assert sorted(process.stdout.readline() for _ in NAMES) == [f"{name}: up\n" for name in NAMES]
+    process.send_signal(number)
+    said = process.communicate(timeout=SECONDS)
+    assert process.returncode == status, said
+    nothing_left(hosts)

@@ -1,0 +1,74 @@
+"""What ended a job: the failure that came first, in words, and the exit status that follows from it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended other than well."""
+
+    rank: int
+    exitcode: int  # below 0: minus the number of the signal that killed it
+    pid: int
+    node: int = 0
+    host: str | None = None  # None: this machine, the only one
+    message: str | None = None  # the last that it said
+    log: str | None = None  # the file of its stderr, where that stays
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all hosts of a job are told about the end of an attempt."""
+
+    text: str
+    status: int  # what the launcher exits with, unless the ranks are started again
+    node: int | None = None  # the host that is to say it; None: nobody, as it is known already
+    restart: bool = False
+    quiet: bool = False  # known already where the launcher sits that started this one
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """The one of `failures` that led to the others; they are in the order in which they were seen.
+
+    Of those that died about together, the one that was killed is the cause: who loses its peer raises an exception,
+    and exits. SIGTERM is no such cause, as it is what the others of a job are ended with.
+    """
+    killed = [failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
+    return (killed or list(failures))[0]
+
+
+def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 0) -> Verdict:
+    """The verdict on an attempt that ended with `failures`.
+
+    `restart` says which restart of how many follows, None that none is left of `restarts`.
+    """
+    first = cause(failures)
+    after = restart or (f"no restart is left of {restarts}" if restarts else None)
+    text = words(first) if after is None else f"{words(first)}; {after}"
+    status = 128 - first.exitcode if first.exitcode < 0 else first.exitcode
+    return Verdict(text, status, first.node, restart is not None)
+
+
+def words(failure: Failure) -> str:
+    """`failure` in one line."""
+    who = f"rank {failure.rank}" if failure.host is None else f"rank {failure.rank} on host {failure.host}"
+    if failure.exitcode < 0:
+        number = -failure.exitcode
+        why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
+        text = f"{who} was killed by {signal_name(number)}{why}, pid {failure.pid}"
+    else:
+        text = f"{who} failed first, with exit code {failure.exitcode} (pid {failure.pid})"
+    said = f": {failure.message}" if failure.message else ""
+    return f"{text}{said}" + (f"; its output is in {failure.log}" if failure.log else "")
+
+
+def signal_name(number: int) -> str:
+    """The name of the signal `number`, also of one that has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
