@@ -22,6 +22,7 @@ from zero.launch.verdict import Failure, Verdict, signal_name
 
 _POLL = 0.05  # seconds between two looks at the ranks; two that die within it cannot be told apart
 _GRACE = 4  # seconds between asking the ranks to end and killing them
+_GRACE_REST = 2.5  # the same for what the ranks have left; with the time above under 10, however stubborn
 _GRACE_ALONE = 1.5  # the same for a host that was cut off for a while before it knew
 _LAST_LINES = 2.0  # seconds for what reads our output to take the end of it
 _LAST_LINES_ALONE = 0.5
@@ -164,7 +165,7 @@ class _Node:
 
     def clear(self) -> None:
         """End all that the ranks have left: data loaders and the like, which may hold memory, files or the port."""
-        processes.end(self._others, _GRACE_ALONE if self.cut_off else _GRACE)
+        processes.end(self._others, _GRACE_ALONE if self.cut_off else _GRACE_REST)
 
     @property
     def cut_off(self) -> bool:

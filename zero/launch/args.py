@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min_nodes",
         type=at_least(1),
         metavar="N",
-        help="when hosts are lost, start again without them while N are left (default: all)",
+        help="when a host is lost, start again if N are left (default: all)",
     )
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
