@@ -12,6 +12,7 @@ import pytest
 
 from zero.launch.errors import LaunchError
 from zero.launch.interface import interface
+from zero.launch.link import Link
 from zero.launch.meeting import Meeting, Terms
 from zero.launch.member import LOST, Member
 from zero.launch.verdict import Failure, cause, of
@@ -109,6 +110,27 @@ def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_e
         members[2].leave("it is gone, too", LOST)
         assert until(lambda: members[0].end)
         assert (members[0].end.text, members[0].end.status) == ("host c is lost: it is gone, too", LOST)
+
+
+def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
+    with met(Terms(WORLD), nodes=(0, 1)) as (_, members, _said):
+        where = members[1]._where
+        with socket.create_connection(where) as silent:
+            link = Link(silent)
+            link.send(kind="hello", node=2, terms=Terms(WORLD).word())
+            assert until(lambda: all(member.met for member in members))
+            assert until(lambda: all(member.end for member in members))
+            (found,) = {member.end for member in members}
+            assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 6 s", 0)
+
+
+def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        member = Member(Terms(WORLD), 1, mute.getsockname(), print)
+        member.start(30)
+        assert until(lambda: member.end)
+        assert (member.end.status, member.end.node) == (LOST, 1)
+        member.close()
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():

@@ -36,22 +36,21 @@ def test_unequal_slots_give_the_ranks_of_the_world_and_no_host_ends_before_the_l
 sys.stdout.write(' '.join(os.environ[k] for k in {names!r}) + chr(10))
 note(f"{{rank}}.env", os.environ["MASTER_PORT"] + " " + os.environ["TORCHELASTIC_RUN_ID"])
 assert sys.stdin.read() == ""
-if rank == 3:
+if rank == 2:
     noted("go")
 """
     )
-    with Nodes(tmp_path, {"a": 1, "b": 2, "c": 1}, text) as nodes:
-        files = nodes.files("*.env", 4)
+    with Nodes(tmp_path, {"a": 1, "b": 2}, text) as nodes:
+        files = nodes.files("*.env", 3)
         assert len({file.read_text() for file in files}) == 1, "every rank has the same port and run"
         assert not eventually(lambda: any(one.poll() is not None for one in nodes.processes.values()), seconds=0.5)
         (tmp_path / "go").touch()
-        assert nodes.wait() == [0, 0, 0]
-        assert nodes.out["a"] == "[a rank 0]: 0 0 4 1 0 0 127.0.0.1\n"
+        assert nodes.wait() == [0, 0]
+        assert nodes.out["a"] == "[a rank 0]: 0 0 3 1 0 0 127.0.0.1\n"
         assert sorted(nodes.out["b"].splitlines()) == [
-            "[b rank 1]: 1 0 4 2 1 1 127.0.0.1",
-            "[b rank 2]: 2 1 4 2 1 2 127.0.0.1",
+            "[b rank 1]: 1 0 3 2 1 1 127.0.0.1",
+            "[b rank 2]: 2 1 3 2 1 2 127.0.0.1",
         ]
-        assert nodes.out["c"] == "[c rank 3]: 3 0 4 1 2 3 127.0.0.1\n"
         assert nodes.said() == []
 
 
@@ -60,7 +59,7 @@ def test_the_first_failure_is_told_once_with_its_message_and_its_log(tmp_path):
         BEGIN
         + """
 note(f"{rank}.pid", os.getpid())
-noted("*.pid", 3)
+noted("*.pid", 2)
 if rank == 1:
     print("starts", "in pieces", file=sys.stderr)
     raise RuntimeError("boom in rank 1")
@@ -69,8 +68,8 @@ if rank == 0:
 time.sleep(600)
 """
     )
-    with Nodes(tmp_path, {"a": 1, "b": 1, "c": 1}, text, f"--log_dir={tmp_path / 'logs'}") as nodes:
-        assert nodes.wait() == [1, 1, 1]
+    with Nodes(tmp_path, {"a": 1, "b": 1}, text, f"--log_dir={tmp_path / 'logs'}") as nodes:
+        assert nodes.wait() == [1, 1]
         (line,) = nodes.said()
         assert line in nodes.err["b"]
         found = re.fullmatch(
@@ -80,25 +79,7 @@ time.sleep(600)
         )
         assert "[b rank 1]: starts in pieces\n" in nodes.err["b"]
         assert Path(found[1]).read_text().endswith("RuntimeError: boom in rank 1\n")
-        assert not any(alive(pid) for pid in pids(nodes.files("*.pid", 3)))
-
-
-def test_of_hosts_that_fail_together_the_killed_rank_is_the_cause(tmp_path):
-    text = (
-        BEGIN
-        + """
-note(f"{rank}.pid", os.getpid())
-noted("*.pid", 2)
-if rank == 0:
-    sys.exit(5)  # as if its peer were gone
-time.sleep(0.3)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    )
-    with Nodes(tmp_path, {"a": 1, "b": 1}, text) as nodes:
-        assert nodes.wait() == [137, 137]
-        (line,) = nodes.said()
-        assert line.startswith("zero run: rank 1 on host b was killed by SIGKILL") and line in nodes.err["b"]
+        assert not any(alive(pid) for pid in pids(nodes.files("*.pid", 2)))
 
 
 def test_a_signal_to_one_host_ends_all(tmp_path):
@@ -132,18 +113,7 @@ def test_when_the_first_host_is_lost_the_others_end(tmp_path):
         assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
 
 
-def test_a_host_that_falls_silent_is_lost(tmp_path):
-    with Nodes(tmp_path, {"a": 1, "b": 1}, WAIT) as nodes:
-        nodes.files("*.pid", 2)
-        nodes.processes["b"].send_signal(signal.SIGSTOP)
-        assert nodes.processes["a"].wait(timeout=60) == 1
-        nodes.processes["b"].send_signal(signal.SIGCONT)
-        # It finds out by itself that it was given up.
-        assert nodes.wait() == [1, 129]
-        assert nodes.said()[0] == "zero run: host b is lost: nothing was heard from it for 6 s"
-
-
-def test_all_hosts_restart_together_with_gloo_until_no_restart_is_left(tmp_path):
+def test_all_hosts_restart_together_with_gloo_and_a_fresh_store(tmp_path):
     text = (
         BEGIN
         + """
@@ -153,21 +123,23 @@ total = torch.ones(1)
 dist.all_reduce(total)
 note(f"{attempt}-{rank}.env", f"{total.item():.0f} " + os.environ["MASTER_PORT"])
 dist.barrier()
-if (attempt, rank) in ((0, 2), (1, 0)):
+if attempt == rank == 0:  # which has the store of this attempt
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(total)
-if attempt == 2:
-    dist.destroy_process_group()
+dist.destroy_process_group()
 """
     )
-    with Nodes(tmp_path, {"a": 1, "b": 2}, text, "--max_restarts=2") as nodes:
+    with Nodes(tmp_path, {"a": 1, "b": 1}, text, "--max_restarts=2") as nodes:
         assert nodes.wait() == [0, 0], nodes.err
-        for attempt in range(3):
-            (found,) = {file.read_text() for file in nodes.files(f"{attempt}-*.env", 3)}
-            assert found.split()[0] == "3"
-        first, second = sorted(nodes.said(), key=lambda line: line[-6:])
-        assert re.fullmatch(r"zero run: rank 2 on host b was killed by SIGKILL.*; restart 1 of 2", first)
-        assert re.fullmatch(r"zero run: rank 0 on host a was killed by SIGKILL.*; restart 2 of 2", second)
+        ports = set()
+        for attempt in range(2):
+            (found,) = {file.read_text() for file in nodes.files(f"{attempt}-*.env", 2)}
+            total, port = found.split()
+            assert total == "2"
+            ports.add(port)
+        assert len(ports) == 2
+        (line,) = nodes.said()
+        assert re.fullmatch(r"zero run: rank 0 on host a was killed by SIGKILL.*; restart 1 of 2", line)
 
 
 def test_without_a_lost_host_the_ranks_are_numbered_anew(tmp_path):

@@ -60,6 +60,11 @@ class Request:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
             cores.parse(self.bind_core_list)
+        if self.min_nodes is not None and self.hosts.launcher in ("slurm", "openmpi", "mpich"):
+            raise LaunchError(
+                f"--min_nodes: {self.hosts.launcher} itself ends all hosts when one is lost; use --launcher ssh, or "
+                "leave it out"
+            )
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
         check_script(self.script, self.module, self.no_python)
@@ -122,7 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write the output of each rank to files in a new folder below DIR",
     )
     parser.add_argument(
-        "--min_nodes", type=at_least(1), metavar="N", help="after a failure, go on with no fewer hosts (default: all)"
+        "--min_nodes",
+        type=at_least(1),
+        metavar="N",
+        help="when a host is lost, start again if N are left (default: all)",
     )
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
