@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from zero.data import RepeatingLoader, build_loader
+from zero.data import Loader, RepeatingLoader
 
 
 class Numbers(Dataset):
@@ -51,7 +51,7 @@ class Draw(Dataset):
 
 def loaders(count, world_size, batch_size, **options):
     return [
-        build_loader(Numbers(count), batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        Loader(Numbers(count), batch_size=batch_size, rank=rank, world_size=world_size, **options)
         for rank in range(world_size)
     ]
 
@@ -177,7 +177,7 @@ def test_collate_fn_makes_the_batch():
 def test_an_iterable_dataset_is_dealt_out_item_by_item(world_size):
     parts = []
     for rank in range(world_size):
-        loader = build_loader(SizedStream(7), batch_size=2, rank=rank, world_size=world_size)
+        loader = Loader(SizedStream(7), batch_size=2, rank=rank, world_size=world_size)
         batches = list(loader)
         assert len(batches) == len(loader)
         parts.append(samples(batches))
@@ -186,22 +186,22 @@ def test_an_iterable_dataset_is_dealt_out_item_by_item(world_size):
 
 
 def test_an_iterable_dataset_resumes_and_is_told_the_epoch():
-    loader = build_loader(Stream(8), batch_size=2, rank=1, world_size=2)
+    loader = Loader(Stream(8), batch_size=2, rank=1, world_size=2)
     with pytest.raises(TypeError):
         len(loader)
     assert samples(loader) == [1, 3, 5, 7]
     assert samples(itertools.islice(loader, 1)) == [1, 3]
-    resumed = build_loader(Stream(8), batch_size=2, rank=1, world_size=2)
+    resumed = Loader(Stream(8), batch_size=2, rank=1, world_size=2)
     resumed.load_state_dict(loader.state_dict())
     assert samples(resumed) == [5, 7]
     assert loader.dataset.epochs == [0, 1] and resumed.dataset.epochs == [1]
     with pytest.raises(ValueError, match="sampler: an IterableDataset"):
-        build_loader(Stream(8), batch_size=2, rank=0, world_size=1, sampler=[1])
+        Loader(Stream(8), batch_size=2, rank=0, world_size=1, sampler=[1])
 
 
 def test_workers_draw_other_numbers_on_each_rank_and_in_each_pass():
     def draw(rank):
-        loader = build_loader(Draw(), batch_size=2, rank=rank, world_size=2, num_workers=1)
+        loader = Loader(Draw(), batch_size=2, rank=rank, world_size=2, num_workers=1)
         return [torch.cat(list(loader)).tolist() for _ in range(2)]
 
     first, second = draw(0), draw(1)
@@ -221,7 +221,7 @@ def test_repeating_goes_on_for_ever():
 
 def test_nothing_to_load_is_an_error_and_no_endless_loop():
     with pytest.raises(ValueError, match="dataset: wanted at least one sample"):
-        build_loader(Numbers(0), batch_size=1, rank=0, world_size=1)
+        Loader(Numbers(0), batch_size=1, rank=0, world_size=1)
     (loader,) = loaders(3, 1, 4, drop_last=True)
     with pytest.raises(RuntimeError, match="the loader has no batch"):
         next(RepeatingLoader(loader))

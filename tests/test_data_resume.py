@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_data import Numbers, Stream, samples
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from zero.data import Loader, RepeatingLoader, build_loader
+from zero.data import Loader, RepeatingLoader
 
 DEALINGS = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5))  # world size, batch size, batches read
 
@@ -31,7 +31,7 @@ def ranks(
     """The loaders of all ranks, resumed by a state that went through JSON."""
     together = together and together * world
     made = [
-        build_loader(dataset, batch_size=size, rank=rank, world_size=world, together=together, **more)
+        Loader(dataset, batch_size=size, rank=rank, world_size=world, together=together, **more)
         for rank in range(world)
     ]
     for loader in made if state is not None else ():

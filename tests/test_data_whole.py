@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_data import Numbers, SizedStream, Stream, loaders, samples
 from torch.utils.data import DistributedSampler
 
-from zero.data import Loader, build_loader
+from zero.data import Loader
 
 
 def steps(ranks: list[Loader], together: int, skip: int = 0) -> list[list[list[int]]]:
@@ -66,13 +66,11 @@ def test_a_position_holds_for_another_number_of_ranks(seen):
 
 def test_an_iterable_dataset_is_dealt_whole():
     for world in (1, 2, 4):
-        ranks = [
-            build_loader(SizedStream(30), batch_size=2, rank=r, world_size=world, together=4) for r in range(world)
-        ]
+        ranks = [Loader(SizedStream(30), batch_size=2, rank=r, world_size=world, together=4) for r in range(world)]
         assert all(len(rank) == 12 // world for rank in ranks)
         assert steps(ranks, 4) == [[[8 * s + 2 * b, 8 * s + 2 * b + 1] for b in range(4)] for s in range(3)]
-    resumed = build_loader(Stream(30), batch_size=2, rank=1, world_size=2, together=4)
-    seen = build_loader(Stream(30), batch_size=2, rank=3, world_size=4, together=4)
+    resumed = Loader(Stream(30), batch_size=2, rank=1, world_size=2, together=4)
+    seen = Loader(Stream(30), batch_size=2, rank=3, world_size=4, together=4)
     samples(itertools.islice(seen, 1))
     resumed.load_state_dict(seen.state_dict())
     assert samples(resumed) == [10, 11, 14, 15, 18, 19, 22, 23]
@@ -80,4 +78,4 @@ def test_an_iterable_dataset_is_dealt_whole():
 
 def test_a_step_that_ranks_cannot_share_is_refused():
     with pytest.raises(ValueError, match=re.escape("together: got 4; wanted a multiple of the world size 3")):
-        build_loader(Numbers(9), batch_size=1, rank=0, world_size=3, together=4)
+        Loader(Numbers(9), batch_size=1, rank=0, world_size=3, together=4)

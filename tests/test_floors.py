@@ -47,7 +47,10 @@ FLOORS = {
 }
 STEPS_OF_CORE = {
     "zero.core": 0,
+    "zero.core.launched": 0,
+    "zero.core.rendezvous": 0,
     "zero.core.mesh": 1,
+    "zero.core.joining": 2,
     "zero.core.comm": 2,
     "zero.core.agree": 3,
     "zero.core.gradients": 4,

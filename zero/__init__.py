@@ -20,7 +20,7 @@ _HOMES = {
     "register_external_parameter": "zero.core.external",
     "unregister_external_parameter": "zero.core.external",
     "load_weights": "zero.engine.checkpoint.weights",
-    "init_distributed": "zero.core.mesh",
+    "init_distributed": "zero.core.joining",
     "RepeatingLoader": "zero.data",
     "tiled_cross_entropy": "zero.tiled.loss",
     "TiledLinear": "zero.tiled.linear",

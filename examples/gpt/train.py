@@ -2,6 +2,7 @@
 
     zero run --num_gpus 2 examples/gpt/train.py --config examples/gpt/zero3.json
     torchrun --nproc_per_node 2 examples/gpt/train.py --config examples/gpt/zero1.json
+    mpirun -n 2 python examples/gpt/train.py --config examples/gpt/zero2.json
 
 What the JSON says (batch, optimizer, schedule, precision, clipping, stage) is no flag here. The same seed and
 text give the same losses under every stage. With `--save DIR` the run saves itself every so often and, started

@@ -6,16 +6,13 @@ core asks for the stage.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from zero.log import rank_zero
 from zero.plan.sharding import Sharding
 from zero.watch.watch import Watch
 
@@ -82,37 +79,3 @@ def local_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def init_distributed(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Join the process group that the environment describes; adopt the one that exists; stay alone without either.
-
-    `backend` defaults to NCCL where every local rank has a GPU of its own and to gloo elsewhere. A world of
-    one process needs no process group. Raises ValueError when the environment is only half set.
-    """
-    if dist.is_initialized():
-        return
-    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in wanted if name not in os.environ]
-    if missing == list(wanted) or (missing and os.environ.get("WORLD_SIZE", "1") == "1"):
-        return
-    if missing:
-        raise ValueError(
-            f"the environment describes a distributed run but lacks {missing}; "
-            "start the script with `zero run` or `torchrun`, which set them"
-        )
-    device = local_device()
-    if backend is None:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        own_gpu = device.type == "cuda" and ranks_here <= torch.cuda.device_count()
-        backend = "nccl" if own_gpu else "gloo"
-        if device.type == "cuda" and not own_gpu:
-            rank_zero(
-                logging.INFO,
-                "%d ranks share %d GPU(s): they talk over gloo, since NCCL wants a GPU for each",
-                ranks_here,
-                torch.cuda.device_count(),
-            )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)

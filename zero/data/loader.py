@@ -17,16 +17,34 @@ _END = object()
 
 
 class Loader:
-    """Batches of this rank, one pass per `iter()`. Build it with `build_loader`.
+    """The batches of one rank out of a dataset that all ranks share, one pass per `iter()`.
+
+    A dataset with indices is shuffled and dealt out as by torch's `DistributedSampler`. **It pads:** if the
+    samples do not go round, the first ones of the shuffled order come twice, so that all ranks have as many
+    (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
+    measurement, whose mean is then over 778; a measurement divides the indices itself and weighs by the true
+    counts. An `IterableDataset` is dealt out item by item, and what does not go round is dropped
+    (`RankShare`).
 
     Each pass shuffles anew: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
     itself, 0, 1, ... `state_dict()` says where the data are. After `load_state_dict()` the next pass is the rest of
     that one: samples that were not seen, in their order, also dealt out to another number of ranks or in batches of
     another size. They are not read again, unless the dataset is iterable and has to be read from its beginning.
 
-    Attributes:
-        dataset: as given.
+    Args:
+        dataset: map-style, or an IterableDataset that yields the same items on every rank.
         batch_size: samples per batch on this rank.
+        rank, world_size: which share, of how many.
+        collate_fn: list of samples to batch; None is torch's default.
+        drop_last: leave out the last batch of a pass if it is not full.
+        sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
+        seed: of the shuffle and of the workers.
+        pin_memory, num_workers: as in torch's DataLoader.
+        together: deal out whole batches in turn instead of samples (`MicroBatches`, `WholeShare`): this many of all
+            ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
+
+    Attributes:
+        dataset, batch_size: as given.
         sampler: what gives this rank its indices; None for an IterableDataset.
     """
 
@@ -178,56 +196,6 @@ class Loader:
             return self._source.left(at.start[0]) - at.batches
         except TypeError:
             return float("inf")  # a sampler that does not know its length
-
-
-def build_loader(
-    dataset: Dataset,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    collate_fn: Callable[[list], Any] | None = None,
-    drop_last: bool = False,
-    sampler: Sampler | Iterable[int] | None = None,
-    seed: int = 0,
-    pin_memory: bool = False,
-    num_workers: int = 0,
-    together: int | None = None,
-) -> Loader:
-    """Return the batches of one rank out of a dataset that all ranks share.
-
-    A dataset with indices is shuffled and dealt out as by torch's `DistributedSampler`. **It pads:** if the
-    samples do not go round, the first ones of the shuffled order come twice, so that all ranks have as many
-    (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
-    measurement, whose mean is then over 778; a measurement divides the indices itself and weighs by the true
-    counts. An `IterableDataset` is dealt out item by item, and what does not go round is dropped
-    (`RankShare`).
-
-    Args:
-        dataset: map-style, or an IterableDataset that yields the same items on every rank.
-        batch_size: samples per batch on this rank.
-        rank, world_size: which share, of how many.
-        collate_fn: list of samples to batch; None is torch's default.
-        drop_last: leave out the last batch of a pass if it is not full.
-        sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
-        seed: of the shuffle and of the workers.
-        pin_memory, num_workers: as in torch's DataLoader.
-        together: deal out whole batches in turn instead of samples (`MicroBatches`, `WholeShare`): this many of all
-            ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
-    """
-    return Loader(
-        dataset,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        sampler=sampler,
-        seed=seed,
-        pin_memory=pin_memory,
-        num_workers=num_workers,
-        together=together,
-    )
 
 
 class RepeatingLoader:

@@ -17,7 +17,7 @@ from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
 from zero.config import Config
 from zero.core.wrap import Sharded
-from zero.data import Loader, build_loader
+from zero.data import Loader
 from zero.engine.accumulation import Accumulation, Window
 from zero.engine.checkpoint.load import LoadCheckpoint
 from zero.engine.checkpoint.save import SaveCheckpoint
@@ -189,7 +189,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         num_local_io_workers: int = 0,
     ) -> Loader:
         """A loader that gives each rank its part of `dataset`, in micro-batches."""
-        return build_loader(
+        return Loader(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             rank=self.global_rank,

@@ -13,7 +13,8 @@ from torch import nn
 
 from zero.config import load
 from zero.core.building import Builder, running
-from zero.core.mesh import init_distributed, local_device, make_mesh
+from zero.core.joining import init_distributed
+from zero.core.mesh import local_device, make_mesh
 from zero.core.owner import owner_of
 from zero.core.piece import Piece, Rest
 from zero.plan.sharding import Sharding

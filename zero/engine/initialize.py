@@ -16,8 +16,9 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.read import read
 from zero.core.agree import agree
+from zero.core.joining import init_distributed
 from zero.core.leaf import mark_leaf_modules
-from zero.core.mesh import init_distributed, local_device, make_mesh
+from zero.core.mesh import local_device, make_mesh
 from zero.core.offload import OffloadSettings
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
@@ -78,7 +79,7 @@ def initialize(
     _check(model, mpu=mpu, mesh_param=mesh_param)
     source = resolve_config(args, config, config_params)
     if dist_init_required is not False:
-        init_distributed(timeout=_group_timeout(source))
+        init_distributed(distributed_port=distributed_port, timeout=_group_timeout(source))
     settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
     order = order_of_environment()
     if order is not None:

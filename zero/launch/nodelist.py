@@ -32,30 +32,33 @@ def allocation(environment: Mapping[str, str], num_gpus: int | None = None) -> t
     return tuple(Host(name, numbered(count)) for name, count in zip(names, slots, strict=True))
 
 
-def expand(text: str) -> list[str]:
-    """The names that a list such as n[1-3,07-09],m5 stands for, in its order; leading zeros are kept."""
+def expand(text: str, name: str = LIST) -> list[str]:
+    """The names that a list such as n[1-3,07-09],m5 stands for, in its order; leading zeros are kept.
+
+    `name`: the variable that it is from, for what is said about it.
+    """
     if text.count("[") != text.count("]") or not text.strip():
-        raise LaunchError(f"{LIST}: got {text!r}, wanted names such as n[1-3,7],m5")
+        raise LaunchError(f"{name}: got {text!r}, wanted names such as n[1-3,7],m5")
     names: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
         pieces = _GROUP.split(part.strip())  # plain text and the insides of brackets, by turns
         if not any(pieces) or any(mark in piece for piece in pieces for mark in "[]"):
-            raise LaunchError(f"{LIST}: got {part!r} in {text!r}, wanted a name such as n[1-3,7]")
-        spans = [list(_numbers(piece, text)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+            raise LaunchError(f"{name}: got {part!r} in {text!r}, wanted a name such as n[1-3,7]")
+        spans = [list(_numbers(piece, text, name)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         names += ("".join(words) for words in itertools.product(*spans))
         if len(names) > _MOST_HOSTS:
-            raise LaunchError(f"{LIST}: got {text!r}, more than {_MOST_HOSTS} names")
+            raise LaunchError(f"{name}: got {text!r}, more than {_MOST_HOSTS} names")
     if len(set(names)) < len(names):
-        raise LaunchError(f"{LIST}: got {text!r}, which names a host twice")
+        raise LaunchError(f"{name}: got {text!r}, which names a host twice")
     return names
 
 
-def _numbers(inside: str, text: str) -> Iterator[str]:
+def _numbers(inside: str, text: str, name: str) -> Iterator[str]:
     for word in inside.split(","):
         ends = _SPAN.fullmatch(word.strip())
         low, high = (ends[1], ends[2] or ends[1]) if ends else ("1", "0")
         if int(low) > int(high) or int(high) - int(low) >= _MOST_HOSTS:
-            raise LaunchError(f"{LIST}: got {word!r} in {text!r}, wanted a number or first-last")
+            raise LaunchError(f"{name}: got {word!r} in {text!r}, wanted a number or first-last")
         for number in range(int(low), int(high) + 1):
             yield str(number).zfill(len(low))
 
@@ -65,14 +68,15 @@ def _slots(environment: Mapping[str, str], hosts: int) -> list[int]:
         text = environment.get(key, "")
         if not text:
             continue
-        found = _per_host(text, hosts) if key == "SLURM_TASKS_PER_NODE" else _same(text, hosts)
+        found = per_host(text, hosts) if key == "SLURM_TASKS_PER_NODE" else _same(text, hosts)
         if found is None:
             raise LaunchError(f"{key}: got {text!r}, which is no number of slots for {hosts} hosts; give --num_gpus")
         return found
     raise LaunchError(f"--launcher slurm: none of {listed(_SLOTS)} is set; say with --num_gpus how many on each host")
 
 
-def _per_host(text: str, hosts: int) -> list[int] | None:
+def per_host(text: str, hosts: int) -> list[int] | None:
+    """The number for each of the hosts, from Slurm's short form 2(x3),1; None where it is not that."""
     found: list[int] = []
     for word in text.split(","):
         match = _REPEATED.fullmatch(word)

@@ -17,7 +17,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.core.tensors import tensors_in
-from zero.data import Loader, build_loader
+from zero.data import Loader
 from zero.engine.check.runs import Kind
 from zero.engine.queries import Queries
 
@@ -136,7 +136,7 @@ class PlainEngine(Queries, nn.Module):
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Loader:
         """See `Engine.deepspeed_io`."""
-        return build_loader(
+        return Loader(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             rank=self.global_rank,
