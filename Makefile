@@ -1,5 +1,6 @@
 # make train   install into .venv once, then train the example GPT (CONFIG, STEPS and ARGS change it)
 # make test    the same .venv, then ruff and pytest
+# make nodes   the programs of the system that tests over real hosts and under MPI run, where they may be installed
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed

@@ -91,7 +91,8 @@ class Member:
     def close(self) -> None:
         """Leave; nothing is heard after this."""
         self._closing.set()
-        self._thread.join(1)
+        if self._thread.ident is not None:  # a signal may come before it has started
+            self._thread.join(1)
 
     def _send(self, **message: Any) -> None:
         if (link := self._link) is not None:
