@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero.launch.args import LaunchError, Request
-from zero.launch.plan import plan
+from zero.launch.args.run import LaunchError, Request
+from zero.launch.node.plan import plan
 
 ROOT = Path(__file__).parent.parent
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -81,7 +81,7 @@ def test_a_system_without_binding_says_so(monkeypatch):
 
 
 def test_a_program_that_cannot_be_started_is_named():
-    bind = ROOT / "zero" / "launch" / "bind.py"
+    bind = ROOT / "zero" / "launch" / "node" / "bind.py"
     command = [sys.executable, "-I", "-S", str(bind), "1", "", "no-such-program"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 127

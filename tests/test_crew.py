@@ -13,7 +13,7 @@ from fake_hosts import OBEYS, Hosts, read_until, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.launch.outlets import Lines, prefixed
+from zero.launch.crew.outlets import Lines, prefixed
 
 # It holds on to everything that can be held on to, and so does what it has started.
 STUBBORN = 'trap "" INT TERM HUP QUIT; sleep 963 & echo up; sleep 964; sleep 965'

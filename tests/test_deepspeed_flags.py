@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from zero.launch import args
-from zero.launch.args import Request
+from zero.launch.args import run as args
+from zero.launch.args.run import Request
 
 # As `deepspeed --help` of 0.18 lists them, with a value where they take one, and what they change here.
 TAKEN = [

@@ -83,7 +83,7 @@ STEPS_OF_CORE = {
 }
 COMPILED = ("zero._cpu", "zero._cuda")
 WITHOUT_TORCH = ("zero.log", "zero.config", "zero.plan", "zero.launch", "zero.__main__")
-TORCH_ON_USE = "zero.launch.agent"  # it runs torch's elastic agent, and imports it when something is to start
+TORCH_ON_USE = "zero.launch.node.agent"  # it runs torch's elastic agent, and imports it when something is to start
 
 
 class Import(NamedTuple):
@@ -371,7 +371,7 @@ def test_names_are_resolved_to_modules() -> None:
         ("zero.plan.units", "zero.config", True),
         ("zero.optim.rules", "zero.engine", True),
         ("zero.engine.engine", "zero", True),
-        ("zero.__main__", "zero.launch.args", False),
+        ("zero.__main__", "zero.launch.args.run", False),
         ("zero", "zero.engine", False),
     ],
 )

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from zero.__main__ import main
-from zero.launch.args import LaunchError, Request
-from zero.launch.plan import plan
-from zero.launch.verdict import Failure, of
+from zero.launch.args.run import LaunchError, Request
+from zero.launch.node.plan import plan
+from zero.launch.node.verdict import Failure, of
 
 ROOT = Path(__file__).parent.parent
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")

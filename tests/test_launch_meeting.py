@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from zero.launch.errors import LaunchError
-from zero.launch.interface import interface
-from zero.launch.link import Link
-from zero.launch.meeting import Meeting, Terms
-from zero.launch.member import LOST, Member
-from zero.launch.verdict import Failure, cause, of
-from zero.launch.world import Host, World
+from zero.launch.hosts.world import Host, World
+from zero.launch.node.interface import interface
+from zero.launch.node.link import Link
+from zero.launch.node.meeting import Meeting, Terms
+from zero.launch.node.member import LOST, Member
+from zero.launch.node.verdict import Failure, cause, of
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
 

@@ -177,7 +177,7 @@ def test_a_host_whose_tie_to_the_launcher_is_cut_ends_and_the_others_are_told(tm
 
 TIED = """
 import os, signal, sys, time
-from zero.launch.tie import Tie
+from zero.launch.node.tie import Tie
 def stop(number, frame):
     print(signal.Signals(number).name, tie.pulled == number, repr(sys.stdin.read()), flush=True)
     os._exit(0)

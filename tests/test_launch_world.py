@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.launch import cores, environment
-from zero.launch.args import LaunchError, Request
-from zero.launch.host_args import HostFlags
+from zero.launch.args.hosts import HostFlags
+from zero.launch.args.run import LaunchError, Request
+from zero.launch.hosts import cores, environment
+from zero.launch.hosts.machine import is_this_machine
+from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
 from zero.launch.job import job, node_of
-from zero.launch.machine import is_this_machine
-from zero.launch.plan import plan
-from zero.launch.world import Host, World, decode, numbered, on_node, visible
+from zero.launch.node.plan import plan
 
 UNEQUAL = World((Host("n1", ("0", "1", "3")), Host("n2", ("5",)), Host("n3", ("0", "1"))))
 ASKED = Request("t.py", (), None, None, None, None, False, False, 0, None, False)

@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero.launch import args as run_args
-from zero.launch import check_args, checkpoint_args, ssh_args
+from zero.launch.args import check as check_args
+from zero.launch.args import checkpoint as checkpoint_args
+from zero.launch.args import run as run_args
+from zero.launch.args import ssh as ssh_args
 
 _CLOSED_PIPE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
 
@@ -134,7 +136,7 @@ def _report_drive(given: argparse.Namespace) -> int:
 
 def _ssh(given: argparse.Namespace) -> int:
     try:
-        from zero.launch import remote
+        from zero.launch.crew import remote
 
         return remote.run(ssh_args.request(given))
     except run_args.LaunchError as error:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zero.launch.nodelist import expand, per_host
+from zero.launch.hosts.nodelist import expand, per_host
 
 PORT = 29500
 """Where ranks on several hosts meet that `mpirun` started; also torchrun's and DeepSpeed's."""

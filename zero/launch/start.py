@@ -6,14 +6,16 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from zero.launch import agent, backends, several, survey
-from zero.launch.args import Request
+from zero.launch import backends
+from zero.launch.args.run import Request
+from zero.launch.crew import several, survey
+from zero.launch.hosts.machine import is_this_machine
+from zero.launch.hosts.world import World
 from zero.launch.job import Job, job
-from zero.launch.machine import is_this_machine
-from zero.launch.plan import lines as node_lines
-from zero.launch.plan import plan
+from zero.launch.node import agent
+from zero.launch.node.plan import lines as node_lines
+from zero.launch.node.plan import plan
 from zero.launch.say import say
-from zero.launch.world import World
 
 
 def run(request: Request) -> int:

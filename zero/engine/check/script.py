@@ -17,7 +17,7 @@ from zero.engine.check.order import environment
 from zero.engine.check.recording import Outcome, load
 from zero.engine.check.runs import Kind, Run, check_counts, engine_runs
 from zero.engine.check.table import show
-from zero.launch.check_args import CheckRequest
+from zero.launch.args.check import CheckRequest
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
 _GRACE = 20  # seconds for the launcher to end its ranks

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zero.launch.args.hosts import HostFlags
 from zero.launch.backends.command import Command
-from zero.launch.host_args import HostFlags
 from zero.launch.job import Job
 
 SILENCE = 6

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from zero.launch.errors import LaunchError, listed
-from zero.launch.hostfile import MOST
-from zero.launch.world import Host, numbered
+from zero.launch.hosts.hostfile import MOST
+from zero.launch.hosts.world import Host, numbered
 
 LIST = "SLURM_JOB_NODELIST"
 _MOST_HOSTS = 65536

@@ -7,14 +7,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero.launch import hostfile, selection
+from zero.launch.args.ssh import SshRequest
 from zero.launch.backends.command import Command
 from zero.launch.backends.ssh import to_host
-from zero.launch.crew import Crew, Program
+from zero.launch.crew.crew import Crew, Program
+from zero.launch.crew.outlets import Outputs, prefixed
+from zero.launch.crew.several import CLOSED_PIPE, NO_CONNECTION, WRITE_ERROR, require
 from zero.launch.errors import LaunchError, listed
-from zero.launch.outlets import Outputs, prefixed
-from zero.launch.several import CLOSED_PIPE, NO_CONNECTION, WRITE_ERROR, require
-from zero.launch.ssh_args import SshRequest
+from zero.launch.hosts import hostfile, selection
 
 # What runs on a host. sshd does not end a command whose connection is gone; so the command runs in a session of its
 # own, which is ended when our end of stdin is closed. No line breaks: csh, as a login shell, takes none in quotes.

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero.launch import verdict
 from zero.launch.errors import LaunchError, listed
-from zero.launch.link import Link, readable
-from zero.launch.verdict import Failure, Verdict
-from zero.launch.world import World
+from zero.launch.hosts.world import World
+from zero.launch.node import verdict
+from zero.launch.node.link import Link, readable
+from zero.launch.node.verdict import Failure, Verdict
 
 TICK = 0.1
 BEAT = 1.0  # seconds between two signs of life

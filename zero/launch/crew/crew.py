@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zero.launch.backends.command import Command
+from zero.launch.crew.outlets import Lines, Outputs
 from zero.launch.errors import LaunchError
-from zero.launch.outlets import Lines, Outputs
 
 if TYPE_CHECKING:
     import psutil

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zero.launch import probe
+from zero.launch.args.hosts import BY_SSH
 from zero.launch.backends.command import Command
 from zero.launch.backends.ssh import to_host
-from zero.launch.crew import TERMINATE, Crew, Program
+from zero.launch.crew import probe
+from zero.launch.crew.crew import TERMINATE, Crew, Program
+from zero.launch.crew.several import NO_CONNECTION, require
 from zero.launch.errors import listed, raise_all
-from zero.launch.host_args import BY_SSH
 from zero.launch.job import Job
-from zero.launch.several import NO_CONNECTION, require
 
 _MOST = 64 * 1024  # bytes of a host's output that are kept
 
@@ -118,7 +118,7 @@ def _command(made: Job, node: int) -> Command:
     flags = request.hosts
     if flags.launcher == "pdsh":  # its arguments are none of ssh's; those it has for ssh are here
         flags = replace(flags, launcher_args=tuple(shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))))
-    words = [*made.python(), "-m", "zero.launch.probe", json.dumps(asked)]
+    words = [*made.python(), "-m", "zero.launch.crew.probe", json.dumps(asked)]
     return Command([*to_host(flags, made.world.hosts[node].name), made.shell(words)], node)
 
 

@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.launch import verdict
-from zero.launch.args import Request
-from zero.launch.interface import IFNAME, interface
-from zero.launch.meeting import PATIENCE, Meeting, Terms, run_id
-from zero.launch.member import Member
-from zero.launch.plan import Plan, free_port, restart_port
+from zero.launch.args.run import Request
+from zero.launch.hosts.world import World
+from zero.launch.node import verdict
+from zero.launch.node.interface import IFNAME, interface
+from zero.launch.node.meeting import PATIENCE, Meeting, Terms, run_id
+from zero.launch.node.member import Member
+from zero.launch.node.plan import Plan, free_port, restart_port
+from zero.launch.node.verdict import Failure, Verdict
 from zero.launch.say import say
-from zero.launch.verdict import Failure, Verdict
-from zero.launch.world import World
 
 _POLL = 0.02
 _ANSWER = 1.5  # seconds for the first host to answer

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from zero.launch.errors import LaunchError, raise_all
-from zero.launch.world import Host, numbered
+from zero.launch.hosts.world import Host, numbered
 
 DEFAULT = "/job/hostfile"
 MOST = 1024  # more processes on one host is a slip of the finger, and would be started in earnest

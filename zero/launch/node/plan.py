@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.launch import bind, cores, selection
-from zero.launch import environment as variables
-from zero.launch.args import LaunchError, Request
+from zero.launch.args.run import LaunchError, Request
 from zero.launch.errors import listed
+from zero.launch.hosts import cores, selection
+from zero.launch.hosts import environment as variables
+from zero.launch.hosts.machine import is_this_machine
+from zero.launch.hosts.ports import problem
+from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
 from zero.launch.job import node_of, said
-from zero.launch.machine import is_this_machine
-from zero.launch.ports import problem
-from zero.launch.world import Host, World, decode, numbered, on_node, visible
+from zero.launch.node import bind
 
 THREADS = "OMP_NUM_THREADS"
 _PATIENCE = 30  # seconds for the kernel to take a port from ranks that were killed

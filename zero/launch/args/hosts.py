@@ -6,10 +6,10 @@ import argparse
 import shlex
 from dataclasses import dataclass, fields
 
-from zero.launch.deepspeed_args import about_launcher
+from zero.launch.args.deepspeed import about_launcher
 from zero.launch.errors import LaunchError
-from zero.launch.hostfile import DEFAULT
-from zero.launch.selection import Choice
+from zero.launch.hosts.hostfile import DEFAULT
+from zero.launch.hosts.selection import Choice
 
 LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich")
 BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own

@@ -1,4 +1,4 @@
-"""What a host says of itself before a job starts there: `python -m zero.launch.probe JSON`, one line of JSON back.
+"""What a host says of itself before a job starts there: `python -m zero.launch.crew.probe JSON`, one line of JSON back.
 
 It imports no torch, so that many hosts answer within a second or two.
 """
@@ -12,9 +12,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from zero.launch import ports
-from zero.launch.args import check_script
+from zero.launch.args.run import check_script
 from zero.launch.errors import LaunchError
+from zero.launch.hosts import ports
 
 MARK = "zero_probe"  # so that nothing that a login prints is taken for the answer
 

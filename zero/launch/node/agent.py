@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero.launch import processes, signals
-from zero.launch.args import Request
-from zero.launch.member import LOST
-from zero.launch.output import Output
-from zero.launch.places import Attempt, Ended, OneMachine, SeveralMachines
-from zero.launch.plan import THREADS, Plan, command, lines, plan
+from zero.launch import processes
+from zero.launch.args.run import Request
+from zero.launch.node import signals
+from zero.launch.node.member import LOST
+from zero.launch.node.output import Output
+from zero.launch.node.places import Attempt, Ended, OneMachine, SeveralMachines
+from zero.launch.node.plan import THREADS, Plan, command, lines, plan
+from zero.launch.node.tie import Tie, take_stdin
+from zero.launch.node.verdict import Failure, Verdict, signal_name
 from zero.launch.say import say
-from zero.launch.tie import Tie, take_stdin
-from zero.launch.verdict import Failure, Verdict, signal_name
 
 _POLL = 0.05  # seconds between two looks at the ranks; two that die within it cannot be told apart
 _GRACE = 4  # seconds between asking the ranks to end and killing them

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from zero.launch.link import Link, readable
-from zero.launch.meeting import BEAT, REMIND, SILENCE, TICK, Terms
-from zero.launch.verdict import Failure, Verdict
+from zero.launch.node.link import Link, readable
+from zero.launch.node.meeting import BEAT, REMIND, SILENCE, TICK, Terms
+from zero.launch.node.verdict import Failure, Verdict
 
 LOST = 129  # the exit status of a host that is cut off; as if it had been hung up on
 _TRY = 2.0  # seconds for one attempt to connect

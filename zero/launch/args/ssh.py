@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from zero.launch import host_args
-from zero.launch.host_args import HostFlags
+from zero.launch.args import hosts as host_args
+from zero.launch.args.hosts import HostFlags
 
 _ABOUT = """Run a command on all hosts of a hostfile at once, by the login shell there.
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero.launch.args import LaunchError
+from zero.launch.args.run import LaunchError
 
 _ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
 

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Sequence
 
 from zero.launch import backends, processes
-from zero.launch.crew import TERMINATE, Crew, Program
+from zero.launch.crew.crew import TERMINATE, Crew, Program
+from zero.launch.crew.outlets import Outputs
 from zero.launch.errors import LaunchError
 from zero.launch.job import Job
-from zero.launch.outlets import Outputs
 
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
 _LOST_LEISURE = 0.5  # ssh has taken up to 8 s to find out

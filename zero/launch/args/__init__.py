@@ -1,0 +1,1 @@
+"""The command lines, as they are parsed; nothing is looked at yet."""

@@ -1,0 +1,1 @@
+"""The hosts there are, those chosen, and the ranks and variables that follow."""
