@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ _LEFT = 129  # a node's whose launcher, or network, is gone
 CLOSED_PIPE = 128 + 13
 WRITE_ERROR = 74  # EX_IOERR of sysexits.h
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
+_LOST_LINE = re.compile(rb"zero run: host (\S+) is lost\b[^\n]*\n")  # the first host's, when it notices sooner than ssh
 _MISSING = {
     "ssh": "install OpenSSH's client, or start zero run with --no_ssh and --node_rank on each host",
     "pdsh": "install pdsh, or leave out --launcher pdsh: the default needs plain ssh only",
@@ -79,10 +81,22 @@ class JobCrew(Crew):
         self._least = len(programs) if min_nodes is None else min_nodes
         self._left = len(programs)
         self._ending = False
+        self._named: set[str] = set()  # the lost hosts that were named, here or by the first host
 
     def received(self, program: Program, is_stderr: bool, lines: bytes) -> None:
-        """Hand on what a node wrote."""
-        self._outputs.put(is_stderr, lines)
+        """Hand on what a node wrote, but for a host's loss that ended the job and was named already."""
+        self._outputs.put(is_stderr, _LOST_LINE.sub(self._first_time, lines) if is_stderr else lines)
+
+    def _first_time(self, found: re.Match[bytes]) -> bytes:
+        name = found[1].decode(errors="replace")
+        again = name in self._named
+        self._named.add(name)
+        return b"" if again and self._ending else found[0]
+
+    def _lost(self, name: str, why: str) -> None:
+        if name not in self._named:
+            self._named.add(name)
+            self.said(f"host {name}: lost ({why})")
 
     def held_back(self) -> bool:
         """While whoever reads our output is behind; the nodes still hear from us."""
@@ -101,11 +115,11 @@ class JobCrew(Crew):
         if self._ending:
             # The other hosts may have missed the first one before ssh did; no node is left there to say so.
             if node == 0 and lost is not None and program.killed_by is None and self.stopped_by is None:
-                self.said(f"host {program.name}: lost ({lost})")
+                self._lost(program.name, lost)
             return
         self._left -= 1
         if lost is not None:
-            self.said(f"host {program.name}: lost ({lost})")
+            self._lost(program.name, lost)
         elif program.killed_by is not None:
             self.said(f"{program.name} was killed by {signal.Signals(program.killed_by).name}")
         elif program.status == NO_CONNECTION and not program.last:
