@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _PATIENCE = 90
 
 
@@ -30,9 +30,7 @@ class Nodes:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        kept = {key: value for key, value in os.environ.items() if key not in _OURS and key != "LOGLEVEL"}
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self._environment = {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        self._environment = environment(GLOO_SOCKET_IFNAME="lo")
         tie = [] if tied is None else [f"--tied={tied}"]
         self.processes = {
             name: self._start(
@@ -82,6 +80,14 @@ class Nodes:
         """The files of the folder that match `pattern`, once there are `count`."""
         assert eventually(lambda: len(list(self.folder.glob(pattern))) >= count), f"no {count} files {pattern}"
         return sorted(self.folder.glob(pattern))
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's, without what a launcher sets, and `extra`."""
+    kept = {key: value for key, value in os.environ.items() if key not in OURS and key != "LOGLEVEL"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # No GPU, so that the tests mean the same on every machine.
+    return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
 def eventually(holds: Callable[[], bool], seconds: float = _PATIENCE) -> bool:

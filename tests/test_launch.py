@@ -7,17 +7,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
+from nodes import OURS, ROOT, alive, environment, eventually
 
 from zero.__main__ import main
 from zero.launch.args.run import LaunchError, Request
 from zero.launch.node.plan import plan
 from zero.launch.node.verdict import Failure, of
 
-ROOT = Path(__file__).parent.parent
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 # One write with its newline: the ranks run unbuffered on one pipe, where the pieces that print() writes would mix.
 SHOW = f"import os, sys; sys.stdout.write('|'.join([*(os.environ[k] for k in {OURS!r}), *sys.argv[1:]]) + chr(10))"
 
@@ -32,33 +30,13 @@ def script(tmp_path):
     return write
 
 
-def environment(**extra: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in OURS and key != "LOGLEVEL"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # No GPU, so that the tests mean the same on every machine.
-    return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **extra}
-
-
 def zero(*args: str, **extra: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "zero", *args]
     return subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False)
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def gone(pids: list[int], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(alive(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
+    return eventually(lambda: not any(map(alive, pids)), seconds)
 
 
 def test_two_ranks_and_their_environment(script):

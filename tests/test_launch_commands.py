@@ -67,9 +67,9 @@ def test_ssh_is_a_command_for_each_host() -> None:
 
 def test_pdsh_is_a_command_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
-    (command,) = backends.commands(job("--launcher", "PDSH", "--launcher_args=-N", "--ssh_port", "2222", "t.py", "%n"))
+    (command,) = backends.commands(job("--launcher", "PDSH", "--launcher_args=-d", "--ssh_port", "2222", "t.py", "%n"))
     line = node_line("%n", "t.py %%n", "0")
-    assert command.words == ["pdsh", "-R", "ssh", "-S", "-b", "-f", "2", "-N", "-w", "n1,n3", line]
+    assert command.words == ["pdsh", "-R", "ssh", "-S", "-b", "-N", "-f", "2", "-d", "-w", "n1,n3", line]
     options = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=2 -oServerAliveCountMax=3"
     assert command.environment == {"PDSH_SSH_ARGS_APPEND": f"-i key {options} -p2222"}
     assert shlex.split(command.line()) == [f"PDSH_SSH_ARGS_APPEND=-i key {options} -p2222", *command.words]

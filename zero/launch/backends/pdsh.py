@@ -25,9 +25,10 @@ def commands(job: Job) -> list[Command]:
     words[words.index(_NODE.replace("%", "%%"))] = _NODE
     text = replace(tied, folder=tied.folder.replace("%", "%%")).shell(words)
     names = [host.name for host in job.world.hosts]
-    # -S: the exit status is the largest of the hosts'. -f: all at once. -b: one Ctrl-C is enough.
-    pdsh = ["pdsh", "-R", "ssh", "-S", "-b", "-f", str(len(names)), *flags.launcher_args, "-w", ",".join(names), text]
-    return [Command(pdsh, None, {"PDSH_SSH_ARGS_APPEND": _ssh_args(flags.ssh_port)})]
+    # -S: the exit status is the largest of the hosts'. -f: all at once. -b: one Ctrl-C is enough. -N: lines of ranks
+    # name their host already.
+    pdsh = ["pdsh", "-R", "ssh", "-S", "-b", "-N", "-f", str(len(names)), *flags.launcher_args]
+    return [Command([*pdsh, "-w", ",".join(names), text], None, {"PDSH_SSH_ARGS_APPEND": _ssh_args(flags.ssh_port)})]
 
 
 def _ssh_args(port: int | None) -> str:
