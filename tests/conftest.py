@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,12 @@ UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is s
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
+
+
+# A run in the background of a shell, or under nohup, would have all programs that tests start ignore these.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

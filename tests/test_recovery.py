@@ -24,7 +24,7 @@ import pytest
 
 HERE = Path(__file__).parent
 LONG = os.environ.get("ZERO_LONG") == "1"
-KILLS, RESTARTS = (200, 20) if LONG else (10, 2)
+KILLS, RESTARTS = (200, 20) if LONG else (10, 1)
 
 
 def environment() -> dict[str, str]:
