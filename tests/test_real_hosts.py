@@ -46,7 +46,9 @@ def test_a_cut_is_silent_on_both_sides_until_it_is_mended(hosts):
 
 
 def test_nothing_is_left_where_the_tests_are_killed(real_nodes, tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    command, here = [sys.executable, "-c", HOLD, str(tmp_path)], Path(__file__).parent
+    # Where the program is a text, Python looks for modules in the current folder.
+    holder = subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in holder.stdout.readline().split()]
     assert pids
     holder.send_signal(signal.SIGKILL)
