@@ -18,8 +18,8 @@ ARGS ?=
 # Processes to train with. Empty means all GPUs of this machine, which is what `zero run` does by itself.
 NPROC ?= $(if $(shell nvidia-smi -L 2>/dev/null),,2)
 
-# How many files of tests run side by side: one more than there are cores to keep busy, as many tests wait.
-WORKERS ?= 3
+# How many files of tests run side by side. One leaves a core of two idle whenever ranks wait for each other.
+WORKERS ?= 2
 
 # The versions in constraints.txt hold for what is installed and also for what the build itself needs. pip reads the
 # second from PIP_CONSTRAINT up to 25.2 and from PIP_BUILD_CONSTRAINT after that.
