@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from zero.launch.contract import LOST
 from zero.launch.errors import LaunchError
 from zero.launch.hosts.world import Host, World
 from zero.launch.node.interface import interface
 from zero.launch.node.link import Link
 from zero.launch.node.meeting import Meeting, Terms
-from zero.launch.node.member import LOST, Member
+from zero.launch.node.member import Member
 from zero.launch.node.verdict import Failure, cause, of
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))

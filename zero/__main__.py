@@ -10,8 +10,7 @@ from zero.launch.args import check as check_args
 from zero.launch.args import checkpoint as checkpoint_args
 from zero.launch.args import run as run_args
 from zero.launch.args import ssh as ssh_args
-
-_CLOSED_PIPE = 128 + 13  # as a shell says it of a program that SIGPIPE ended
+from zero.launch.contract import CLOSED_PIPE
 
 
 class _Version(argparse.Action):
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. What is still in the buffer has to go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _CLOSED_PIPE
+        return CLOSED_PIPE
 
 
 def _command(given: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from zero.launch.args.hosts import HostFlags
 from zero.launch.backends.command import Command
+from zero.launch.contract import SILENCE
 from zero.launch.job import Job
 
-SILENCE = 6
 OPTIONS = (
     "BatchMode=yes",  # an unknown host or a password is an error, not a question that nobody sees
     "ConnectTimeout=10",

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zero.launch.backends.command import Command
+from zero.launch.contract import INTERRUPT, TERMINATE
 from zero.launch.crew.outlets import Lines, Outputs
 from zero.launch.errors import LaunchError
 
 if TYPE_CHECKING:
     import psutil
 
-INTERRUPT, TERMINATE = b"I", b"T"  # what a node is asked to do on its stdin
 _BEAT = b"."
 _BEAT_SECONDS = 1.0
 _TURN = 0.05  # seconds between two looks at what makes no noise

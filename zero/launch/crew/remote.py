@@ -10,9 +10,10 @@ from pathlib import Path
 from zero.launch.args.ssh import SshRequest
 from zero.launch.backends.command import Command
 from zero.launch.backends.ssh import to_host
+from zero.launch.contract import CLOSED_PIPE
 from zero.launch.crew.crew import Crew, Program
 from zero.launch.crew.outlets import Outputs, prefixed
-from zero.launch.crew.several import CLOSED_PIPE, NO_CONNECTION, WRITE_ERROR, require
+from zero.launch.crew.several import NO_CONNECTION, WRITE_ERROR, require
 from zero.launch.errors import LaunchError, listed
 from zero.launch.hosts import hostfile, selection
 

@@ -8,15 +8,14 @@ import signal
 from collections.abc import Sequence
 
 from zero.launch import backends, processes
-from zero.launch.crew.crew import TERMINATE, Crew, Program
+from zero.launch.contract import CLOSED_PIPE, LOST, TERMINATE
+from zero.launch.crew.crew import Crew, Program
 from zero.launch.crew.outlets import Outputs
 from zero.launch.errors import LaunchError
 from zero.launch.job import Job
 
 NO_CONNECTION = 255  # ssh's own: no connection, or no longer one
 _LOST_LEISURE = 0.5  # ssh has taken up to 8 s to find out
-_LEFT = 129  # a node's whose launcher, or network, is gone
-CLOSED_PIPE = 128 + 13
 WRITE_ERROR = 74  # EX_IOERR of sysexits.h
 _OF_NODES = (b"zero run: ", b"[")  # how every line of a node and of its ranks begins; all others are ssh's
 _LOST_LINE = re.compile(rb"zero run: host (\S+) is lost\b[^\n]*\n")  # the first host's, when it notices sooner than ssh
@@ -124,7 +123,7 @@ class JobCrew(Crew):
             self.said(f"{program.name} was killed by {signal.Signals(program.killed_by).name}")
         elif program.status == NO_CONNECTION and not program.last:
             self.said(f"host {program.name}: ended with status {NO_CONNECTION}")
-        if node and (lost or program.status in (NO_CONNECTION, _LEFT)) and self._left >= self._least:
+        if node and (lost or program.status in (NO_CONNECTION, LOST)) and self._left >= self._least:
             self.said(f"host {program.name} is left out; the job needs {self._least} of its hosts and has {self._left}")
             return
         # The others do not know of a lost host before it has been silent for some time.

@@ -14,8 +14,9 @@ from typing import Any
 from zero.launch.args.hosts import BY_SSH
 from zero.launch.backends.command import Command
 from zero.launch.backends.ssh import to_host
+from zero.launch.contract import TERMINATE
 from zero.launch.crew import probe
-from zero.launch.crew.crew import TERMINATE, Crew, Program
+from zero.launch.crew.crew import Crew, Program
 from zero.launch.crew.several import NO_CONNECTION, require
 from zero.launch.errors import listed, raise_all
 from zero.launch.job import Job

@@ -13,8 +13,8 @@ from typing import Any
 
 from zero.launch import processes
 from zero.launch.args.run import Request
+from zero.launch.contract import LOST
 from zero.launch.node import signals
-from zero.launch.node.member import LOST
 from zero.launch.node.output import Output
 from zero.launch.node.places import Attempt, Ended, OneMachine, SeveralMachines
 from zero.launch.node.plan import THREADS, Plan, command, lines, plan

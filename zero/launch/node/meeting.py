@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zero.launch.contract import SILENCE
 from zero.launch.errors import LaunchError, listed
 from zero.launch.hosts.world import World
 from zero.launch.node import verdict
@@ -24,7 +25,6 @@ from zero.launch.node.verdict import Failure, Verdict
 
 TICK = 0.1
 BEAT = 1.0  # seconds between two signs of life
-SILENCE = 6.0  # seconds without one, after which a host counts as lost
 SETTLE = 1.0  # seconds between the first failure that is told and the verdict; its cause may come later
 PATIENCE = 300.0  # seconds for all hosts to come
 REMIND = 30.0  # seconds between two lines about those who have not
@@ -185,7 +185,7 @@ class Meeting:
             link.close()
             if node is not None and self._here.get(node) is link:
                 del self._here[node]
-                why = f"nothing was heard from it for {SILENCE:.0f} s" if silent else "its launcher has ended"
+                why = f"nothing was heard from it for {SILENCE} s" if silent else "its launcher has ended"
                 self._lose(node, why, 1)
         for link in self._links:
             link.flush()

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from zero.launch.contract import LOST, SILENCE
 from zero.launch.node.link import Link, readable
-from zero.launch.node.meeting import BEAT, REMIND, SILENCE, TICK, Terms
+from zero.launch.node.meeting import BEAT, REMIND, TICK, Terms
 from zero.launch.node.verdict import Failure, Verdict
 
-LOST = 129  # the exit status of a host that is cut off; as if it had been hung up on
 _TRY = 2.0  # seconds for one attempt to connect
 
 

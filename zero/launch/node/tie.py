@@ -7,8 +7,10 @@ import select
 import signal
 import threading
 
+from zero.launch.contract import INTERRUPT, TERMINATE
+
 _CHUNK = 4096
-_ASKED = {b"I": signal.SIGINT, b"T": signal.SIGTERM}
+_ASKED = {INTERRUPT: signal.SIGINT, TERMINATE: signal.SIGTERM}
 
 
 class Tie:
