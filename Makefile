@@ -38,9 +38,11 @@ train: $(STAMP)
 nodes:
 	@sh tests/real_nodes.sh
 
+# A process of tests that dies, or is ended because a test hangs, ends the run: started again it would meet the same test.
 test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --max-worker-restart 0 --dist loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 report: $(STAMP)
 	$(VENV)/bin/zero report $(ARGS)

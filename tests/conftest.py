@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import Pool
 from real_nodes import Nodes, reason
 
+STDERR = pytest.StashKey[int]()
 UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
+
+SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
@@ -27,6 +32,22 @@ torch.set_num_threads(1)
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # as it is before pytest puts files in its place
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that hangs ends its process, with a traceback of each thread; pytest-xdist then names it and goes on."""
+    long = item.config.getoption("usepdb") or "ZERO_LONG" in os.environ or "ZERO_ALL_PAIRS" in os.environ
+    if not long:
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ command line as its argument, and otherwise sh, as a login shell is.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 60  # seconds that no command of these tests takes, unless it hangs
@@ -132,12 +134,14 @@ def until(true: Callable[[], object]) -> bool:
     return True
 
 
-def read_until(process: subprocess.Popen, text: bytes) -> bytes:
-    """What it wrote on stdout up to `text`."""
-    found = b""
-    while text not in found:
-        data = os.read(process.stdout.fileno(), 65536)
-        assert data, found
+def read_until(stream: IO[bytes], text: bytes, times: int = 1) -> bytes:
+    """What a process wrote, as far as it has come when `text` is in it so many times; more may have come with it."""
+    found, end = b"", time.monotonic() + TIMEOUT
+    while found.count(text) < times:
+        ready, _, _ = select.select([stream], [], [], max(0.0, end - time.monotonic()))
+        assert ready, f"no {text!r} in {TIMEOUT} s, only {found!r}"
+        data = os.read(stream.fileno(), 65536)
+        assert data, f"the end came before {text!r}: {found!r}"
         found += data
     return found
 

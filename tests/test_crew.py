@@ -87,7 +87,7 @@ def test_progress_bars_move(two: Hosts) -> None:
     two.host("n1", "printf ' 50%%\\r'; until [ -e go ]; do sleep 0.05; done; printf '100%%\\r\\n'")
     two.host("n2", "")
     process = two.start("run", "-H", "H", "--no_check", "t.py")
-    assert read_until(process, b"\r") == b" 50%\r"
+    assert read_until(process.stdout, b"\r") == b" 50%\r"
     (two.folder / "go").touch()
     assert two.finish(process)[:2] == (0, "100%\r\n")
 
@@ -107,8 +107,7 @@ def test_a_signal_reaches_every_node(two: Hosts, name: str, letter: str) -> None
     for host in ("n1", "n2"):
         two.host(host, OBEYS)
     process = two.start("run", "-H", "H", "--no_check", "t.py")
-    read_until(process, b"up n")
-    read_until(process, b"\n")
+    read_until(process.stdout, b"up n", 2)
     number = getattr(signal, name)
     process.send_signal(number)
     status, out, err = two.finish(process)
@@ -122,7 +121,7 @@ def test_what_ignores_everything_is_killed(two: Hosts) -> None:
     two.host("n1", OBEYS)
     two.host("n2", STUBBORN)
     process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=0.3)
-    read_until(process, b"up\n")
+    read_until(process.stdout, b"up\n")
     process.send_signal(signal.SIGTERM)
     assert two.finish(process)[0] == 143
     assert two.nothing_left()
@@ -132,9 +131,9 @@ def test_a_second_signal_shortens_the_wait(two: Hosts) -> None:
     two.host("n1", STUBBORN)
     two.host("n2", STUBBORN)
     process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=900)
-    read_until(process, b"up\n")
+    read_until(process.stdout, b"up\n")
     process.send_signal(signal.SIGINT)
-    assert b"stopped by SIGINT" in os.read(process.stderr.fileno(), 999)
+    read_until(process.stderr, b"stopped by SIGINT")
     process.send_signal(signal.SIGINT)
     assert two.finish(process)[0] == 130
     assert two.nothing_left()
@@ -144,10 +143,10 @@ def test_an_ignored_signal_stays_so_and_nobody_is_suspended(two: Hosts) -> None:
     two.host("n1", "echo up; until [ -e go ]; do sleep 0.05; done")
     two.host("n2", "")
     process = two.start("run", "-H", "H", "--no_check", "t.py", before='trap "" HUP')
-    read_until(process, b"up\n")
+    read_until(process.stdout, b"up\n")
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTSTP)
-    assert b"not suspended" in os.read(process.stderr.fileno(), 999)
+    read_until(process.stderr, b"not suspended")
     (two.folder / "go").touch()
     assert two.finish(process)[0] == 0
 
@@ -185,10 +184,8 @@ def test_enough_hosts_are_left(hosts: Hosts) -> None:
     hosts.host("n2", REFUSED + "; #")
     hosts.host("n3", "until [ -e go ]; do sleep 0.05; done")
     process = hosts.start("run", "-H", "H", "--no_check", "--min_nodes", "2", "t.py")
-    read_until(process, b"up\n")
-    said = b""
-    while b"left out" not in said:
-        said += os.read(process.stderr.fileno(), 999)
+    read_until(process.stdout, b"up\n")
+    said = read_until(process.stderr, b"left out")
     (hosts.folder / "go").touch()
     status, _, err = hosts.finish(process)
     assert (status, err) == (0, "")
@@ -220,7 +217,7 @@ def test_nobody_reads_any_more(two: Hosts) -> None:
     two.host("n1", OBEYS)
     two.host("n2", "while echo line; do sleep 0.01; done")
     process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=0.5)
-    read_until(process, b"line\n")
+    read_until(process.stdout, b"line\n")
     process.stdout.close()
     err = process.stderr.read().decode()
     assert process.wait(60) == 141
@@ -246,7 +243,7 @@ def test_a_program_for_all_hosts_is_interrupted_then_killed(two: Hosts, number: 
         "#!/bin/sh\ntrap 'echo handed on' INT\ntrap '' TERM\nsetsid sleep 967 &\necho up\nwhile :; do wait; done",
     )
     process = two.start("run", "-H", "H", "--launcher", "slurm", "t.py", several__JobCrew__patience=0.5)
-    read_until(process, b"up\n")
+    read_until(process.stdout, b"up\n")
     process.send_signal(number)
     status, out, err = two.finish(process)
     assert (status, out) == (128 + number, "handed on\n")

@@ -52,7 +52,7 @@ def test_a_signal_ends_it_everywhere(hosts: Hosts, number: int) -> None:
     # The first ends when it is asked to, the second with what is started in the background only when it is killed.
     hosts.host("n2", 'exec sh -c "$(printf %s "$1" | sed "s/echo/trap : TERM INT; sleep 970 \\& echo/")"')
     process = hosts.start("ssh", "-f", "H", "-i", "n1@n2", "echo up; sleep 971; sleep 972")
-    read_until(process, b"n2: up\n")
+    read_until(process.stdout, b"n2: up\n")
     process.send_signal(number)
     status, _, err = hosts.finish(process)
     assert status == 128 + number
@@ -62,7 +62,7 @@ def test_a_signal_ends_it_everywhere(hosts: Hosts, number: int) -> None:
 
 def test_it_ends_when_the_launcher_is_killed(hosts: Hosts) -> None:
     process = hosts.start("ssh", "-f", "H", "echo up; sleep 971 & sleep 972")
-    read_until(process, b"up\n")
+    read_until(process.stdout, b"up\n")
     process.kill()
     process.communicate()
     assert hosts.nothing_left()
