@@ -64,7 +64,10 @@ def test_what_killed_saves_left_goes_and_what_is_not_ours_stays(tmp_path: Path) 
         place.mkdir()
     data = "weights-00000-of-00002.0123abcd.safetensors"
     rubbish = [first / data, first / f".{data}.77.partial", ruin / data, tmp_path / ".latest.5.partial", other / data]
+    hidden = tmp_path / ".mine.gone"
+    hidden.mkdir()
     kept = [first / "notes.txt", first / "weights.safetensors", mine / "model.safetensors", other / "readme"]
+    kept.append(hidden / "notes.txt")
     for path in (*rubbish, *kept):
         path.write_text("x")
         os.utime(path, (1, 1))
@@ -88,6 +91,7 @@ def test_a_kill_while_old_ones_go_leaves_each_whole_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retention: Retention
 ) -> None:
     saved(tmp_path / "runs", None, None, 3)
+    left_over = ["global_step3", "latest"] if retention.keep else sorted(os.listdir(tmp_path / "runs"))
     real = {name: getattr(os, name) for name in ("unlink", "replace", "rmdir")}
     moment, ended = 0, False
     while not ended:
@@ -114,8 +118,7 @@ def test_a_kill_while_old_ones_go_leaves_each_whole_or_none(
             assert all(same({name: found[name]}, {name: wanted[name]}) for name in found)
             assert tag != "global_step3" or found.keys() == wanted.keys()
         tidy(again, "global_step3", retention, time.time() + 1000)  # the next save ends what was begun
-        names = sorted(path.name for path in again.iterdir() if path.is_file() or any(path.iterdir()))
-        assert names == (["global_step3", "latest"] if retention.keep else sorted(os.listdir(tmp_path / "runs")))
+        assert sorted(os.listdir(again)) == left_over
         assert all(
             len(os.listdir(again / tag)) == (3 if retention.keep is None and tag != "global_step3" else 5)
             for tag in folder.tags(again)

@@ -20,6 +20,7 @@ from zero.checkpoint.index import Damaged, Index
 _DATA = r"[a-z]+-\d{5,}-of-\d{5,}\.[0-9a-f]{8}\.safetensors"
 _OURS = re.compile(_DATA)
 _PARTIAL = re.compile(rf"\.({_DATA}|{re.escape(folder.INDEX)}|{folder.LATEST})\.\d+\.partial")
+_GONE = re.compile(r"\..+\.gone")  # a tag that is being removed
 
 
 class Retention(NamedTuple):
@@ -42,6 +43,7 @@ def tidy(root: Path, tag: str, retention: Retention, began: float, moved: Callab
     us, and stays, outside of `tag` itself.
     """
     _clear(root / tag, folder.read_index(root / tag), 0.0, moved)
+    _clear_ruins(root, began, moved)
     named = folder.latest(root)
     older = []
     for other in reversed(folder.tags(root)):
@@ -60,16 +62,20 @@ def tidy(root: Path, tag: str, retention: Retention, began: float, moved: Callab
             remove(root / other, moved)
         elif position >= whole and not index.stripped:
             strip(root / other, index, moved)
-    _clear_ruins(root, began, moved)
 
 
 def remove(place: Path, moved: Callable[[int], object] = id) -> None:
     """Delete a checkpoint: its index first, then all that saves have made; the folder goes unless more is in it."""
     (place / folder.INDEX).unlink(missing_ok=True)
     folder.sync(place)
-    _delete(place, lambda name: is_ours(name), moved)
-    with contextlib.suppress(OSError):  # what is left is not ours
-        place.rmdir()
+    whole = all(is_ours(name) for name in os.listdir(place))
+    if whole and not _GONE.fullmatch(place.name):
+        # An empty folder could be anybody's: one that a kill leaves behind must say that it was ours.
+        place = place.rename(place.with_name(f".{place.name}.gone"))
+    _delete(place, is_ours, moved)
+    if whole:
+        with contextlib.suppress(OSError):  # some file systems keep names of files that somebody reads
+            place.rmdir()
 
 
 def strip(place: Path, index: Index, moved: Callable[[int], object] = id) -> None:
@@ -101,7 +107,7 @@ def _clear_ruins(root: Path, began: float, moved: Callable[[int], object]) -> No
         elif entry.is_dir(follow_symlinks=False) and not (path / folder.INDEX).exists():
             names = os.listdir(path)
             ours = [name for name in names if is_ours(name)]
-            if ours and not any(_young(path / name, began) for name in ours):
+            if _GONE.fullmatch(entry.name) or (ours and not any(_young(path / name, began) for name in ours)):
                 remove(path, moved)
 
 
