@@ -261,6 +261,26 @@ def conversions(stage: int) -> dict[str, str]:
         said[wrapper.__name__] = refusal(lambda wrapper=wrapper: start(stage, lambda: wrapper(linear())))
     said["complex"] = refusal(lambda: start(stage, lambda: nn.Linear(2, 2, dtype=torch.complex64)))
     said["sparse"] = refusal(lambda: sparse(stage))
+    said.update(freezing(stage))
+    return said
+
+
+def half_frozen() -> nn.Module:
+    model = Layers(linear)
+    model.layers[2].requires_grad_(False)
+    return model
+
+
+def freezing(stage: int) -> dict[str, str]:
+    """A parameter changes sides between a backward and its step, and back."""
+    engine, said = start(stage, half_frozen), {}
+    for what, layer in (("frozen", 1), ("thawed", 2)):
+        changed = engine.module.layers[layer].bias
+        engine.backward(engine(inputs(0)))
+        changed.requires_grad_(what == "thawed")
+        said[what] = refusal(engine.step)
+        changed.requires_grad_(what == "frozen")
+        engine.step()  # nothing happened to it
     return said
 
 
@@ -283,6 +303,8 @@ def test_what_cannot_be_right_is_refused_by_name(pool):
         "DataParallel": r"pass model=model.module",
         "DistributedDataParallel": r"pass model=model.module",
         "complex": r"parameter 'weight' is torch.complex64",
+        "frozen": r"parameter 'layers.1.bias' .* requires_grad was True at initialize\(\) and is now False; .* lr is 0",
+        "thawed": r"parameter 'layers.2.bias' .* requires_grad was False at initialize\(\) and is now True; set it",
         "sparse": r"parameter 'weight' has a torch.sparse_coo gradient",
     }
     for stages in pool.run(2, run_conversions):

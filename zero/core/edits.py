@@ -35,12 +35,21 @@ class Edits:
     _mesh: Mesh
     _versions: list[int]
     _views: list[torch.Tensor]
+    _thawed: list[bool]
     full: torch.Tensor
     _filled: torch.cuda.Event | None
     _copied: torch.cuda.Event | None
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError, naming the parameter, where one has another shape, dtype or device than we gave it."""
+        """Raise RuntimeError, naming the parameter, where one has another shape, dtype, device or requires_grad."""
+        for spec, param, thawed in zip(self.plan.params, self.params, self._thawed, strict=True):
+            if param.requires_grad != thawed:
+                # Thawed, it would silently not be trained; frozen, weight decay and momentum would still move it.
+                raise RuntimeError(
+                    f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}): requires_grad was "
+                    f"{thawed} at initialize() and is now {param.requires_grad}; set it before initialize(). To train "
+                    "it in some steps only, give it a parameter group of its own, whose lr is 0 in the others"
+                )
         if self.cut:
             return  # released ones refuse every change themselves
         for spec, param, view in zip(self.plan.params, self.params, self._views, strict=True):

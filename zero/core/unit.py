@@ -80,6 +80,7 @@ class Unit(Edits):
         self._copied: torch.cuda.Event | None = None  # after it what was pushed is in host memory
         self._kinds = [type(param) for param in params]
         self._versions = [param._version for param in params]
+        self._thawed = [param.requires_grad for param in params]
 
     @property
     def mesh(self) -> Mesh:
