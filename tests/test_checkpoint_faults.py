@@ -9,7 +9,6 @@ import errno
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoint_files import engine_of, same, step, tensors
+from ports import free_port
 from ranks import Pool
 
 
@@ -125,12 +125,14 @@ except Exception as error:
 
 
 def launch(program: Path, folder: Path, what: str, which: int) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parent), str(here)])
-    env = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = os.environ | {
+        "PYTHONPATH": path,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     command = [sys.executable, str(program), str(folder), what, str(which)]
     return [
         subprocess.Popen(

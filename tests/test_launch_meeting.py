@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from ports import free_port
 
 from zero.launch.contract import LOST
 from zero.launch.errors import LaunchError
@@ -20,12 +21,6 @@ from zero.launch.node.member import Member
 from zero.launch.node.verdict import Failure, cause, of
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def until(holds: Callable[[], object]) -> object:
