@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,7 +119,7 @@ class Launchers:
         if self._connection is None:
             self._begin()
         request = {"words": words, "environment": dict(environment), "folder": str(folder or Path.cwd())}
-        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - `Launched` closes them
         there, here = os.pipe() if stdin else (os.open(os.devnull, os.O_RDONLY), None)
         said, says = os.pipe()
         socket.send_fds(self._connection, [json.dumps(request).encode()], [there, out.fileno(), err.fileno(), says])
@@ -206,7 +205,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 if __name__ == "__main__":
     import psutil  # noqa: F401 - as all of these, so that no launcher has to
-    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401
 
     from zero.__main__ import main
     from zero.launch import start  # noqa: F401
