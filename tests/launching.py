@@ -1,4 +1,4 @@
-"""`zero run` without the seconds in which it imports torch: forked from a process that has imported it.
+"""`zero run` and `zero check` without the seconds in which they import torch: forked from a process that has it.
 
 Only the start differs from `python -m zero run`: what is forked has a folder, an environment, a stdin, a stdout and a
 stderr of its own, runs the same `main` with the words of a command line, and takes signals and ends as a process does.
@@ -208,6 +208,7 @@ if __name__ == "__main__":
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401
 
     from zero.__main__ import main
+    from zero.engine.check import script  # noqa: F401
     from zero.launch import start  # noqa: F401
 
     gc.freeze()  # pages that no launcher writes to need no copy
