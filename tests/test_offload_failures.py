@@ -128,7 +128,7 @@ def test_each_engine_has_one_thread_which_ends_with_it(pool, stage):
 
 
 PROGRAM = """
-import signal, sys, time, torch, torch.distributed as dist, zero
+import signal, sys, threading, torch, torch.distributed as dist, zero
 from models import batch, config, make_net
 
 how, world = sys.argv[1], int(sys.argv[2])
@@ -136,16 +136,22 @@ section = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 engine, *_ = zero.initialize(model=make_net(), config=config(1, world, zero_optimization=section))
 rank, update = engine.global_rank, engine.optimizer.rule.update
 
+interrupted = threading.Event()
+
+def interrupt(number, frame):
+    interrupted.set()
+    raise KeyboardInterrupt
+
 def slow(*args, **kwargs):
-    time.sleep(0.3)
+    interrupted.wait(240 if how == "interrupt" else 0.3)
     update(*args, **kwargs)
 
 engine.optimizer.rule.update = slow
+signal.signal(signal.SIGINT, interrupt)
 tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(0, 2 * world))
 engine.backward(engine(tokens, targets))
 engine.step()
 if how == "interrupt":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     sys.stdout.write("stepped\\n")
     sys.stdout.flush()
     engine(tokens, targets)
