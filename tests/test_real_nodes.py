@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import signal
 
-import pytest
-from real_jobs import Job, command
+from real_jobs import End, Job, command
 from real_nodes import ROOT, until
 
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
@@ -66,43 +65,48 @@ def test_a_killed_rank_restarts_all_hosts_and_the_second_kill_ends_them(hosts, t
     assert end.says("rank 0", "n1", "killed by SIGKILL"), end
 
 
-@pytest.mark.parametrize("name", ["n1", "n2"])
-def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(hosts, tmp_path, name):
-    job = Job(hosts, tmp_path).start()
-    job.started(2)
-    hosts.cut(name)
-    end = job.ended()
+def lost(end: End, name: str) -> None:
+    """The job has ended because that host was lost, and it was said once."""
     assert end.status not in (0, 2), end
     # By its ssh here or by the first host there, whoever notices first.
     assert len(end.lines("zero run:", f"host {name}", "lost")) == 1, end
 
 
-def test_with_min_nodes_the_job_goes_on_without_a_host_that_is_cut_off(hosts, tmp_path):
-    job = Job(hosts, tmp_path, "--min_nodes", "2", "--max_restarts", "3", slots=(1, 1, 2)).start()
-    job.started(4)
+def test_the_first_host_cut_off_ends_the_job_on_both_sides(hosts, tmp_path):
+    job = Job(hosts, tmp_path).start()
+    job.started(2)
+    hosts.cut("n1")
+    lost(job.ended(), "n1")
+
+
+def test_another_host_cut_off_ends_the_job_on_both_sides_but_with_min_nodes_it_goes_on_without(hosts, tmp_path):
+    job = Job(hosts, tmp_path / "ends").start()
+    options = ("--min_nodes", "2", "--max_restarts", "3", "--master_port", "29501")
+    other = Job(hosts, tmp_path / "goes-on", *options, slots=(1, 1, 2)).start()
+    job.started(2)
+    other.started(4)
     hosts.cut("n2")
     # Renumbered over those that are left.
-    assert job.started(3, attempt=1) == {0: "n1 0 1 3", 1: "n3 0 2 3", 2: "n3 1 2 3"}
+    assert other.started(3, attempt=1) == {0: "n1 0 1 3", 1: "n3 0 2 3", 2: "n3 1 2 3"}
     until(lambda: not hosts.processes("n2"))
-    (tmp_path / "finish").touch()
-    end = job.ended()
+    (other.folder / "finish").touch()
+    lost(job.ended(), "n2")
+    end = other.ended()
     assert end.status == 0, end
     assert "n2" in end.err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_for_the_launcher_ends_every_process_on_every_host(hosts, tmp_path, number, status):
-    # The ranks, and a child of each that has left their session, do not want to.
-    job = Job(hosts, tmp_path).start("stubborn")
-    job.started(2)
-    assert len(hosts.processes("n2")) >= 3  # the launcher there, the rank and its child
-    job.signal(number)
-    end = job.ended()
-    assert end.status == status, end
-
-
-def test_when_the_launcher_is_killed_the_hosts_end_the_job_by_themselves(hosts, tmp_path):
-    job = Job(hosts, tmp_path).start()
-    job.started(2)
-    job.signal(signal.SIGKILL)
-    assert job.ended().status == -signal.SIGKILL
+def test_a_signal_for_the_launcher_ends_every_process_on_every_host_and_so_does_its_death(hosts, tmp_path):
+    # The ranks of the first two, and a child of each that has left their session, do not want to.
+    wanted = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+    jobs = {}
+    for number in wanted:
+        jobs[number] = Job(hosts, tmp_path / number.name, "--master_port", str(29500 + number))
+        jobs[number].start(*([] if number == signal.SIGKILL else ["stubborn"]))
+    for job in jobs.values():
+        job.started(2)
+    assert len(hosts.processes("n2")) >= 8  # the launchers there, the ranks and their two children
+    for number, job in jobs.items():
+        job.signal(number)
+    ends = {number: job.ended() for number, job in jobs.items()}
+    assert {number: end.status for number, end in ends.items()} == wanted, ends
