@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoint_files import engine_of, same, step, tensors
+from models import make_net
 from ports import free_port
 from ranks import Pool
 
 
 def fill(folder: str, which: int) -> dict[str, Any]:
     """A save that finds no room on rank `which`, another in the same place, and the run goes on."""
-    engine = engine_of(3, 2)
+    engine = engine_of(3, 2, make_net(width=256))
     step(engine, 0)
     engine.save_checkpoint(folder, tag="former")
     step(engine, 1)
@@ -34,8 +35,9 @@ def fill(folder: str, which: int) -> dict[str, Any]:
     said = []
     try:
         if dist.get_rank() == which:
-            # Rank 0's weights have room, its moments have not: some files of the save are there when it fails.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (9500, before[1]))
+            # Its weights have room, its moments have not: some files of the save are there when it fails. The limit is
+            # also that of the file through which the ranks of the tests talk, which grows as long as they wait.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 19, before[1]))
         for tag in ("new", "former"):
             with pytest.raises(OSError) as error:
                 engine.save_checkpoint(folder, tag=tag)
