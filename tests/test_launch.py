@@ -211,14 +211,6 @@ def test_of_ranks_that_die_together_the_killed_one_is_named():
     assert (first.text, first.status) == ("rank 1 failed first, with exit code 4 (pid 7)", 4)
 
 
-def test_the_script_runs_under_torchrun_too(script):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--standalone", script(SHOW)]
-    ended = subprocess.run(
-        command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.stdout.startswith("0|1|0|1|"), ended.stderr
-
-
 def test_log_dir_has_a_file_per_rank(zero, tmp_path, script):
     logs = tmp_path / "logs"
     ended = zero(
