@@ -42,22 +42,22 @@ def killed(tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The losses of the uninterrupted run by step, and what each attempt found."""
     seed = random.SystemRandom().randrange(10**6) if LONG else 1
     command = [sys.executable, str(HERE / "kills.py"), str(tmp_path_factory.mktemp("kills")), str(KILLS), str(seed)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400 + 10 * KILLS)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=450 + 10 * KILLS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     losses, *attempts = map(json.loads, done.stdout.splitlines())
-    print(f"{KILLS} kills, seed {seed}: {sum(one['torn'] for one in attempts)} in the middle of a save")
+    print(f"{len(attempts)} kills, seed {seed}: {sum(one['torn'] for one in attempts)} in the middle of a save")
     return dict(losses), attempts
 
 
 def test_each_attempt_loads_a_checkpoint_not_older_than_the_last_reported(killed):
     _, attempts = killed
-    assert len(attempts) == KILLS
+    assert len(attempts) >= KILLS
     for number, one in enumerate(attempts):
         assert not any(one["before"]), f"attempt {number} failed by itself: {one}"
         if one["began"] is not None:
             # A save may be whole before it is reported: the one that was running, and an asynchronous one before it.
             assert one["reported"] <= one["began"] <= one["reported"] + 2, one
-    assert sum(one["began"] is not None for one in attempts) > KILLS / 2
+    assert sum(one["began"] is not None for one in attempts) > len(attempts) / 2
     assert any(one["torn"] for one in attempts), "no kill came in the middle of a save"
 
 
