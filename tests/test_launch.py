@@ -223,11 +223,12 @@ def test_log_dir_has_a_file_per_rank(zero, tmp_path, script):
 
 def test_dry_run_prints_and_starts_nothing(zero, tmp_path, script):
     path = script("import pathlib, sys; pathlib.Path(sys.argv[1]).touch()")
-    ended = zero("run", "--num_gpus", "2", "--dry-run", "--master_port", "29714", path, str(tmp_path / "ran it"))
+    port = str(free_port())
+    ended = zero("run", "--num_gpus", "2", "--dry-run", "--master_port", port, path, str(tmp_path / "ran it"))
     assert ended.returncode == 0, ended.stderr
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.stdout.splitlines() == [
-        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29714 "
+        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
         f"OMP_NUM_THREADS={threads} {sys.executable} -u {path} '{tmp_path / 'ran it'}'"
         for rank in range(2)
     ]
