@@ -16,6 +16,7 @@ import torch
 # Worker processes import test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from launching import Launchers
 from ranks import Pool
 from real_nodes import Nodes, reason
 
@@ -54,6 +55,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pool() -> Iterator[Pool]:
     """Up to four gloo ranks for the whole session."""
     made = Pool(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def launchers() -> Iterator[Launchers]:
+    """What starts `zero run` without waiting for torch."""
+    made = Launchers()
     yield made
     made.close()
 

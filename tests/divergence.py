@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from models import Net, batch, config
+from ports import free_port
 from torch import nn
 
 import zero
@@ -138,12 +138,6 @@ def fork(name: str, rank: int, port: int, said: Path) -> int:
         code = 1
     sys.stderr.flush()
     os._exit(code)  # a torch interpreter takes a second of computing to end
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def main(folder: Path) -> None:

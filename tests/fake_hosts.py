@@ -15,10 +15,10 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 60  # seconds that no command of these tests takes, unless it hangs
+TIMEOUT = 120  # seconds that no command of these tests takes, unless it hangs
 _SSH = """#!/bin/sh
 while :; do case $1 in -T) shift;; -[opF]) shift 2;; *) break;; esac; done
 host=$1; shift
@@ -134,7 +134,7 @@ def until(true: Callable[[], object]) -> bool:
     return True
 
 
-def read_until(stream: IO[bytes], text: bytes, times: int = 1) -> bytes:
+def read_until(stream: IO[Any], text: bytes, times: int = 1) -> bytes:
     """What a process wrote, as far as it has come when `text` is in it so many times; more may have come with it."""
     found, end = b"", time.monotonic() + TIMEOUT
     while found.count(text) < times:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from launching import Launched, Launchers
+from ports import free_port
+
 ROOT = Path(__file__).parent.parent
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-_PATIENCE = 90
+_PATIENCE = 240  # seconds that nothing takes here, unless it hangs
 
 
 class Nodes:
@@ -23,13 +22,20 @@ class Nodes:
     `text` is the script; its first argument is the folder of the test. Used in a with statement, which ends all.
     """
 
-    def __init__(self, folder: Path, hosts: dict[str, int], text: str, *flags: str, tied: int | None = None) -> None:
+    def __init__(
+        self,
+        launchers: Launchers,
+        folder: Path,
+        hosts: dict[str, int],
+        text: str,
+        *flags: str,
+        tied: int | None = None,
+    ) -> None:
+        self._launchers = launchers
         self.folder = folder
         (folder / "hosts").write_text("".join(f"{name} slots={count}\n" for name, count in hosts.items()))
         (folder / "script.py").write_text(textwrap.dedent(text))
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._environment = environment(GLOO_SOCKET_IFNAME="lo")
         tie = [] if tied is None else [f"--tied={tied}"]
         self.processes = {
@@ -42,32 +48,25 @@ class Nodes:
         self.out: dict[str, str] = {}
         self.err: dict[str, str] = {}
 
-    def _start(self, *words: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "zero", "run", *words]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=self._environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    def _start(self, *words: str) -> Launched:
+        return self._launchers.start("run", *words, environment=self._environment, stdin=True)
 
     def __enter__(self) -> Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
-            process.kill()
-            process.wait()
-            for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            process.close()
 
     def cut(self, name: str) -> None:
         """Close the stdin of a launcher."""
         self.processes[name].stdin.close()
-        self.processes[name].stdin = None
 
     def wait(self) -> list[int]:
         """The exit statuses, once all have ended; what they wrote is in `out` and `err` then. Closes their stdin."""
         statuses = []
         for name, process in self.processes.items():
-            self.out[name], self.err[name] = process.communicate(timeout=_PATIENCE)
+            self.out[name], self.err[name] = process.communicate(_PATIENCE)
             statuses.append(process.returncode)
         return statuses
 

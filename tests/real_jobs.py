@@ -32,9 +32,9 @@ class End(NamedTuple):
 
 
 class Job:
-    """`zero run` on the hub, with `slots[i]` slots on host number i."""
+    """`zero run` on the hub, with `slots[i]` slots on host number i, and no hosts after those."""
 
-    def __init__(self, hosts: Nodes, folder: Path, *options: str, slots: tuple[int, ...] = (1, 1, 1)) -> None:
+    def __init__(self, hosts: Nodes, folder: Path, *options: str, slots: tuple[int, ...] = (1, 1)) -> None:
         self.hosts = hosts
         self.folder = folder
         self._options = options
@@ -54,7 +54,7 @@ class Job:
     def _words(self, script: Path, args: tuple[str, ...], *options: str) -> list[str]:
         self.folder.mkdir(exist_ok=True)
         file = self.folder / "hostfile"
-        file.write_text("".join(f"{name} slots={slots}\n" for name, slots in zip(NAMES, self._slots, strict=True)))
+        file.write_text("".join(f"{name} slots={slots}\n" for name, slots in zip(NAMES, self._slots, strict=False)))
         first = [str(self.folder)] if script == RANK else []
         return [*command("run"), "--hostfile", str(file), *self._options, *options, str(script), *first, *args]
 
@@ -66,7 +66,7 @@ class Job:
             assert self.process.poll() is None, self.process.communicate()
             return all(file.exists() for file in files.values())
 
-        until(ready, 120)
+        until(ready)
         return {rank: file.read_text() for rank, file in files.items()}
 
     def kill(self, rank: int) -> None:

@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE = 120  # seconds, so that nothing is left for long where a test goes wrong
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+PATIENCE = 600  # seconds, so that nothing is left for long where a test goes wrong
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
 def main() -> int:

@@ -1,43 +1,53 @@
 """A script that each launcher starts: it trains and prints one line. See test_starts.py.
 
 zero run --num_gpus 2 starting.py train
-mpirun -n 2 python starting.py again | fail FOLDER
+mpirun -n 2 python starting.py again | meet | fail FOLDER
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+gc.disable()  # for the imports: nothing of them is garbage, and to look for some takes a third of them
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-import zero
+import zero  # noqa: E402
 
 STEPS = 3
 WHO = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 def main(what: str, *args: str) -> None:
-    """Do one of the three."""
+    """Do one of the four: train; train, then meet again and again; only that; or fail."""
     torch.set_num_threads(1)
     zero.init_distributed()
     if what == "fail":
         fail(Path(*args))
-    losses = trained()
+    losses = trained() if what != "meet" else None
     who, port = [os.environ.get(name) for name in WHO], os.environ["MASTER_PORT"]
-    total = together_again() if what == "again" else None
+    total = together_again() if what != "train" else None
     sys.stdout.write(f"{' '.join(map(str, who))}|{losses!r}|{port}|{total}\n")
     dist.destroy_process_group()
+
+
+def with_imports() -> None:
+    """All is there that is needed: from now on what is garbage is of this program."""
+    zero.initialize  # noqa: B018 - which imports the engine
+    gc.freeze()
+    gc.enable()
 
 
 def trained() -> list[float]:
     """The losses of a few steps under stage 3."""
     from models import config, make_net, train
 
+    with_imports()
     return train(make_net(), dist.get_world_size(), config(3, dist.get_world_size()), STEPS)["losses"]
 
 
@@ -59,6 +69,7 @@ def fail(folder: Path) -> None:
     """Rank 1 raises while rank 0 goes on with training, in which it would wait for rank 1 for ever."""
     from models import batch, config, make_net
 
+    with_imports()
     (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
     for step in itertools.count():

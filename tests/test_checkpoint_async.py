@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoint_files import engine_of, index_of, same, step, tensors
+from launching import Launchers
 from ranks import Pool
 
 BESIDE = {"zero": {"checkpoint": {"async": True}}}
@@ -153,22 +154,18 @@ if sys.argv[2] == "leaves" and world > 1:
 """
 
 
-def test_the_end_of_the_program_waits_for_the_save(tmp_path: Path) -> None:
+def test_the_end_of_the_program_waits_for_the_save(launchers: Launchers, tmp_path: Path) -> None:
     """Also after an exception, and after the process group was destroyed."""
-    here = Path(__file__).parent
-    (tmp_path / "program.py").write_text(PROGRAM)
+    here, program = Path(__file__).parent, tmp_path / "program.py"
+    program.write_text(PROGRAM)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
-    alone = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "raises"), "raises"]
-    run = [sys.executable, "-m", "zero", "run", "--num_gpus", "2", str(tmp_path / "program.py")]
-    cases = {"raises": alone, "leaves": [*run, str(tmp_path / "leaves"), "leaves"]}
-    both = {
-        name: subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for name, command in cases.items()
-    }
-    said = {name: process.communicate(timeout=120)[0] for name, process in both.items()}
+    command = [sys.executable, str(program), str(tmp_path / "raises"), "raises"]
+    alone = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = launchers.run("run", "--num_gpus", "2", str(program), str(tmp_path / "leaves"), "leaves", environment=env)
+    said = {"raises": alone.communicate(timeout=240)[0], "leaves": run.stdout + run.stderr}
     assert "the script is wrong" in said["raises"]
-    assert [process.returncode for process in both.values()] == [1, 0], said
-    for name in cases:
-        assert (tmp_path / name / "latest").read_text().strip() == "global_step1", said[name]
+    assert [alone.returncode, run.returncode] == [1, 0], said
+    for name, text in said.items():
+        assert (tmp_path / name / "latest").read_text().strip() == "global_step1", text
         tensors(tmp_path / name / "global_step1")
         assert len(index_of(tmp_path / name / "global_step1")["files"]) == (3 if name == "raises" else 6)

@@ -5,26 +5,28 @@ Full disks are file size limits here, which come back from the system as EFBIG.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from checkpoint_files import engine_of, same, step, tensors
+from models import make_net
+from ports import free_port
 from ranks import Pool
 
 
 def fill(folder: str, which: int) -> dict[str, Any]:
     """A save that finds no room on rank `which`, another in the same place, and the run goes on."""
-    engine = engine_of(3, 2)
+    engine = engine_of(3, 2, make_net(width=256))
     step(engine, 0)
     engine.save_checkpoint(folder, tag="former")
     step(engine, 1)
@@ -33,8 +35,9 @@ def fill(folder: str, which: int) -> dict[str, Any]:
     said = []
     try:
         if dist.get_rank() == which:
-            # Rank 0's weights have room, its moments have not: some files of the save are there when it fails.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (9500, before[1]))
+            # Its weights have room, its moments have not: some files of the save are there when it fails. The limit is
+            # also that of the file through which the ranks of the tests talk, which grows as long as they wait.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 19, before[1]))
         for tag in ("new", "former"):
             with pytest.raises(OSError) as error:
                 engine.save_checkpoint(folder, tag=tag)
@@ -100,67 +103,75 @@ def test_a_rank_that_stops_is_named_by_all(pool: Pool, tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import os, signal, sys
+import gc, json, os, signal, sys, traceback
+import torch
 from checkpoint_files import engine_of, step
 import zero
 
-folder, what, which = sys.argv[1:]
-zero.init_distributed()
-engine = engine_of(2, 2)
-step(engine, 0)
-engine.save_checkpoint(folder)
-step(engine, 1)
-engine._saver.exchange.timeout = 4.0
-if os.environ["RANK"] == which:
-    def ends(file):
-        os.kill(os.getpid(), getattr(signal, what))
-    os.fsync = ends
-try:
+def save(folder, what, which):
+    zero.init_distributed()
+    engine = engine_of(2, 2)
+    step(engine, 0)
     engine.save_checkpoint(folder)
-except Exception as error:
-    sys.stdout.write(f"said: {type(error).__name__}: {error}\\n")
-    sys.stdout.flush()
-    os._exit(3)
+    step(engine, 1)
+    engine._saver.exchange.timeout = 4.0
+    if int(os.environ["RANK"]) == which:
+        def ends(file):
+            os.kill(os.getpid(), getattr(signal, what))
+        os.fsync = ends
+    try:
+        engine.save_checkpoint(folder)
+    except Exception as error:
+        sys.stdout.write(f"said: {type(error).__name__}: {error}\\n")
+        sys.stdout.flush()
+        os._exit(3)
+
+torch.set_num_threads(1)
+zero.initialize  # imports, here for all ranks, what each would import for itself
+gc.freeze()
+good, bad = [], []
+for folder, what, which, port in json.loads(sys.argv[1]):
+    for rank in range(2):
+        if pid := os.fork():
+            (bad if rank == which else good).append(pid)
+            continue
+        os.dup2(os.open(f"{folder}-{rank}", os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        try:
+            save(folder, what, which)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in good]))
+for pid in bad:
+    os.kill(pid, signal.SIGKILL)
 """
 
 
-def launch(program: Path, folder: Path, what: str, which: int) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here)])
-    env = os.environ | {"PYTHONPATH": path, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(program), str(folder), what, str(which)]
-    return [
-        subprocess.Popen(
-            command, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-
-
 def test_a_rank_that_is_killed_or_takes_the_store_with_it(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
     cases = {
         ("SIGKILL", 1): "rank 1 has made no progress",
         ("SIGKILL", 0): "the store of the process group is gone",
         ("SIGSTOP", 0): "has not answered for|rank 0 has made no progress",
     }
-    runs = {case: launch(program, tmp_path / f"{case[0]}{case[1]}", *case) for case in cases}
-    end = time.monotonic() + 400
-    for (what, which), pattern in cases.items():
-        ranks = runs[what, which]
+    folders = {case: tmp_path / f"{case[0]}{case[1]}" for case in cases}
+    words = json.dumps([(str(folder), *case, free_port()) for case, folder in folders.items()])
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, words], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
         try:
-            said = ranks[1 - which].communicate(timeout=end - time.monotonic())[0]
+            codes = json.loads(program.communicate(timeout=400)[0])
         finally:
-            ranks[which].kill()
-            ranks[1 - which].kill()
-        assert ranks[1 - which].returncode == 3, said
-        text = said.partition("said: ")[2]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)  # with its ranks
+    said = {case: Path(f"{folder}-{1 - case[1]}").read_text() for case, folder in folders.items()}
+    assert codes == [3] * len(cases), said
+    for case, pattern in cases.items():
+        text = said[case].partition("said: ")[2]
         assert any(part in text for part in pattern.split("|")), text
-        folder = tmp_path / f"{what}{which}"
-        assert (folder / "latest").read_text().strip() == "global_step1"
-        assert not (folder / "global_step2" / "index.json").exists()
-        assert same(tensors(folder / "global_step1"), tensors(tmp_path / "SIGKILL1" / "global_step1"))
+        assert (folders[case] / "latest").read_text().strip() == "global_step1"
+        assert not (folders[case] / "global_step2" / "index.json").exists()
+        assert same(tensors(folders[case] / "global_step1"), tensors(folders["SIGKILL", 1] / "global_step1"))

@@ -3,7 +3,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -206,7 +205,7 @@ def test_the_configs_differ_in_the_stage_only():
     assert offload == {key: value for key, value in configs[2].items() if key != "zero_optimization"}
 
 
-def example(folder, name, steps=12, more=()):
+def example(launchers, folder, name, steps=12, more=()):
     """Run the example with tiny sizes on two processes; return its output."""
     config = json.loads((EXAMPLE / f"{name}.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 4
@@ -227,18 +226,11 @@ def example(folder, name, steps=12, more=()):
         "--out",
         folder / "out",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", *ZERO_RUN, *map(str, arguments), *sizes, *more],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    words = ("run", "--num_gpus", "2", *map(str, arguments), *sizes, *more)
+    done = launchers.run(*words, environment=environment, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-ZERO_RUN = ("zero", "run", "--num_gpus", "2")
 
 
 def test_a_tiled_loss_is_the_loss(parts):
@@ -258,25 +250,37 @@ def losses(output):
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """The folder of a run of 12 steps under stage 1, and what it printed."""
-    folder = tmp_path_factory.mktemp("short") / "stage1"
-    return folder, example(folder, "zero1")
+def runs(launchers, tmp_path_factory):
+    """The folder of a run of 12 steps under stage 1, of one that another took over after 6, and what each printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    whole, parted = folder / "whole", folder / "parted"
+    printed = [example(launchers, whole, "zero1")]
+    saving = ("--save", str(folder / "checkpoints"), "--save-every", "4")
+    # It ends after step 6, with the learning rates of the longer run; what it saved is read at another stage.
+    printed.append(example(launchers, parted, "zero2", more=(*saving, "--steps", "6")))
+    printed.append(example(launchers, parted, "offload", more=saving))
+    return whole, parted, printed
 
 
-def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_offload(short, tmp_path):
-    folders = {1: short[0], 3: tmp_path / "stage3"}
-    outputs = {1: short[1], 3: example(folders[3], "offload")}
-    printed = losses(outputs[3])
+def rows(folder):
+    with (folder / "out" / "loss.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_short_run_gives_the_same_losses_under_each_stage_and_with_offload(runs):
+    _, _, (first, second, third) = runs
+    printed = losses(first)
     assert len(printed) == 12 and len({line.split()[-1] for line in printed}) == 12
-    assert printed == losses(outputs[1])
-    first, last = (float(printed[i].split()[-1]) for i in (0, -1))
-    assert last < first - 0.5, "it does not learn"
-    for stage, output in outputs.items():
-        out = folders[stage] / "out"
-        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-        with (out / "loss.csv").open() as file:
-            assert len(list(csv.DictReader(file))) == 12
+    assert losses(second) == printed[:6] and losses(third) == printed[6:]
+    begin, end = (float(printed[i].split()[-1]) for i in (0, -1))
+    assert end < begin - 0.5, "it does not learn"
+
+
+def test_a_run_says_what_it_did_and_leaves_its_curve(runs):
+    whole, parted, (first, _, third) = runs
+    for stage, output, folder in ((1, first, whole), (3, third, parted)):
+        assert (folder / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert len(rows(folder)) == 12
         assert f"rank 0 of 2, stage {stage}" in output
         for word in ("one replica", "formula", "parameters", "gradients", "optimizer", "total"):
             assert word in output
@@ -284,16 +288,10 @@ def test_a_short_run_gives_the_same_losses_under_stage_1_and_under_stage_3_with_
         assert "sample, from the prompt b'def '" in output
 
 
-def test_a_run_that_is_started_again_goes_on_with_the_same_losses(short, tmp_path):
-    saving = ("--save", str(tmp_path / "checkpoints"), "--save-every", "4")
-    # It ends after step 6, with the learning rates of the longer run; what it saved is read at another stage.
-    example(tmp_path / "run", "zero2", more=(*saving, "--steps", "6"))
-    output = example(tmp_path / "run", "zero3", more=saving)
-    assert re.search(r"goes on from \S+, after step 6", output)
-    tables = []
-    for folder in (tmp_path / "run", short[0]):
-        with (folder / "out" / "loss.csv").open() as file:
-            tables.append([(row["step"], row["loss"], row["lr"]) for row in csv.DictReader(file)])
+def test_a_run_that_is_started_again_goes_on_with_the_same_losses(runs):
+    whole, parted, (first, _, third) = runs
+    assert re.search(r"goes on from \S+, after step 6", third)
+    tables = [[(row["step"], row["loss"], row["lr"]) for row in rows(folder)] for folder in (parted, whole)]
     assert len(tables[0]) == 12 and tables[0] == tables[1]
-    validation = [re.search(r"validation loss \S+", text).group() for text in (output, short[1])]
+    validation = [re.search(r"validation loss \S+", text).group() for text in (third, first)]
     assert validation[0] == validation[1]

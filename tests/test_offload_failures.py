@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fake_hosts import read_until
 from models import config, make_net
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu, mine, one_step
 from torch import nn
@@ -100,7 +101,7 @@ def updaters() -> int:
 
 def threads(stage: int) -> list[int]:
     def settled(wanted: int) -> int:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while updaters() != wanted and time.monotonic() < end:
             time.sleep(0.02)
         return updaters()
@@ -127,7 +128,7 @@ def test_each_engine_has_one_thread_which_ends_with_it(pool, stage):
 
 
 PROGRAM = """
-import signal, sys, time, torch, torch.distributed as dist, zero
+import signal, sys, threading, torch, torch.distributed as dist, zero
 from models import batch, config, make_net
 
 how, world = sys.argv[1], int(sys.argv[2])
@@ -135,16 +136,22 @@ section = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 engine, *_ = zero.initialize(model=make_net(), config=config(1, world, zero_optimization=section))
 rank, update = engine.global_rank, engine.optimizer.rule.update
 
+interrupted = threading.Event()
+
+def interrupt(number, frame):
+    interrupted.set()
+    raise KeyboardInterrupt
+
 def slow(*args, **kwargs):
-    time.sleep(0.3)
+    interrupted.wait(240 if how == "interrupt" else 0.3)
     update(*args, **kwargs)
 
 engine.optimizer.rule.update = slow
+signal.signal(signal.SIGINT, interrupt)
 tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(0, 2 * world))
 engine.backward(engine(tokens, targets))
 engine.step()
 if how == "interrupt":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     sys.stdout.write("stepped\\n")
     sys.stdout.flush()
     engine(tokens, targets)
@@ -158,32 +165,35 @@ if how == "read" and dist.is_initialized():
 """
 
 
-def command(tmp_path: Path, how: str, world: int) -> tuple[list[str], dict[str, str]]:
+def environment(tmp_path: Path) -> tuple[str, dict[str, str]]:
+    """The program's file, and what it needs to find its modules."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    run = [sys.executable, "-m", "zero", "run", "--num_gpus", str(world)] if world > 1 else [sys.executable]
-    return [*run, str(program), how, str(world)], os.environ | {"PYTHONPATH": path}
+    return str(program), os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
-@pytest.mark.parametrize(
-    ("how", "world", "status", "said"),
-    [("read", 2, 0, "read True"), ("raise", 1, 1, "ArithmeticError: of the user")],
-)
-def test_a_program_may_end_while_updates_run(tmp_path, how, world, status, said):
-    """With two ranks: one reads parameters that another has still to send when its program ends."""
-    run, environment = command(tmp_path, how, world)
-    ended = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == status, ended.stdout + ended.stderr
-    assert said in ended.stdout + ended.stderr
+def test_a_rank_may_read_what_another_has_still_to_send_when_its_program_ends(launchers, tmp_path):
+    program, variables = environment(tmp_path)
+    ended = launchers.run("run", "--num_gpus", "2", program, "read", "2", environment=variables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "read True" in ended.stdout
     assert "half updated" not in ended.stdout + ended.stderr
 
 
-def test_ctrl_c_while_a_forward_waits_for_an_update(tmp_path):
-    run, environment = command(tmp_path, "interrupt", 1)
-    process = subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "stepped\n"
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGINT
-    assert said.strip().endswith("KeyboardInterrupt")
+def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(tmp_path):
+    """Ctrl-C while a forward waits for an update."""
+    program, variables = environment(tmp_path)
+    pipe, both = subprocess.PIPE, {}
+    for how in ("raise", "interrupt"):
+        command = [sys.executable, program, how, "1"]
+        both[how] = subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe)
+    try:
+        read_until(both["interrupt"].stdout, b"stepped\n")
+        both["interrupt"].send_signal(signal.SIGINT)
+        said = {how: process.communicate(timeout=240)[1].decode() for how, process in both.items()}
+    finally:
+        for process in both.values():
+            process.kill()
+    assert (both["raise"].returncode, both["interrupt"].returncode) == (1, -signal.SIGINT), said
+    assert "ArithmeticError: of the user" in said["raise"] and "half updated" not in said["raise"]
+    assert said["interrupt"].strip().endswith("KeyboardInterrupt")

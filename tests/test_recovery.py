@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import Launched, Launchers
 
 HERE = Path(__file__).parent
 LONG = os.environ.get("ZERO_LONG") == "1"
@@ -41,22 +42,22 @@ def killed(tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """The losses of the uninterrupted run by step, and what each attempt found."""
     seed = random.SystemRandom().randrange(10**6) if LONG else 1
     command = [sys.executable, str(HERE / "kills.py"), str(tmp_path_factory.mktemp("kills")), str(KILLS), str(seed)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60 + 10 * KILLS)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=450 + 10 * KILLS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     losses, *attempts = map(json.loads, done.stdout.splitlines())
-    print(f"{KILLS} kills, seed {seed}: {sum(one['torn'] for one in attempts)} in the middle of a save")
+    print(f"{len(attempts)} kills, seed {seed}: {sum(one['torn'] for one in attempts)} in the middle of a save")
     return dict(losses), attempts
 
 
 def test_each_attempt_loads_a_checkpoint_not_older_than_the_last_reported(killed):
     _, attempts = killed
-    assert len(attempts) == KILLS
+    assert len(attempts) >= KILLS
     for number, one in enumerate(attempts):
         assert not any(one["before"]), f"attempt {number} failed by itself: {one}"
         if one["began"] is not None:
             # A save may be whole before it is reported: the one that was running, and an asynchronous one before it.
             assert one["reported"] <= one["began"] <= one["reported"] + 2, one
-    assert sum(one["began"] is not None for one in attempts) > KILLS / 2
+    assert sum(one["began"] is not None for one in attempts) > len(attempts) / 2
     assert any(one["torn"] for one in attempts), "no kill came in the middle of a save"
 
 
@@ -68,34 +69,34 @@ def test_each_attempt_goes_on_with_the_losses_of_the_uninterrupted_run(killed):
     assert sum(len(one["losses"]) for one in attempts) >= KILLS
 
 
-def launch(folder: Path, ranks: int, steps: int, *options: str) -> subprocess.Popen:
+def launch(launchers: Launchers, folder: Path, ranks: int, steps: int, *options: str) -> Launched:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "zero", "run", "--num_gpus", str(ranks), *options]
     program = [str(HERE / "recovering.py"), str(folder), str(steps), "2"]
-    return subprocess.Popen([*command, *program], env=environment(), stderr=subprocess.PIPE, text=True)
+    return launchers.start("run", "--num_gpus", str(ranks), *options, *program, environment=environment())
 
 
-def ended(process: subprocess.Popen) -> str:
-    _, said = process.communicate(timeout=60 + 30 * RESTARTS)
+def ended(process: Launched) -> str:
+    with process:
+        _, said = process.communicate(240 + 30 * RESTARTS)
     assert process.returncode == 0, said
     return said
 
 
-def kill_some_rank(process: subprocess.Popen, folder: Path, attempt: int, draw: random.Random) -> None:
+def kill_some_rank(process: Launched, folder: Path, attempt: int, draw: random.Random) -> None:
     """In the given attempt, as soon as it has run a few steps."""
-    wanted, end = draw.randint(1, 4), time.monotonic() + 120
+    wanted, end = draw.randint(1, 4), time.monotonic() + 240
     while sum(line[0] == str(attempt) for line in lines(folder / "losses")) < wanted:
-        assert process.poll() is None and time.monotonic() < end, process.communicate()[1]
+        assert process.poll() is None and time.monotonic() < end, process.texts()
         time.sleep(0.005)
     time.sleep(0.05 * draw.random())
     pids = dict(lines(folder / f"pids-{attempt}"))
     os.kill(int(pids[draw.choice(sorted(pids))]), signal.SIGKILL)
 
 
-def test_zero_run_recovers_from_kills_by_itself_and_a_smaller_world_goes_on_from_there(killed, tmp_path):
+def test_zero_run_recovers_from_kills_by_itself_and_a_smaller_world_goes_on_from_there(launchers, killed, tmp_path):
     draw, steps, losses = random.Random(RESTARTS), 10 * RESTARTS, killed[0]
     here = tmp_path / "killed"
-    process = launch(here, 2, steps, "--max_restarts", str(RESTARTS))
+    process = launch(launchers, here, 2, steps, "--max_restarts", str(RESTARTS))
     for attempt in range(RESTARTS):
         kill_some_rank(process, here, attempt, draw)
     said = [line for line in ended(process).splitlines() if line.startswith("zero run: rank")]
@@ -110,6 +111,6 @@ def test_zero_run_recovers_from_kills_by_itself_and_a_smaller_world_goes_on_from
     assert lines(here / "saved")[-1] == [str(steps)]
 
     # One rank instead of two: twice the micro-batches for a step, and the same steps.
-    ended(launch(here, 1, steps + 4))
+    ended(launch(launchers, here, 1, steps + 4))
     found = [line[1:] for line in lines(here / "losses")[-4:]]
     assert found == [[str(step), losses[str(step)]] for step in range(steps + 1, steps + 5)]

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch.distributed as dist
+from launching import Launched, Launchers
 from starting import WHO
 
 import zero
@@ -31,7 +32,10 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests" / "starting.py")
 LAUNCHERS = re.compile(r"(OMPI_|PMIX?_|MPI_|SLURM_|RANK$|LOCAL_|WORLD_SIZE$|MASTER_|ZERO_MET$|TORCHELASTIC_)")
 ROOT_TOO = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-SECONDS = timedelta(seconds=60)
+SECONDS = timedelta(seconds=300)  # that nothing takes here, unless it hangs
+
+
+Process = subprocess.Popen[str] | Launched
 
 
 class Line(NamedTuple):
@@ -56,12 +60,12 @@ def begin(words: list[str], **extra: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(*processes: subprocess.Popen[str], good: bool = True) -> tuple[str, str]:
+def ended(*processes: Process, good: bool = True) -> tuple[str, str]:
     """What they wrote to stdout and to stderr, when all have ended, well or not."""
     out, said = "", ""
     try:
         for process in processes:
-            found = process.communicate(timeout=120)
+            found = process.communicate(timeout=SECONDS.seconds)
             out, said = out + found[0], said + found[1]
             assert (process.returncode == 0) == good, said
     finally:
@@ -70,7 +74,7 @@ def ended(*processes: subprocess.Popen[str], good: bool = True) -> tuple[str, st
     return out, said
 
 
-def lines(*processes: subprocess.Popen[str]) -> list[Line]:
+def lines(*processes: Process) -> list[Line]:
     """What all ranks printed, in order of ranks."""
     return sorted(Line(*line.split("|")) for line in ended(*processes)[0].splitlines())
 
@@ -87,9 +91,10 @@ def mpirun(kind: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[str]:
+def wanted(launchers: Launchers) -> list[str]:
     """The losses that both ranks print under `zero run`."""
-    found = lines(begin([sys.executable, "-m", "zero", "run", "--num_gpus", "2", SCRIPT, "train"]))
+    with launchers.start("run", "--num_gpus", "2", SCRIPT, "train", environment=environment()) as process:
+        found = lines(process)
     assert [line.who for line in found] == ["0 0 2 2 127.0.0.1", "1 1 2 2 127.0.0.1"]
     assert found[0].losses != found[1].losses, "each rank has data of its own"
     return [line.losses for line in found]
@@ -114,13 +119,12 @@ def test_mpirun_of_open_mpi(wanted: list[str]) -> None:
 
 
 def test_two_jobs_of_mpich_side_by_side(wanted: list[str]) -> None:
-    command = [*mpirun("HYDRA"), SCRIPT, "again"]
-    jobs = [begin(command), begin(command)]
-    found = lines(*jobs)
-    ports = {line.port for line in found}
-    assert len(ports) == 2
-    for port in ports:
-        check([line for line in found if line.port == port], wanted, total="33333")
+    command = [*mpirun("HYDRA"), SCRIPT]
+    found = lines(begin([*command, "again"]), begin([*command, "meet"]))
+    first, second = ([line for line in found if (line.losses == "None") == meets] for meets in (False, True))
+    check(first, wanted, total="33333")
+    check(second, ["None", "None"], total="33333")
+    assert first[0].port != second[0].port
 
 
 def slurm(rank: int, job: int, step: str = "0") -> dict[str, str]:
@@ -160,7 +164,7 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, kind: str) -> Non
     assert "ValueError: of rank 1" in said
     for rank in (0, 1):
         pid = int((tmp_path / f"{rank}.pid").read_text())
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=20)
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=SECONDS.seconds)
         assert not psutil.pid_exists(pid)
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from launching import Launchers
 from models import WIDTH, Block, batch, config, make_net
 from torch import nn
 
@@ -205,10 +206,13 @@ def test_wrong_arguments_are_named():
 # --- the command --------------------------------------------------------------------------------------------
 
 SCRIPT = """
-    import sys
+    import gc, sys
+    gc.disable()  # nothing is garbage here, and to look for some takes a third of the imports
     import torch
     import zero
     from models import batch, config, make_net
+    zero.initialize
+    gc.freeze()
 
     print("hello from the script")
     engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
@@ -224,25 +228,28 @@ SCRIPT = """
 """
 
 
-def command(tmp_path: Path, text: str, *args: str) -> subprocess.CompletedProcess:
-    """`zero check` on a script; `args` are its own and, before "script", the command's."""
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
+Command = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def command(launchers: Launchers, tmp_path: Path) -> Command:
+    """`zero check` on a script; the words are its own and, before "script", the command's."""
     search = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, "-m", "zero", "check", *(str(path) if arg == "script" else arg for arg in args)],
-        env={**kept, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {**kept, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def run(text: str, *args: str) -> subprocess.CompletedProcess:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(text))
+        words = (str(path) if arg == "script" else arg for arg in args)
+        return launchers.run("check", *words, environment=environment, seconds=400)
+
+    return run
 
 
-def test_a_script_that_depends_on_the_stage(tmp_path):
+def test_a_script_that_depends_on_the_stage(command):
     options = ("--nproc", "1", "--steps", "2", "--accumulation", "1", "--stages", "2,3")
-    ended = command(tmp_path, SCRIPT, *options, "script", "50")
+    ended = command(SCRIPT, *options, "script", "50")
     assert ended.returncode == 1, ended.stderr
     table = {line[:7]: line for line in ended.stdout.splitlines() if line.startswith("stage")}
     assert table["stage 2"].endswith("FAILED: exit status 1")
@@ -263,15 +270,15 @@ def test_a_script_that_depends_on_the_stage(tmp_path):
         ("import time; time.sleep(600)", ("--timeout", "0.5"), (), "not done after 0.5 s (--timeout)"),
     ],
 )
-def test_a_script_that_gives_nothing_to_compare(tmp_path, text, options, args, said):
-    ended = command(tmp_path, text, "--nproc", "1", *options, "script", *args)
+def test_a_script_that_gives_nothing_to_compare(command, text, options, args, said):
+    ended = command(text, "--nproc", "1", *options, "script", *args)
     assert ended.returncode == 1
     assert said in ended.stderr
     assert "there is nothing to compare with" in ended.stderr
 
 
-def test_a_wrong_command_line(tmp_path):
-    assert "there is no script 'nowhere.py'" in command(tmp_path, "", "nowhere.py").stderr
-    ended = command(tmp_path, "", "--stages", "0,7", "script")
+def test_a_wrong_command_line(command):
+    assert "there is no script 'nowhere.py'" in command("", "nowhere.py").stderr
+    ended = command("", "--stages", "0,7", "script")
     assert ended.returncode == 2
     assert "stages: got [0, 7], wanted some of 0, 1, 2 and 3" in ended.stderr

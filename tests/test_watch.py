@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launching import Launchers
 from models import batch, config, make_net
 from ranks import Pool
 
@@ -29,7 +28,7 @@ def watchers() -> int:
 
 def settled(wanted: int) -> int:
     """The number of threads, once it is `wanted` or after some seconds."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while watchers() != wanted and time.monotonic() < end:
         time.sleep(0.05)
     return watchers()
@@ -125,15 +124,12 @@ sys.stdout.write(f"trained {engine.global_steps}\\n")
 """
 
 
-def test_forked_workers_and_a_program_that_just_ends_do_no_harm(tmp_path: Path) -> None:
+def test_forked_workers_and_a_program_that_just_ends_do_no_harm(launchers: Launchers, tmp_path: Path) -> None:
     """Without destroy(): the process ends by itself, with exit code 0."""
     here = Path(__file__).parent
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     path = os.pathsep.join([str(here.parent), str(here)])
-    command = [sys.executable, "-m", "zero", "run", "--num_gpus", "2", str(program)]
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = launchers.run("run", "--num_gpus", "2", str(program), environment=os.environ | {"PYTHONPATH": path})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (ended.stdout + ended.stderr).count("trained 8") == 2

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from fake_hosts import Hosts, read_until
+from fake_hosts import TIMEOUT, Hosts, read_until
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_it_ends_with_its_reader(hosts: Hosts) -> None:
     assert os.read(process.stdout.fileno(), 3).startswith(b"n")
     process.stdout.close()
     err = process.stderr.read()
-    assert (process.wait(60), err) == (141, b"")
+    assert (process.wait(TIMEOUT), err) == (141, b"")
     assert hosts.nothing_left()
 
 
