@@ -27,10 +27,10 @@ def test_the_example_trains_over_hosts_with_the_losses_of_one_host(hosts, tmp_pa
         (text / f"{number}.py").write_bytes(TRAIN.read_bytes())
     size = ["--width", "32", "--layers", "2", "--heads", "2", "--context", "32", "--steps", "5"]
     words = ["--config", str(TRAIN.with_name("zero3.json")), "--data", str(text), *size, "--out"]
-    job = Job(hosts, tmp_path / "job", "--include", "n1:0@n3:0", slots=(2, 2, 2))
+    job = Job(hosts, tmp_path / "job", "--include", "n1:0,1@n3:0", slots=(2, 2, 2))
     job.start(*words, str(tmp_path / "over"), script=TRAIN)
     # At the same time, on a host of its own.
-    alone = hosts.run(*command("run"), "--num_gpus", "2", str(TRAIN), *words, str(tmp_path / "alone"), seconds=400)
+    alone = hosts.run(*command("run"), "--num_gpus", "3", str(TRAIN), *words, str(tmp_path / "alone"), seconds=400)
     end = job.ended(400)
     assert end.status == 0, end
     assert alone.returncode == 0, alone
