@@ -42,17 +42,17 @@ class File(Section):
     """The learning rate schedule that the engine builds."""
     gradient_clipping: NotNegative = 1.0
     """The largest norm of all gradients together; 0 switches clipping off."""
-    fp16: Fp16 = Field(default_factory=Fp16)
+    fp16: Fp16 = Field(default_factory=Fp16.model_construct)
     """Half precision with loss scaling."""
-    bf16: Bf16 = Field(default_factory=Bf16)
+    bf16: Bf16 = Field(default_factory=Bf16.model_construct)
     """Brain floats."""
-    zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
+    zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization.model_construct)
     """What is sharded over the ranks."""
-    zero: Zero = Field(default_factory=Zero)
+    zero: Zero = Field(default_factory=Zero.model_construct)
     """The keys that DeepSpeed does not have."""
-    data_types: DataTypes = Field(default_factory=DataTypes)
+    data_types: DataTypes = Field(default_factory=DataTypes.model_construct)
     """Dtypes that follow from the precision unless they are given here."""
-    torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast)
+    torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast.model_construct)
     """torch.autocast around the forward pass."""
 
     steps_per_print: Steps = 10
@@ -102,21 +102,21 @@ class File(Section):
     data_parallel_size: Positive | None = None
     """Ranks that see different samples."""
 
-    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing)
+    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing.model_construct)
     """Recomputing activations in the backward pass."""
-    aio: Aio = Field(default_factory=Aio)
+    aio: Aio = Field(default_factory=Aio.model_construct)
     """Asynchronous file access."""
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct)
     """Saving and loading."""
-    tensorboard: Tensorboard = Field(default_factory=Tensorboard)
+    tensorboard: Tensorboard = Field(default_factory=Tensorboard.model_construct)
     """Progress as TensorBoard events."""
-    wandb: Wandb = Field(default_factory=Wandb)
+    wandb: Wandb = Field(default_factory=Wandb.model_construct)
     """Progress to Weights & Biases."""
-    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor)
+    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor.model_construct)
     """Progress as CSV files."""
-    comms_logger: CommsLogger = Field(default_factory=CommsLogger)
+    comms_logger: CommsLogger = Field(default_factory=CommsLogger.model_construct)
     """A log of the communication."""
-    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler)
+    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler.model_construct)
     """A count of the operations of one step."""
 
     comet: Object = Field(default_factory=dict)

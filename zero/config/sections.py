@@ -274,7 +274,7 @@ class Zero(Section):
     check_replicas: Count = 0
     """Every so many steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
     0 is never."""
-    recompute: Recompute = Field(default_factory=Recompute)
+    recompute: Recompute = Field(default_factory=Recompute.model_construct)
     """Modules whose activations are computed again in the backward pass and not kept."""
-    checkpoint: Saving = Field(default_factory=Saving)
+    checkpoint: Saving = Field(default_factory=Saving.model_construct)
     """How `save_checkpoint` saves, and what it keeps."""

@@ -23,7 +23,7 @@ _NBYTES = {"b": 1} | {
 class Section(BaseModel):
     """A JSON object whose keys are all known: an unknown one is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=False)
 
 
 def refuse(wanted: str) -> PydanticCustomError:
