@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import textwrap
 from typing import Any
 
@@ -17,9 +18,9 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for model in sections().values():
         properties = (schema if model is File else schema["$defs"][model.__name__])["properties"]
-        told = _told(model)
+        texts = told(model)
         for name, shape in list(properties.items()):
-            properties[name] = _or_auto(told.get(name, {}) | shape)
+            properties[name] = _or_auto(texts.get(name, {}) | shape)
         for alias, name in aliases(model).items():
             properties[alias] = {**properties[name], "description": f"Another name of {name}."}
     _add_arguments(schema)
@@ -33,10 +34,10 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     choices = []
     for model in dict.fromkeys(ARGUMENTS.values()):
         shape = model.model_json_schema(ref_template="#/$defs/{model}")
-        told = {of.__name__: _told(of) for of in sections(model).values()}
+        texts = {of.__name__: told(of) for of in sections(model).values()}
         for name, found in {**shape.pop("$defs", {}), model.__name__: shape}.items():
             if name not in schema["$defs"]:
-                of_each = {key: told[name].get(key, {}) | of for key, of in found["properties"].items()}
+                of_each = {key: texts[name].get(key, {}) | of for key, of in found["properties"].items()}
                 found["properties"] = {key: _or_auto(of) for key, of in of_each.items()}
                 schema["$defs"][name] = found
         # Names in any case, as the check takes them.
@@ -50,7 +51,7 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     schema["$defs"]["Optimizer"]["allOf"] = choices
 
 
-def _told(model: type[Section]) -> dict[str, dict[str, str]]:
+def told(model: type[Section]) -> dict[str, dict[str, str]]:
     """The description of each field: the string that follows it in the source.
 
     Pydantic would read the sources when the classes are made, which every program that imports them would wait for.
@@ -61,11 +62,12 @@ def _told(model: type[Section]) -> dict[str, dict[str, str]]:
             continue
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(home))).body
         lines = body.body if isinstance(body, ast.ClassDef) else []
-        for field, text in zip(lines, lines[1:], strict=False):
+        for field, text in itertools.pairwise(lines):
             if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
                 continue
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                found[field.target.id] = {"description": inspect.cleandoc(text.value.value)}
+            value = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+            if isinstance(value, str):
+                found[field.target.id] = {"description": inspect.cleandoc(value)}
     return found
 
 
