@@ -16,7 +16,7 @@ from models import batch, config, make_net, reference, train
 from torch import nn
 
 STAGES = (0, 1, 2, 3)
-STEPS = 4
+STEPS = 6
 
 
 def settings(stage: int, world: int, accumulation: int, clipping: float, bf16: bool, every: bool) -> dict[str, Any]:
@@ -30,8 +30,10 @@ def settings(stage: int, world: int, accumulation: int, clipping: float, bf16: b
     )
 
 
-def run_stages(world: int, accumulation: int, clipping: float, bf16: bool, every: bool) -> list[dict[str, Any]]:
-    return [train(make_net(), world, settings(s, world, accumulation, clipping, bf16, every), STEPS) for s in STAGES]
+def run_stages(
+    world: int, accumulation: int, clipping: float, bf16: bool, every: bool, steps: int = STEPS
+) -> list[dict[str, Any]]:
+    return [train(make_net(), world, settings(s, world, accumulation, clipping, bf16, every), steps) for s in STAGES]
 
 
 def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
@@ -80,7 +82,7 @@ def test_stages_agree_bitwise_and_with_plain_torch(pool, world, accumulation, cl
 @pytest.mark.parametrize("world", [2, 3])
 def test_reducing_at_the_boundary_agrees_in_pairs(pool, world):
     """By default stages 0 and 1 add micro-batches before ranks, stages 2 and 3 after: one order for each pair."""
-    for stages in pool.run(world, run_stages, world, 3, 0.3, False, False):
+    for stages in pool.run(world, run_stages, world, 3, 0.3, False, False, 4):
         assert equal(stages[0], stages[1])
         assert equal(stages[2], stages[3])
         scale = max(value.abs().max().item() for value in stages[0]["params"].values())
