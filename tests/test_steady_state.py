@@ -71,7 +71,7 @@ def steady(stage: int, accumulation: int, steps: int) -> tuple[Alive, Alive]:
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 1), (3, 1)])
 def test_nothing_grows(pool, stage, accumulation):
     # What all stages share is seen in fewer steps.
-    for early, late in pool.run(2, steady, stage, accumulation, 1000 if stage == 3 else 250):
+    for early, late in pool.run(2, steady, stage, accumulation, 1000 if stage == 3 else 100):
         assert early.tensors > 0
         assert early.ours
         assert late[:3] == early[:3]
