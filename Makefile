@@ -39,6 +39,8 @@ nodes:
 	@sh tests/real_nodes.sh
 
 # A process of tests that dies, or is ended because a test hangs, ends the run: started again it would meet the same test.
+# Tests start hundreds of processes: each one would compile this library anew where Python is told to keep nothing.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --max-worker-restart 0 --dist loadfile \

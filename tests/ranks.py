@@ -47,13 +47,25 @@ def _serve(connection: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
             result = getattr(importlib.import_module(module), name)(*args)
-            reply = (True, result)
+            connection.send((True, result))
         except BaseException:
-            reply = (False, traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        connection.send(reply)
+            reply = traceback.format_exc()
+            _leave()  # first, so that ranks that wait for this one see it go
+            connection.send((False, reply))
+            continue
+        # Another rank may still be connecting to this one: the parent says when all have answered.
+        try:
+            connection.recv()
+        except EOFError:
+            return
+        _leave()
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Pool:
@@ -78,6 +90,8 @@ class Pool:
         if failed:
             self.close()
             raise RankError("\n".join(failed))
+        for _, connection in self._workers[:world_size]:
+            connection.send(None)
         return [result for _, result in replies]
 
     def close(self) -> None:

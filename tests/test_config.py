@@ -17,6 +17,7 @@ from zero.config import Config, ConfigError, json_schema, load
 from zero.config.batch import Batch, BatchError, resolve
 from zero.config.file import File
 from zero.config.optimizers import ARGUMENTS, States, torch_reason
+from zero.config.schema import told
 from zero.config.tidy import aliases, names, sections
 from zero.config.unavailable import IDLE, UNAVAILABLE
 
@@ -302,8 +303,8 @@ def test_every_key_of_every_section_is_described():
     arguments = {("optimizer", kind): model for kind, model in ARGUMENTS.items()}
     for path, model in {**sections(), **arguments, ("zero",): States}.items():
         assert model.__doc__, path
-        for name, field in model.model_fields.items():
-            assert field.description, (*path, name)
+        assert told(model).keys() == model.model_fields.keys(), path
+        assert all(text["description"] for text in told(model).values()), path
 
 
 def test_the_tables_name_keys_that_exist():

@@ -32,7 +32,7 @@ def run(stage: int, world: int, optimizer: tuple[str, dict], states: dict[str, s
         gradient_clipping=0.5,
     )
     width = WIDE if states["moments"] != "fp32" else 12
-    return train(make_net(blocks=2, width=width), world, settings, steps=6)
+    return train(make_net(blocks=2, width=width), world, settings, steps=4)
 
 
 def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:

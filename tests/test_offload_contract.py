@@ -151,12 +151,12 @@ COLLECTIVE = [state, gathered, grads, put_away, evaluated, loaded]
 
 
 def run(stage: int, places: dict[str, Any], between: Callable[[Any], Found], ranks: int, more: dict[str, Any]) -> Found:
-    """Three steps, with `between` after each on the first `ranks` ranks: all that is found, and the parameters."""
+    """Two steps, with `between` after each on the first `ranks` ranks: all that is found, and the parameters."""
     section = {"zero_optimization": {"stage": stage, **places}}
     engine, *_ = zero.initialize(model=make_net(), config=config(stage, dist.get_world_size(), **section, **more))
     slow_down(engine)
     found = []
-    for number in range(3):
+    for number in range(2):
         found.append(one_step(engine, number))
         if dist.get_rank() < ranks:
             found += [value.clone() for value in between(engine)]
@@ -319,9 +319,9 @@ def steady(stage: int, places: dict[str, Any]) -> list[Any]:
             model=make_net(blocks=1), config=config(stage, 2, zero_optimization={"stage": stage, **places})
         )
         found = []
-        for number in range(150):
+        for number in range(45):
             one_step(engine, number % 7)
-            if number in (3, 4, 149):
+            if number in (3, 4, 44):
                 engine.optimizer.settle()
                 found.append((alive()[:3], threading.active_count()))
         engine.destroy()

@@ -278,7 +278,7 @@ def test_what_travels_is_rounded_and_sums_are_not(pool, dtype):
 
 def run_communicated(world: int, dtype: str) -> list[dict[str, Any]]:
     more = {"communication_data_type": dtype, "zero": {"reduce_every_micro_batch": True}}
-    return [train(make_net(), world, config(stage, world, accumulation=3, **more), 4) for stage in STAGES]
+    return [train(make_net(), world, config(stage, world, accumulation=3, **more), 2) for stage in STAGES]
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, "bf16"), (3, "bf16"), (2, "fp32")])
@@ -365,7 +365,7 @@ def stages_in_bf16() -> list[dict[str, Any]]:
         "data_types": {"grad_accum_dtype": "bf16"},
         "zero": {"reduce_every_micro_batch": True},
     }
-    return [train(make_net(), 2, config(stage, 2, accumulation=3, **more), 4) for stage in STAGES]
+    return [train(make_net(), 2, config(stage, 2, accumulation=3, **more), 2) for stage in STAGES]
 
 
 def test_stages_agree_bitwise_where_shards_are_kept_in_bf16(pool):

@@ -64,7 +64,7 @@ def start(stage: int, kind: str = "fp32", seed: int = 7, accumulation: int = 1, 
         bf16={"enabled": dtype == "bf16"},
         optimizer=chosen,
     )
-    return zero.initialize(model=make_net(seed, blocks=2, width=WIDE), config=settings)[0]
+    return zero.initialize(model=make_net(seed, blocks=1, width=WIDE), config=settings)[0]
 
 
 def named(engine: Any) -> list[tuple[str, nn.Parameter]]:
@@ -153,7 +153,7 @@ def plain_gradients(world: int, steps: int) -> dict[str, torch.Tensor]:
     """Averaged over ranks and micro-batches, summed in the engine's order: micro-batches of a rank, then ranks."""
     rows = []
     for rank in range(world):
-        net = make_net(blocks=2, width=WIDE)
+        net = make_net(blocks=1, width=WIDE)
         for index in range(steps):
             tokens, targets = batch(index, 6)
             part = slice(6 // world * rank, 6 // world * (rank + 1))

@@ -141,8 +141,18 @@ def cases(reduce: str, steps: int = STEPS) -> list[tuple]:
     return [(stage, reduce, bf16, steps, ()) for stage, bf16 in CASES]
 
 
-def test_the_tree_gives_one_hash_at_any_world_size_and_the_ranks_order_does_not(pool):
-    found = {world: trained(pool, world, cases("tree")) for world in (1, 2, 4)}
+@pytest.fixture(scope="module")
+def at_two(pool):
+    """What two ranks end with, by the tree on all cases, and in the order of ranks on the first and the last."""
+    return {"tree": trained(pool, 2, cases("tree")), "ranks": trained(pool, 2, ends())}
+
+
+def ends() -> list[tuple]:
+    return [cases("ranks")[0], cases("ranks")[-1]]
+
+
+def test_the_tree_gives_one_hash_at_any_world_size_and_the_ranks_order_does_not(pool, at_two):
+    found = {1: trained(pool, 1, cases("tree")), 2: at_two["tree"], 4: trained(pool, 4, cases("tree"))}
     for bf16 in (False, True):
         chosen = [index for index, case in enumerate(CASES) if case[1] == bf16]
         hashes = {found[world][index]["hash"] for world in found for index in chosen}
@@ -154,21 +164,20 @@ def test_the_tree_gives_one_hash_at_any_world_size_and_the_ranks_order_does_not(
                 assert found[world][index]["norm"] == first["norm"]
         losses = first["losses"]
         assert sum(losses[-8:]) < sum(losses[:8]), "nothing was learnt"
-    plain = {world: trained(pool, world, [cases("ranks")[0], cases("ranks")[-1]]) for world in (1, 2, 4)}
+    plain = {1: trained(pool, 1, ends()), 2: at_two["ranks"], 4: trained(pool, 4, ends())}
     for index in range(2):
         assert len({plain[world][index]["hash"] for world in plain}) == 3
 
 
-def test_a_run_that_moves_from_four_ranks_to_two_to_one_ends_alike(pool):
-    whole = trained(pool, 2, cases("tree"))
+def test_a_run_that_moves_from_four_ranks_to_two_to_one_ends_alike(pool, at_two):
     states = None
     for world, steps in ((4, 2), (2, 3), (1, 1)):
         states = trained(pool, world, cases("tree", steps), states)
-    assert [state["hash"] for state in states] == [state["hash"] for state in whole]
+    assert [state["hash"] for state in states] == [state["hash"] for state in at_two["tree"]]
     states = None
     for world, steps in ((4, 2), (2, 3), (1, 1)):
         states = trained(pool, world, cases("ranks", steps)[:1], states)
-    assert states[0]["hash"] != trained(pool, 2, cases("ranks")[:1])[0]["hash"]
+    assert states[0]["hash"] != at_two["ranks"][0]["hash"]
 
 
 @pytest.mark.parametrize("units", [("Net",), ("blocks.0", "embed"), ("Linear", "LayerNorm")])

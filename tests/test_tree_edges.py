@@ -22,7 +22,7 @@ from zero.core import comm
 from zero.core.mesh import Axis
 from zero.core.tree import Leaf, Partials, sum_tree
 
-WINDOWS = (8, 12, 4, 20, 8)  # micro-batches of all ranks in each optimizer step: not always a power of two
+WINDOWS = (4, 20, 12)  # micro-batches of all ranks in each optimizer step: not always a power of two
 TREE = {"reduce": "tree"}
 
 

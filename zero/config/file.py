@@ -21,7 +21,7 @@ from zero.config.sections import (
     Wandb,
     Zero,
 )
-from zero.config.values import Bool, Dtype, NotNegative, Object, Positive, Section, Steps, choice
+from zero.config.values import Bool, Dtype, NotNegative, Object, Positive, Section, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
 
 
@@ -42,17 +42,17 @@ class File(Section):
     """The learning rate schedule that the engine builds."""
     gradient_clipping: NotNegative = 1.0
     """The largest norm of all gradients together; 0 switches clipping off."""
-    fp16: Fp16 = Field(default_factory=Fp16)
+    fp16: Fp16 = absent(Fp16)
     """Half precision with loss scaling."""
-    bf16: Bf16 = Field(default_factory=Bf16)
+    bf16: Bf16 = absent(Bf16)
     """Brain floats."""
-    zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
+    zero_optimization: ZeroOptimization = absent(ZeroOptimization)
     """What is sharded over the ranks."""
-    zero: Zero = Field(default_factory=Zero)
+    zero: Zero = absent(Zero)
     """The keys that DeepSpeed does not have."""
-    data_types: DataTypes = Field(default_factory=DataTypes)
+    data_types: DataTypes = absent(DataTypes)
     """Dtypes that follow from the precision unless they are given here."""
-    torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast)
+    torch_autocast: TorchAutocast = absent(TorchAutocast)
     """torch.autocast around the forward pass."""
 
     steps_per_print: Steps = 10
@@ -102,21 +102,21 @@ class File(Section):
     data_parallel_size: Positive | None = None
     """Ranks that see different samples."""
 
-    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing)
+    activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
     """Recomputing activations in the backward pass."""
-    aio: Aio = Field(default_factory=Aio)
+    aio: Aio = absent(Aio)
     """Asynchronous file access."""
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = absent(Checkpoint)
     """Saving and loading."""
-    tensorboard: Tensorboard = Field(default_factory=Tensorboard)
+    tensorboard: Tensorboard = absent(Tensorboard)
     """Progress as TensorBoard events."""
-    wandb: Wandb = Field(default_factory=Wandb)
+    wandb: Wandb = absent(Wandb)
     """Progress to Weights & Biases."""
-    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor)
+    csv_monitor: CsvMonitor = absent(CsvMonitor)
     """Progress as CSV files."""
-    comms_logger: CommsLogger = Field(default_factory=CommsLogger)
+    comms_logger: CommsLogger = absent(CommsLogger)
     """A log of the communication."""
-    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler)
+    flops_profiler: FlopsProfiler = absent(FlopsProfiler)
     """A count of the operations of one step."""
 
     comet: Object = Field(default_factory=dict)

@@ -1,10 +1,15 @@
 """The JSON Schema of a config file, so that an editor completes and checks it."""
 
+import ast
+import inspect
+import itertools
+import textwrap
 from typing import Any
 
 from zero.config.file import File
 from zero.config.optimizers import ARGUMENTS
 from zero.config.tidy import aliases, sections
+from zero.config.values import Section
 
 
 def json_schema() -> dict[str, Any]:
@@ -13,8 +18,9 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for model in sections().values():
         properties = (schema if model is File else schema["$defs"][model.__name__])["properties"]
+        texts = told(model)
         for name, shape in list(properties.items()):
-            properties[name] = _or_auto(shape)
+            properties[name] = _or_auto(texts.get(name, {}) | shape)
         for alias, name in aliases(model).items():
             properties[alias] = {**properties[name], "description": f"Another name of {name}."}
     _add_arguments(schema)
@@ -28,9 +34,11 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     choices = []
     for model in dict.fromkeys(ARGUMENTS.values()):
         shape = model.model_json_schema(ref_template="#/$defs/{model}")
+        texts = {of.__name__: told(of) for of in sections(model).values()}
         for name, found in {**shape.pop("$defs", {}), model.__name__: shape}.items():
             if name not in schema["$defs"]:
-                found["properties"] = {key: _or_auto(of) for key, of in found["properties"].items()}
+                of_each = {key: texts[name].get(key, {}) | of for key, of in found["properties"].items()}
+                found["properties"] = {key: _or_auto(of) for key, of in of_each.items()}
                 schema["$defs"][name] = found
         # Names in any case, as the check takes them.
         pattern = "|".join("".join(f"[{c.upper()}{c}]" for c in kind) for kind in ARGUMENTS if ARGUMENTS[kind] is model)
@@ -41,6 +49,26 @@ def _add_arguments(schema: dict[str, Any]) -> None:
             }
         )
     schema["$defs"]["Optimizer"]["allOf"] = choices
+
+
+def told(model: type[Section]) -> dict[str, dict[str, str]]:
+    """The description of each field: the string that follows it in the source.
+
+    Pydantic would read the sources when the classes are made, which every program that imports them would wait for.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for home in reversed(model.__mro__):
+        if not issubclass(home, Section):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(home))).body
+        lines = body.body if isinstance(body, ast.ClassDef) else []
+        for field, text in itertools.pairwise(lines):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            value = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+            if isinstance(value, str):
+                found[field.target.id] = {"description": inspect.cleandoc(value)}
+    return found
 
 
 def _or_auto(shape: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from zero.config.values import (
     Section,
     Text,
     Texts,
+    absent,
     choice,
     integer,
 )
@@ -274,7 +275,7 @@ class Zero(Section):
     check_replicas: Count = 0
     """Every so many steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
     0 is never."""
-    recompute: Recompute = Field(default_factory=Recompute)
+    recompute: Recompute = absent(Recompute)
     """Modules whose activations are computed again in the backward pass and not kept."""
-    checkpoint: Saving = Field(default_factory=Saving)
+    checkpoint: Saving = absent(Saving)
     """How `save_checkpoint` saves, and what it keeps."""

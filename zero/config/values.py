@@ -1,5 +1,6 @@
 """The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
 
+import functools
 import math
 import re
 from typing import Annotated, Any, Literal, TypeAlias
@@ -23,7 +24,16 @@ _NBYTES = {"b": 1} | {
 class Section(BaseModel):
     """A JSON object whose keys are all known: an unknown one is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=False)
+    # Compiling all sections would take longer than the rest of an import: each one is when it is first checked.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=False)
+
+
+def absent(section: type[Section]) -> Any:
+    """The field of a section that may be absent, and then has all its defaults.
+
+    Defaults need no check, so a section that no file has is never compiled; it cannot change, so one serves all files.
+    """
+    return Field(default_factory=functools.cache(section.model_construct))
 
 
 def refuse(wanted: str) -> PydanticCustomError:

@@ -16,6 +16,7 @@ from zero.config.values import (
     Section,
     Text,
     Texts,
+    absent,
     choice,
     integer,
 )
@@ -102,9 +103,9 @@ class ZeroOptimization(Section):
 
     stage: integer(0, 3) = 0
     """0 replicates everything; 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
-    offload_param: OffloadParam = Field(default_factory=OffloadParam)
+    offload_param: OffloadParam = absent(OffloadParam)
     """Where the parameter shards of stage 3 rest."""
-    offload_optimizer: OffloadOptimizer = Field(default_factory=OffloadOptimizer)
+    offload_optimizer: OffloadOptimizer = absent(OffloadOptimizer)
     """Where the optimizer state rests, and who computes the step."""
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Gather whole weights when a 16-bit model is saved from stage 3."""
@@ -164,7 +165,7 @@ class ZeroOptimization(Section):
     """Say when the order of the modules changes between steps."""
     enable_sanity_checks: Bool = False
     """Look for edits of gathered parameters that would be lost; here this is always on."""
-    leaf_module: LeafModule = Field(default_factory=LeafModule)
+    leaf_module: LeafModule = absent(LeafModule)
     """Modules that are gathered all at once."""
 
     zero_hpz_partition_size: Positive = 1
