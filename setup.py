@@ -60,7 +60,10 @@ AVX512_FLAGS = [
 ]  # fmt: skip
 
 ISA_SOURCES = ["cpu_step.cpp", "cpu_norm.cpp", "cpu_bucket.cpp", "cpu_crc32.cpp"]
-COMMON_SOURCES = ["cpu_dispatch.cpp", "cpu_parallel.cpp", "aio.cpp", "aio_uring.cpp", "bind_aio.cpp", "bind_cpu.cpp"]
+COMMON_SOURCES = [
+    "cpu_dispatch.cpp", "cpu_parallel.cpp", "cpu_stream.cpp", "aio.cpp", "aio_uring.cpp", "bind_aio.cpp",
+    "bind_cpu.cpp",
+]  # fmt: skip
 
 # One compilation per format of the states lets ninja run them side by side; they are the most work.
 CUDA_OBJECTS = [

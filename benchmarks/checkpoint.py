@@ -120,15 +120,22 @@ class State:
 
 
 class Raw(State):
-    """One file for each rank."""
+    """One file for each rank, the parameters first; a load reads what zero keeps, other ranks' parameters too."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         super().__init__(folder, args)
-        self.threads = args.threads
-        self.flat = torch.cat([values.flatten() for values in self.tensors.values()])
+        world = dist.get_world_size()
+        self.threads = args.threads or max(1, len(os.sched_getaffinity(0)) // world)
+        order = sorted(self.tensors, key=lambda name: "/" in name)  # those of the optimizer last
+        flat = torch.cat([self.tensors[name].flatten() for name in order])
         self.tensors = {}
-        self.bytes = memoryview(self.flat.numpy()).cast("B")
+        self.bytes = memoryview(flat.numpy()).cast("B")
         self.path = folder / f"raw-{self.rank}"
+        weights = self.bytes.nbytes // 3  # as many bytes as each of Adam's moments has
+        others = [rank for rank in range(world) if rank != self.rank] if args.stage < 3 else []
+        self.reads = {self.path: self.bytes}
+        for rank in others:
+            self.reads[folder / f"raw-{rank}"] = memoryview(torch.ones(weights, dtype=torch.uint8).numpy()).cast("B")
 
     def save(self) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -140,17 +147,19 @@ class Raw(State):
         os.close(file)
 
     def load(self) -> None:
-        file = os.open(self.path, os.O_RDONLY)
+        files = {path: os.open(path, os.O_RDONLY) for path in self.reads}
 
-        def read(begin: int) -> None:
-            left = self.bytes[begin : begin + BLOCK]
+        def read(path: Path, begin: int) -> None:
+            left = self.reads[path][begin : begin + BLOCK]
             while left.nbytes:
-                got = os.preadv(file, [left], begin)
+                got = os.preadv(files[path], [left], begin)
                 left, begin = left[got:], begin + got
 
         with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(read, range(0, self.bytes.nbytes, BLOCK)))
-        os.close(file)
+            blocks = [(path, begin) for path, place in self.reads.items() for begin in range(0, place.nbytes, BLOCK)]
+            list(pool.map(lambda block: read(*block), blocks))
+        for file in files.values():
+            os.close(file)
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -398,12 +407,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--batch", type=int, default=256, help="rows of a micro-batch, for the training loop")
-    parser.add_argument("--threads", type=int, default=1, help="of the raw reads, in each rank")
+    parser.add_argument("--threads", type=int, default=0, help="of raw reads in each rank; 0: its share of the cores")
     parts = ("throughput", "stall", "memory")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     args = parser.parse_args()
-    if min(args.mib, args.rounds, args.batch, args.threads, *args.ranks) < 1:
-        parser.error("--mib, --rounds, --batch, --threads and --ranks want at least 1")
+    if min(args.mib, args.rounds, args.batch, *args.ranks) < 1 or args.threads < 0:
+        parser.error("--mib, --rounds, --batch and --ranks want at least 1, and --threads at least 0")
     return args
 
 

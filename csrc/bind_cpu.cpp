@@ -79,17 +79,19 @@ void sum_rows_of(const std::vector<uintptr_t>& rows, int dtype, uintptr_t out, i
   sum_rows(job, numel, threads);
 }
 
-// The bytes of an object that has the buffer protocol; it may be read only. It cannot shrink while they are held.
+// The bytes of an object that has the buffer protocol; it may be read only unless they will be written. It cannot
+// shrink while they are held.
 class Bytes {
  public:
-  explicit Bytes(const py::object& object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  explicit Bytes(const py::object& object, bool written = false) {
+    const int flags = written ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
   }
   Bytes(const Bytes&) = delete;
   Bytes& operator=(const Bytes&) = delete;
   ~Bytes() { PyBuffer_Release(&view_); }
 
-  const char* data() const { return static_cast<const char*>(view_.buf); }
+  char* data() const { return static_cast<char*>(view_.buf); }
   int64_t size() const { return static_cast<int64_t>(view_.len); }
 
  private:
@@ -100,6 +102,19 @@ uint32_t crc32_of(const py::object& data, uint32_t value) {
   const Bytes bytes(data);
   py::gil_scoped_release nogil;
   return active().crc32(value, bytes.data(), bytes.size());
+}
+
+std::vector<uint32_t> crc32_of_copy(const py::object& source, const py::object& target, int64_t chunk) {
+  if (chunk < 1) throw std::invalid_argument("chunk must be at least 1");
+  const Bytes from(source), to(target, true);
+  if (from.size() != to.size()) throw std::invalid_argument("source and target have different sizes");
+  py::gil_scoped_release nogil;
+  std::vector<uint32_t> found;
+  found.reserve(static_cast<size_t>(from.size() / chunk + 1));
+  for (int64_t begin = 0, left = from.size(); left > 0; begin += chunk, left -= chunk) {
+    found.push_back(crc32_copy(from.data() + begin, to.data() + begin, left < chunk ? left : chunk));
+  }
+  return found;
 }
 
 std::vector<uint32_t> crc32_of_chunks(const py::object& data, int64_t chunk) {
@@ -140,6 +155,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
   m.def("crc32", &crc32_of, "(data, value) -> int; data: any object with a contiguous buffer");
+  m.def("crc32_copy", &crc32_of_copy, "(source, target, chunk) -> [int]; buffers of one size; chunk in bytes");
   m.def("crc32_chunks", &crc32_of_chunks, "(data, chunk) -> [int]; chunk in bytes");
   bind_aio(m);
 }

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from zero.kernels import crc32 as crc32_module
 from zero.kernels import native
-from zero.kernels.crc32 import crc32, crc32_chunks
+from zero.kernels.crc32 import crc32, crc32_chunks, crc32_copy
 
 isa = kernel_cases.isa
 compiled_only = pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
@@ -104,6 +104,24 @@ def test_chunks(isa: str, take: str, chunk: int) -> None:
     assert got == wanted
     assert all(type(x) is int for x in got)
     assert crc32_chunks(b"", chunk) == []
+
+
+@pytest.mark.parametrize(("size", "start", "at"), [(0, 0, 0), (1, 1, 1), (63, 0, 5), (16384, 3, 64), (100001, 7, 33)])
+def test_copies_with_their_checksums(isa: str, take: str, size: int, start: int, at: int) -> None:
+    data = VIEW[start : start + size]
+    for chunk in (500, 16384, 2**40):
+        target = bytearray(b"\x55" * (size + 200))
+        assert crc32_copy(data, memoryview(target)[at : at + size], chunk) == crc32_chunks(data, chunk)
+        assert target == b"\x55" * at + bytes(data) + b"\x55" * (200 - at)
+
+
+def test_copies_to_what_cannot_take_them(take: str) -> None:
+    with pytest.raises(ValueError, match=r"target: got 4 bytes; wanted 5"):
+        crc32_copy(b"12345", bytearray(4), 1)
+    with pytest.raises(ValueError, match=r"target: got 5 bytes that are read only"):
+        crc32_copy(b"12345", bytes(5), 1)
+    with pytest.raises(ValueError, match="chunk: got 0"):
+        crc32_copy(b"12345", bytearray(5), 0)
 
 
 def test_objects_with_bytes(take: str) -> None:

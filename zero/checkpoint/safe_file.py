@@ -18,6 +18,7 @@ import torch
 
 from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
+from zero.checkpoint.mapped import copy_mapped
 from zero.checkpoint.staging import Staging, host_bytes
 from zero.checkpoint.writeback import begin_writeback
 from zero.kernels.crc32 import crc32
@@ -199,6 +200,9 @@ def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, w
         begin, end = chunk * CHUNK, min((chunk + 1) * CHUNK, total)
         if part.crc32 is None:  # nothing to check, so exactly what is wanted
             begin, inside, end = begin + inside, 0, min(end, skip + target.nbytes)
+        elif not inside and (copied := _copy_whole(file, part, chunk, target[position:], total, what)):
+            position += copied
+            continue
         count = min(end - begin - inside, target.nbytes - position)
         place = target[position : position + count]
         data = place if count == end - begin else memoryview(bytearray(end - begin))
@@ -208,12 +212,28 @@ def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, w
             raise Damaged(f"{what}: {part.file} cannot be read: {error.strerror}") from None
         if got < data.nbytes:
             raise Damaged(f"{what}: {part.file} ends at byte {part.offset + begin + got}, inside of it")
-        if part.crc32 is not None and crc32(data) != part.crc32[chunk]:
-            place = f"bytes {part.offset + begin} to {part.offset + end}"
-            raise Damaged(f"{what}: {place} of {part.file} are not what was saved (their checksum is another)")
+        if part.crc32 is not None:
+            _check(part, chunk, crc32(data), end, what)
         if data is not place:
             place[:] = data[inside : inside + count]
         position += count
+
+
+def _copy_whole(file: int, part: Part, chunk: int, target: memoryview, total: int, what: str) -> int:
+    """Copy the chunks from `chunk` on that are wanted whole, of a part of `total` bytes; returns how many bytes."""
+    begin = chunk * CHUNK
+    nbytes = target.nbytes if begin + target.nbytes == total else target.nbytes // CHUNK * CHUNK
+    sums = copy_mapped(file, part.offset + begin, target[:nbytes], CHUNK)
+    for number, found in enumerate(sums or (), chunk):
+        _check(part, number, found, min((number + 1) * CHUNK, total), what)
+    return 0 if sums is None else nbytes
+
+
+def _check(part: Part, chunk: int, found: int, end: int, what: str) -> None:
+    """Raise Damaged unless this is the checksum of a chunk, which ends at byte `end` of the part."""
+    if found != part.crc32[chunk]:
+        place = f"bytes {part.offset + chunk * CHUNK} to {part.offset + end}"
+        raise Damaged(f"{what}: {place} of {part.file} are not what was saved (their checksum is another)")
 
 
 def _read_all(file: int, data: memoryview, offset: int) -> int:

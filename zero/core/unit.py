@@ -164,6 +164,13 @@ class Unit(Edits):
                 self._transfer = comm.gather(self.full, self._axis, tag)
         self._move("gather")
 
+    def complete(self) -> None:
+        """Somebody has filled all of the full buffer, the own shard too: as `gather` and `wait`, without a message."""
+        self.settle()
+        self._move("gather")
+        self._move("wait")
+        self._uncover()
+
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
         if self.readable:

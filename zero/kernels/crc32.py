@@ -42,26 +42,58 @@ def crc32_chunks(data: Any, chunk: int) -> list[int]:
     Raises:
         ValueError: as :func:`crc32`, and for a chunk out of range.
     """
-    if not isinstance(chunk, int) or not 1 <= chunk < 1 << 63:
-        raise ValueError(f"chunk: got {chunk!r}; wanted a number of bytes from 1 to 2**63 - 1")
+    _check_chunk(chunk)
     held, module = _bytes(data), load()
     if module is not None:
         return module.crc32_chunks(held, chunk)
     return [zlib.crc32(held[begin : begin + chunk]) for begin in range(0, held.nbytes, chunk)]
 
 
-def _bytes(data: Any) -> np.ndarray:
-    """The memory of `data`, which the caller keeps alive, as uint8."""
+def crc32_copy(data: Any, target: Any, chunk: int) -> list[int]:
+    """Copy `data` to `target` and return :func:`crc32_chunks` of it, touching each byte once.
+
+    The copy does not stay in the caches: it is for what nobody reads soon, such as what comes from a file.
+
+    Args:
+        data: as for :func:`crc32`.
+        target: contiguous and writable, of as many bytes, elsewhere in memory; else as `data`.
+        chunk: in bytes, at least 1.
+
+    Raises:
+        ValueError: as :func:`crc32_chunks`, and for a target that is read only or has another size.
+    """
+    _check_chunk(chunk)
+    held, place, module = _bytes(data), _bytes(target, "target"), load()
+    if held.nbytes != place.nbytes or (place.nbytes and not place.flags.writeable):
+        kind = "" if place.flags.writeable else " that are read only"
+        raise ValueError(f"target: got {place.nbytes} bytes{kind}; wanted {held.nbytes} that can be written")
+    if module is not None:
+        return module.crc32_copy(held, place, chunk)
+    found = []
+    for begin in range(0, held.nbytes, chunk):
+        part = slice(begin, begin + chunk)
+        place[part] = held[part]
+        found.append(zlib.crc32(place[part]))  # of what was copied, which is in the cache
+    return found
+
+
+def _check_chunk(chunk: int) -> None:
+    if not isinstance(chunk, int) or not 1 <= chunk < 1 << 63:
+        raise ValueError(f"chunk: got {chunk!r}; wanted a number of bytes from 1 to 2**63 - 1")
+
+
+def _bytes(data: Any, name: str = "data") -> np.ndarray:
+    """The memory of `data`, argument `name`, which the caller keeps alive, as uint8."""
     if isinstance(data, Tensor):
-        address = check_on_cpu("data", data)
+        address = check_on_cpu(name, data)
         data = (ctypes.c_ubyte * (data.nbytes if address else 0)).from_address(address)
     try:
         view = memoryview(data)
     except (TypeError, ValueError, BufferError) as error:
         raise ValueError(
-            f"data: got {type(data).__name__} ({error}); wanted bytes, another object with the buffer protocol, or a "
+            f"{name}: got {type(data).__name__} ({error}); wanted bytes, another object with the buffer protocol, or a "
             "torch.Tensor"
         ) from error
     if not view.c_contiguous:
-        raise ValueError(f"data: got strides {view.strides} for shape {view.shape}; wanted contiguous memory")
+        raise ValueError(f"{name}: got strides {view.strides} for shape {view.shape}; wanted contiguous memory")
     return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from zero.checkpoint.safe_file import NAMES
 from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
+from zero.core.unit import Unit
 from zero.core.wrap import Sharded
+from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.pieces import saved_buffers
 from zero.engine.checkpoint.resume import restore
 from zero.engine.checkpoint.together import Found, Together
@@ -28,7 +31,6 @@ from zero.engine.checkpoint.units import (
     load_buffers,
     load_unit,
     names_of_parameters,
-    renew,
     restart,
     shapes_of_buffers,
 )
@@ -184,12 +186,15 @@ class LoadCheckpoint:
         self.zero_grad()
         self._begin_window()
 
+        units = self._sharded.units
+        whole = replaced(units, found)
+
         def read() -> dict[str, torch.Tensor] | None:
             with Source(found.place, found.index) as source:
-                return self._read(source, found, anew, custom is not None)
+                return self._read(source, found, anew, custom is not None, whole)
 
-        # Also where one failed: full copies must be there again for whatever comes next.
-        state = ranks.read(read, lambda: renew(self._sharded.units))
+        # Also where one failed: full copies must be there again for whatever comes next, and all take part or none.
+        state = ranks.read(read, lambda good: renew(units, whole if good else ()))
         if custom is not None:
             with GatheredParameters(self.module.parameters(), modifier_rank=0):
                 custom(src=state, dst=self.module)
@@ -201,15 +206,21 @@ class LoadCheckpoint:
                 logging.INFO, "loading %s: frozen and not saved, so as before: %s", found.place, found.match.left_out
             )
 
-    def _read(self, source: Source, found: Found, anew: bool, whole: bool) -> dict[str, torch.Tensor] | None:
-        """This rank's part of everything; `whole`: returns the state_dict instead of taking weights and buffers."""
+    def _read(
+        self, source: Source, found: Found, anew: bool, custom: bool, whole: Collection[Unit]
+    ) -> dict[str, torch.Tensor] | None:
+        """This rank's part of everything, and all of the weights of the units in `whole`.
+
+        `custom`: returns the state_dict instead of taking weights and buffers.
+        """
         for unit in self._sharded.units:
             unit.invalidate()
         for unit in self._sharded.units:
-            load_unit(unit, self.optimizer, source, found.match, found.ask)
+            more = partial(load_others, source=source, found=found) if unit in whole else None
+            load_unit(unit, self.optimizer, source, found.match, found.ask, more)
             if anew and unit.master is not None:
                 restart(unit, self.optimizer)
-        if whole:
+        if custom:
             return _state_dict(source)
         rank, ranks = self._sharded.mesh.rank, found.index.ranks
         alike = len(ranks) == self._sharded.mesh.world_size

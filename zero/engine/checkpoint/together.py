@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,12 +23,13 @@ REFUSALS = (ValueError, OSError, RuntimeError, MemoryError)
 
 
 class Found(NamedTuple):
-    """A checkpoint that fits, and what is loaded from where."""
+    """A checkpoint that fits, and what is loaded from where; `near`: all ranks read it through one page cache."""
 
     place: Path
     index: Index
     match: Match
     ask: Ask
+    near: bool = False
 
 
 class Together:
@@ -49,15 +52,19 @@ class Together:
             problem = error
         save = None if found is None else f"'{found.index.tag}' saved as {found.index.save}"
         place = None if found is None else str(found.place)
-        told = self._tell([None if problem is None else str(problem), save, place])
-        self._raise(problem, [text for text, _, _ in told])
-        if len({save for _, save, _ in told}) > 1:
-            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place) in enumerate(told))
+        told = self._tell([None if problem is None else str(problem), save, place, _host()])
+        self._raise(problem, [text for text, *_ in told])
+        if len({save for _, save, *_ in told}) > 1:
+            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place, _) in enumerate(told))
             raise Damaged(f"{self._what}: the ranks would load different checkpoints: {each}")
-        return found
+        near = len({(place, host) for *_, place, host in told}) == 1
+        return None if found is None else found._replace(near=near)
 
-    def read(self, work: Callable[[], T], after: Callable[[], None] | None = None) -> T:
-        """The result of `work`; raises on all ranks where it fails on one. All call `after` in any case."""
+    def read(self, work: Callable[[], T], after: Callable[[bool], None] | None = None) -> T:
+        """The result of `work`; raises on all ranks where it fails on one.
+
+        All call `after` in any case, and tell it whether it succeeded on all of them.
+        """
         result, problem = None, None
         try:
             result = work()
@@ -65,7 +72,7 @@ class Together:
             problem = error
         told = self._tell(None if problem is None else str(problem))
         if after is not None:
-            after()
+            after(all(text is None for text in told))
         self._raise(problem, told)
         return result
 
@@ -79,3 +86,10 @@ class Together:
         for rank, text in enumerate(told):
             if text is not None:
                 raise Damaged(f"{self._what}: rank {rank}: {text}")
+
+
+def _host() -> str:
+    """What ranks have in common whose files come from one page cache: the kernel that was booted."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()

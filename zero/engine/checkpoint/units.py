@@ -12,7 +12,7 @@ from torch import nn
 
 from zero.checkpoint.differences import Ask, Match, stateless
 from zero.checkpoint.exact import made, made_of
-from zero.checkpoint.index import Index, Stored
+from zero.checkpoint.index import Index, Parameter, Stored
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES
 from zero.core.unit import Unit
@@ -110,8 +110,18 @@ class Source:
         self._reader.ask(stored, start, out, what, lambda: then(out))
 
 
-def load_unit(unit: Unit, optimizer: ZeroOptimizer | None, source: Source, match: Match, ask: Ask) -> None:
-    """Take what the checkpoint says of this rank's shard; talks to nobody, so full copies are outdated afterwards."""
+def load_unit(
+    unit: Unit,
+    optimizer: ZeroOptimizer | None,
+    source: Source,
+    match: Match,
+    ask: Ask,
+    more: Callable[[Unit], None] | None = None,
+) -> None:
+    """Take what the checkpoint says of this rank's shard; talks to nobody, so full copies are outdated afterwards.
+
+    more: asks the source for what else is to be read along with it.
+    """
     states = ask.states and unit.master is not None
     with unit.borrow(written=True):
         for part in unit.plan.layout.fragments(unit.window):
@@ -122,6 +132,8 @@ def load_unit(unit: Unit, optimizer: ZeroOptimizer | None, source: Source, match
                 _load_values(unit, source, name, part, ask.masters)
             if states:
                 _load_moments(unit, optimizer, source, name, part)
+        if more is not None:
+            more(unit)
         source.finish()
         if ask.weights and unit.master is not None:
             unit.push()
@@ -141,19 +153,29 @@ def _load_values(unit: Unit, source: Source, name: str, part: Fragment, masters:
     master = unit.master
     shard = unit.shard if master is None else master.shard
     place = shard.narrow(0, part.at, numel)
-    alike = NAMES[place.dtype] == parameter.weight.dtype
     if master is None:
         fill_plain(source, name, place, start, masters)
         return
-    kept = master.tensor.narrow(0, part.at, numel)
-    if alike and master.tensor is master.shard and parameter.master is None:
+    if straight(unit, parameter, masters):
         source.fill(place, parameter.weight, start, f"weight of '{name}'")
-    elif alike and masters and parameter.master is not None and parameter.master.dtype == NAMES[kept.dtype]:
-        source.fill(place, parameter.weight, start, f"weight of '{name}'")
-        source.fill(kept, parameter.master, start, f"master of '{name}'")
+        if parameter.master is not None:
+            kept = master.tensor.narrow(0, part.at, numel)
+            source.fill(kept, parameter.master, start, f"master of '{name}'")
     else:
         for at, count in _slices(numel):
             source.exact(name, start + at, count, _writer(unit, part.at + at), masters)
+
+
+def straight(unit: Unit, parameter: Parameter, masters: bool) -> bool:
+    """Whether weight and master of a parameter come as they lie in the files, so that no rank rounds or converts."""
+    master = unit.master
+    if NAMES[unit.shard.dtype] != parameter.weight.dtype:
+        return False
+    if master is None:
+        return True
+    if master.tensor is master.shard:
+        return parameter.master is None
+    return masters and parameter.master is not None and parameter.master.dtype == NAMES[master.tensor.dtype]
 
 
 def fill_plain(source: Source, name: str, place: torch.Tensor, start: int, masters: bool = True) -> None:
@@ -268,15 +290,6 @@ def _equal_states(source: Source, name: str, other: str, part: Fragment) -> bool
             if not torch.equal(*(kept.moment.decode(kept.signed) for kept in both)):
                 return False
     return True
-
-
-def renew(units: Iterable[Unit]) -> None:
-    """Bring what was loaded to all who keep it whole; collective."""
-    kept = [unit for unit in units if not unit.cut or unit.whole]
-    for unit in kept:
-        unit.gather()
-    for unit in kept:
-        unit.wait()
 
 
 def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:

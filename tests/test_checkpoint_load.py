@@ -1,0 +1,151 @@
+"""The promise: what a load brings is what was saved, whichever way its bytes take, and a bad byte is noticed on each.
+
+Bytes are copied out of a mapping of the file where that can be had, and read otherwise. On one host each rank reads all
+of the parameters that it keeps whole; else the ranks send them to each other.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
+
+import zero.core.unit as unit_module
+import zero.engine.checkpoint.together as together_module
+from zero.checkpoint.index import CHUNK, Damaged, Part
+from zero.checkpoint.mapped import copy_mapped
+from zero.checkpoint.safe_file import read_part
+
+SIZE = 3 * CHUNK + 1234
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "bytes"
+    found.write_bytes(torch.randint(0, 256, (SIZE,), dtype=torch.uint8).numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offset", "at", "nbytes"), [(0, 0, SIZE), (1, 3, SIZE - 1), (4097, 64, 1 << 16), (77, 9, CHUNK)]
+)
+def test_a_mapping_gives_bytes_and_checksums_at_any_place(path: Path, offset: int, at: int, nbytes: int) -> None:
+    wanted = path.read_bytes()[offset : offset + nbytes]
+    target = bytearray(b"\xaa" * (at + nbytes + 100))
+    with open(path, "rb") as file:
+        sums = copy_mapped(file.fileno(), offset, memoryview(target)[at : at + nbytes], CHUNK)
+    if sums is None:
+        pytest.skip("this kernel, or this file system, does not say whether a page can be read")
+    assert sums == [zlib.crc32(wanted[begin : begin + CHUNK]) for begin in range(0, nbytes, CHUNK)]
+    assert target == b"\xaa" * at + wanted + b"\xaa" * 100
+
+
+def test_what_cannot_be_mapped_is_left_to_a_read(path: Path) -> None:
+    target = bytearray(CHUNK)
+    with open(path, "rb") as file:
+        assert copy_mapped(file.fileno(), SIZE - CHUNK + 1, memoryview(target), CHUNK) is None  # it ends before
+    out, into = os.pipe()
+    try:
+        assert copy_mapped(out, 0, memoryview(target), CHUNK) is None
+    finally:
+        os.close(out)
+        os.close(into)
+    assert target == bytearray(CHUNK)
+
+
+@pytest.mark.parametrize("skip", [0, 5, CHUNK, CHUNK + 17])
+def test_every_chunk_that_is_wanted_is_checked(path: Path, skip: int) -> None:
+    """Whole chunks of a mapping, and the rest of a chunk at either end, which is read."""
+    data = path.read_bytes()
+    sums = tuple(zlib.crc32(data[begin : begin + CHUNK]) for begin in range(0, SIZE, CHUNK))
+    part = Part(0, SIZE, path.name, 0, sums)
+    for nbytes in (SIZE - skip, SIZE - skip - 3, CHUNK + 9):
+        target = bytearray(nbytes)
+        with open(path, "rb") as file:
+            read_part(file.fileno(), part, skip, memoryview(target), 1, "weight")
+            assert target == data[skip : skip + nbytes]
+            for number in range(skip // CHUNK, -(-(skip + nbytes) // CHUNK)):
+                wrong = part._replace(crc32=tuple(one ^ (place == number) for place, one in enumerate(sums)))
+                with pytest.raises(Damaged, match=f"bytes {number * CHUNK} to .* are not what was saved"):
+                    read_part(file.fileno(), wrong, skip, memoryview(bytearray(nbytes)), 1, "weight")
+
+
+def messages(engine: Any, folder: Path, apart: bool) -> int:
+    """How many gathers a load begins; `apart`: as on hosts of their own."""
+    begun: list[int] = []
+    gather = unit_module.comm.gather
+
+    def counted(full: torch.Tensor, axis: Any, tag: int) -> Any:
+        begun.append(tag)
+        return gather(full, axis, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_module.comm, "gather", counted)
+        if apart:
+            patch.setattr(together_module, "_host", lambda: f"host {dist.get_rank()}")
+        engine.load_checkpoint(folder)
+    return len(begun)
+
+
+def both_ways(folder: Path, stage: int, more: dict[str, Any]) -> None:
+    engine = saved(folder, engine_of(Small(), stage=stage, **more))
+    wanted, losses = held(engine), train(engine, 2, first=7)
+    units = len(engine._sharded.units)
+    for apart, begun in ((False, 0), (True, units)):
+        train(engine, 1, first=20)
+        assert messages(engine, folder, apart) == begun
+        # Each rank's own copy, which is what it computes with, and not what a gather would bring.
+        for name, param in engine.module.named_parameters():
+            assert torch.equal(param.detach(), wanted[name]), name
+        assert_equal(held(engine), wanted)
+        assert train(engine, 2, first=7) == losses
+    engine.destroy()
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whole_parameters_are_read_or_sent_alike(pool: Any, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    pool.run(2, both_ways, tmp_path, stage, more)
+
+
+def converted(folder: Path) -> None:
+    """In another precision values are rounded where they belong, and sent."""
+    saved(folder, engine_of(Small(), stage=2)).destroy()
+    engine = engine_of(Small(), stage=2, **BF16)
+    assert messages(engine, folder, False) == len(engine._sharded.units)
+    engine.destroy()
+
+
+def test_what_is_converted_is_sent(pool: Any, tmp_path: Path) -> None:
+    pool.run(2, converted, tmp_path)
+
+
+def broken(folder: Path) -> None:
+    """A bad byte that one rank alone reads: both raise, nobody waits for a message, and a whole one repairs it."""
+    engine = engine_of(Small(), stage=2)
+    train(engine)
+    engine.save_checkpoint(folder, tag="good")
+    wanted = held(engine)
+    engine.save_checkpoint(folder, tag="bad")
+    if dist.get_rank() == 0:
+        (path,) = (folder / "bad").glob("moments-00001-*")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(ValueError, match="are not what was saved"):
+        engine.load_checkpoint(folder, tag="bad")
+    engine.load_checkpoint(folder, tag="good")
+    assert_equal(held(engine), wanted)
+    engine.destroy()
+
+
+def test_a_failure_of_one_rank_leaves_none_waiting(pool: Any, tmp_path: Path) -> None:
+    pool.run(2, broken, tmp_path)

@@ -1,0 +1,50 @@
+"""The other ranks' shards of parameters that every rank keeps whole, read where they would send them.
+
+On one host a file that one rank reads is in the page cache for all, and a message would be copied more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from zero.core.unit import Unit
+from zero.engine.checkpoint.together import Found
+from zero.engine.checkpoint.units import Source, straight
+from zero.plan.layout import Span
+
+
+def replaced(units: Iterable[Unit], found: Found) -> list[Unit]:
+    """The units whose other shards can be read as they will be; the same ones on all ranks."""
+    if not found.near or not found.ask.weights:
+        return []
+    return [unit for unit in units if _replaced(unit, found)]
+
+
+def _replaced(unit: Unit, found: Found) -> bool:
+    if unit.cut or unit.mesh.shard.size == 1 or unit.full.device.type != "cpu":
+        return False
+    names = [found.match.names.get(spec.name) for spec in unit.plan.params]
+    # What is not in the checkpoint, or is rounded on its way, its owner has to tell.
+    return all(name is not None and straight(unit, found.index.parameters[name], found.ask.masters) for name in names)
+
+
+def load_others(unit: Unit, source: Source, found: Found) -> None:
+    """Ask for the full buffer of a unit but for the own shard; the unit is borrowed, and the caller finishes."""
+    own, layout = unit.window, unit.plan.layout
+    for window in (Span(0, own.start), Span(own.stop, layout.numel - own.stop)):
+        for part in layout.fragments(window):
+            name = found.match.names[part.name]
+            place = unit.full.narrow(0, window.start + part.at, part.numel)
+            source.fill(place, found.index.parameters[name].weight, part.start, f"weight of '{name}'")
+
+
+def renew(units: Iterable[Unit], there: Collection[Unit]) -> None:
+    """Bring what was loaded to all who keep it whole, but for units that are `there` already; collective."""
+    kept = [unit for unit in units if not unit.cut or unit.whole]
+    for unit in kept:
+        if unit in there:
+            unit.complete()
+        else:
+            unit.gather()
+    for unit in kept:
+        unit.wait()
