@@ -87,12 +87,20 @@ class LoadCheckpoint:
             argument="load_module_strict",
         )
         ranks = self._ranks("load_checkpoint")
-        found = ranks.find(lambda: self._find(Path(load_dir), None if tag is None else str(tag), ask))
+        values: Values | None = None
+
+        def look() -> Found | None:
+            nonlocal values
+            found = self._find(Path(load_dir), None if tag is None else str(tag), ask)
+            if found is not None:
+                values = saved_values(found, self._sharded.mesh.rank, self._sharded.mesh.world_size)
+            return found
+
+        found = ranks.find(look)
         if found is None:
             rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
             return None, None
         anew = not load_optimizer_states and not load_module_only
-        values = ranks.read(lambda: saved_values(found, self._sharded.mesh.rank, self._sharded.mesh.world_size))
         self._take(ranks, found, anew, custom_load_fn)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
