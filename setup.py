@@ -61,7 +61,7 @@ AVX512_FLAGS = [
 
 ISA_SOURCES = ["cpu_step.cpp", "cpu_norm.cpp", "cpu_bucket.cpp", "cpu_crc32.cpp"]
 COMMON_SOURCES = [
-    "cpu_dispatch.cpp", "cpu_parallel.cpp", "cpu_stream.cpp", "aio.cpp", "aio_uring.cpp", "bind_aio.cpp",
+    "cpu_dispatch.cpp", "cpu_parallel.cpp", "cpu_read.cpp", "aio.cpp", "aio_uring.cpp", "bind_aio.cpp",
     "bind_cpu.cpp",
 ]  # fmt: skip
 

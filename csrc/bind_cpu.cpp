@@ -104,17 +104,29 @@ uint32_t crc32_of(const py::object& data, uint32_t value) {
   return active().crc32(value, bytes.data(), bytes.size());
 }
 
-std::vector<uint32_t> crc32_of_copy(const py::object& source, const py::object& target, int64_t chunk) {
+py::tuple crc32_of_read(int file, int64_t offset, const py::object& target, int64_t chunk) {
   if (chunk < 1) throw std::invalid_argument("chunk must be at least 1");
-  const Bytes from(source), to(target, true);
-  if (from.size() != to.size()) throw std::invalid_argument("source and target have different sizes");
-  py::gil_scoped_release nogil;
+  const Bytes to(target, true);
   std::vector<uint32_t> found;
-  found.reserve(static_cast<size_t>(from.size() / chunk + 1));
-  for (int64_t begin = 0, left = from.size(); left > 0; begin += chunk, left -= chunk) {
-    found.push_back(crc32_copy(from.data() + begin, to.data() + begin, left < chunk ? left : chunk));
+  int64_t done = 0, got = 0;
+  {
+    py::gil_scoped_release nogil;
+    while (done < to.size()) {
+      const int64_t count = to.size() - done < chunk ? to.size() - done : chunk;
+      uint32_t value = 0;
+      got = crc32_read(file, offset + done, to.data() + done, count, value);
+      if (got <= 0) break;
+      found.push_back(value);
+      done += got;
+      if (got < count) break;
+    }
   }
-  return found;
+  if (got < 0) {
+    errno = static_cast<int>(-got);
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
+  return py::make_tuple(done, found);
 }
 
 std::vector<uint32_t> crc32_of_chunks(const py::object& data, int64_t chunk) {
@@ -155,7 +167,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
   m.def("crc32", &crc32_of, "(data, value) -> int; data: any object with a contiguous buffer");
-  m.def("crc32_copy", &crc32_of_copy, "(source, target, chunk) -> [int]; buffers of one size; chunk in bytes");
+  m.def("crc32_read", &crc32_of_read, "(file, offset, target, chunk) -> (nbytes, [int]); chunk in bytes");
   m.def("crc32_chunks", &crc32_of_chunks, "(data, chunk) -> [int]; chunk in bytes");
   bind_aio(m);
 }

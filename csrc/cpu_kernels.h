@@ -62,7 +62,8 @@ void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads);
 void unpack(const void* flat, int flat_dtype, const Span* spans, int64_t count, float scale, int threads);
 
-// cpu_stream.cpp: copies, on the calling thread, and returns the CRC-32 of what was copied.
-uint32_t crc32_copy(const void* source, void* target, int64_t nbytes);
+// cpu_read.cpp: reads a file from `offset` on, on the calling thread, and continues the CRC-32 `value` by what came.
+// Returns how many bytes did, fewer where the file ends, or -errno.
+int64_t crc32_read(int file, int64_t offset, void* target, int64_t nbytes, uint32_t& value);
 
 }  // namespace zero

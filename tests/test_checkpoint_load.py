@@ -1,12 +1,10 @@
 """The promise: what a load brings is what was saved, whichever way its bytes take, and a bad byte is noticed on each.
 
-Bytes are copied out of a mapping of the file where that can be had, and read otherwise. On one host each rank reads all
-of the parameters that it keeps whole; else the ranks send them to each other.
+On one host each rank reads all of the parameters that it keeps whole; else the ranks send them to each other.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
 import zero.core.unit as unit_module
 import zero.engine.checkpoint.together as together_module
 from zero.checkpoint.index import CHUNK, Damaged, Part
-from zero.checkpoint.mapped import copy_mapped
 from zero.checkpoint.safe_file import read_part
 
 SIZE = 3 * CHUNK + 1234
@@ -33,36 +30,9 @@ def path(tmp_path: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize(
-    ("offset", "at", "nbytes"), [(0, 0, SIZE), (1, 3, SIZE - 1), (4097, 64, 1 << 16), (77, 9, CHUNK)]
-)
-def test_a_mapping_gives_bytes_and_checksums_at_any_place(path: Path, offset: int, at: int, nbytes: int) -> None:
-    wanted = path.read_bytes()[offset : offset + nbytes]
-    target = bytearray(b"\xaa" * (at + nbytes + 100))
-    with open(path, "rb") as file:
-        sums = copy_mapped(file.fileno(), offset, memoryview(target)[at : at + nbytes], CHUNK)
-    if sums is None:
-        pytest.skip("this kernel, or this file system, does not say whether a page can be read")
-    assert sums == [zlib.crc32(wanted[begin : begin + CHUNK]) for begin in range(0, nbytes, CHUNK)]
-    assert target == b"\xaa" * at + wanted + b"\xaa" * 100
-
-
-def test_what_cannot_be_mapped_is_left_to_a_read(path: Path) -> None:
-    target = bytearray(CHUNK)
-    with open(path, "rb") as file:
-        assert copy_mapped(file.fileno(), SIZE - CHUNK + 1, memoryview(target), CHUNK) is None  # it ends before
-    out, into = os.pipe()
-    try:
-        assert copy_mapped(out, 0, memoryview(target), CHUNK) is None
-    finally:
-        os.close(out)
-        os.close(into)
-    assert target == bytearray(CHUNK)
-
-
 @pytest.mark.parametrize("skip", [0, 5, CHUNK, CHUNK + 17])
 def test_every_chunk_that_is_wanted_is_checked(path: Path, skip: int) -> None:
-    """Whole chunks of a mapping, and the rest of a chunk at either end, which is read."""
+    """Whole ones in their place, and those of which a part is wanted beside it."""
     data = path.read_bytes()
     sums = tuple(zlib.crc32(data[begin : begin + CHUNK]) for begin in range(0, SIZE, CHUNK))
     part = Part(0, SIZE, path.name, 0, sums)

@@ -8,6 +8,7 @@ import mmap
 import random
 import warnings
 import zlib
+from pathlib import Path
 
 import kernel_cases
 import numpy as np
@@ -20,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from zero.kernels import crc32 as crc32_module
 from zero.kernels import native
-from zero.kernels.crc32 import crc32, crc32_chunks, crc32_copy
+from zero.kernels.crc32 import crc32, crc32_chunks, crc32_read
 
 isa = kernel_cases.isa
 compiled_only = pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
@@ -106,22 +107,36 @@ def test_chunks(isa: str, take: str, chunk: int) -> None:
     assert crc32_chunks(b"", chunk) == []
 
 
-@pytest.mark.parametrize(("size", "start", "at"), [(0, 0, 0), (1, 1, 1), (63, 0, 5), (16384, 3, 64), (100001, 7, 33)])
-def test_copies_with_their_checksums(isa: str, take: str, size: int, start: int, at: int) -> None:
-    data = VIEW[start : start + size]
-    for chunk in (500, 16384, 2**40):
-        target = bytearray(b"\x55" * (size + 200))
-        assert crc32_copy(data, memoryview(target)[at : at + size], chunk) == crc32_chunks(data, chunk)
-        assert target == b"\x55" * at + bytes(data) + b"\x55" * (200 - at)
+@pytest.mark.parametrize(("size", "start", "at"), [(0, 0, 0), (1, 1, 1), (63, 0, 5), (131072, 3, 64), (262145, 7, 33)])
+def test_reads_with_their_checksums(isa: str, take: str, tmp_path: Path, size: int, start: int, at: int) -> None:
+    data = bytes(VIEW[:1000]) * 300
+    (tmp_path / "bytes").write_bytes(data)
+    with open(tmp_path / "bytes", "rb") as file:
+        for chunk in (500, 131072, 2**40):
+            target = bytearray(b"\x55" * (size + 200))
+            found = crc32_read(file.fileno(), start, memoryview(target)[at : at + size], chunk)
+            assert found == (size, crc32_chunks(data[start : start + size], chunk))
+            assert target == b"\x55" * at + data[start : start + size] + b"\x55" * (200 - at)
+        assert file.tell() == 0
 
 
-def test_copies_to_what_cannot_take_them(take: str) -> None:
-    with pytest.raises(ValueError, match=r"target: got 4 bytes; wanted 5"):
-        crc32_copy(b"12345", bytearray(4), 1)
+def test_reads_up_to_the_end_of_a_file(take: str, tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"0123456789")
+    with open(tmp_path / "bytes", "rb") as file:
+        target = bytearray(8)
+        assert crc32_read(file.fileno(), 4, target, 4) == (6, [zlib.crc32(b"4567"), zlib.crc32(b"89")])
+        assert target == b"456789\0\0"
+        assert crc32_read(file.fileno(), 10, target, 4) == (0, [])
+
+
+def test_reads_that_cannot_be(take: str, tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"12345")
+    with open(tmp_path / "bytes", "wb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        crc32_read(file.fileno(), 0, bytearray(5), 1)
     with pytest.raises(ValueError, match=r"target: got 5 bytes that are read only"):
-        crc32_copy(b"12345", bytes(5), 1)
+        crc32_read(0, 0, bytes(5), 1)
     with pytest.raises(ValueError, match="chunk: got 0"):
-        crc32_copy(b"12345", bytearray(5), 0)
+        crc32_read(0, 0, bytearray(5), 0)
 
 
 def test_objects_with_bytes(take: str) -> None:

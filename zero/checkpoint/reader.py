@@ -15,7 +15,7 @@ from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
 from zero.checkpoint.safe_file import host_bytes, read_part
 from zero.memory.threads import host_threads
 
-_TASK = 8 * CHUNK  # bytes that one thread reads at a time
+_TASK = 16 * CHUNK  # bytes that one thread reads at a time
 _STAGED = 64 * CHUNK  # bytes of host memory for what does not go straight to its place
 _OPEN = 128  # files that stay open
 _THREADS = 4  # reading and checking more would only share one memory

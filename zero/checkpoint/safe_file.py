@@ -18,10 +18,9 @@ import torch
 
 from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
-from zero.checkpoint.mapped import copy_mapped
 from zero.checkpoint.staging import Staging, host_bytes
 from zero.checkpoint.writeback import begin_writeback
-from zero.kernels.crc32 import crc32
+from zero.kernels.crc32 import crc32, crc32_read
 
 # Our names of dtypes, torch's, and those of safetensors.
 _TABLE = (
@@ -193,58 +192,43 @@ def read(folder: Path, stored: Stored, start: int, out: torch.Tensor, what: str)
 
 
 def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
-    """Bytes from `skip` of the part (elements of `size` bytes) on into `target`, chunk by chunk; raises Damaged."""
-    total, position = part.numel * size, 0
+    """Bytes from `skip` of the part (elements of `size` bytes) on into `target`; raises Damaged.
+
+    Chunks that are wanted whole go straight to their place; one that is wanted in part is read and checked beside it.
+    """
+    total, last, position = part.numel * size, skip + target.nbytes, 0
     while position < target.nbytes:
         chunk, inside = divmod(skip + position, CHUNK)
-        begin, end = chunk * CHUNK, min((chunk + 1) * CHUNK, total)
+        begin = chunk * CHUNK
+        end = last if last == total else last // CHUNK * CHUNK
+        if inside or end <= begin:
+            end = min(begin + CHUNK, total)
         if part.crc32 is None:  # nothing to check, so exactly what is wanted
-            begin, inside, end = begin + inside, 0, min(end, skip + target.nbytes)
-        elif not inside and (copied := _copy_whole(file, part, chunk, target[position:], total, what)):
-            position += copied
-            continue
-        count = min(end - begin - inside, target.nbytes - position)
-        place = target[position : position + count]
-        data = place if count == end - begin else memoryview(bytearray(end - begin))
+            begin, inside, end = begin + inside, 0, last
+        place = target[position : position + min(end - begin - inside, target.nbytes - position)]
+        data = place if place.nbytes == end - begin else memoryview(bytearray(end - begin))
+        read = crc32_read if part.crc32 is not None else _read_unchecked
         try:
-            got = _read_all(file, data, part.offset + begin)
+            got, sums = read(file, part.offset + begin, data, CHUNK)
         except OSError as error:
             raise Damaged(f"{what}: {part.file} cannot be read: {error.strerror}") from None
         if got < data.nbytes:
             raise Damaged(f"{what}: {part.file} ends at byte {part.offset + begin + got}, inside of it")
-        if part.crc32 is not None:
-            _check(part, chunk, crc32(data), end, what)
+        for number, found in enumerate(sums, chunk):
+            if found != part.crc32[number]:
+                span = f"bytes {part.offset + number * CHUNK} to {part.offset + min((number + 1) * CHUNK, total)}"
+                raise Damaged(f"{what}: {span} of {part.file} are not what was saved (their checksum is another)")
         if data is not place:
-            place[:] = data[inside : inside + count]
-        position += count
+            place[:] = data[inside : inside + place.nbytes]
+        position += place.nbytes
 
 
-def _copy_whole(file: int, part: Part, chunk: int, target: memoryview, total: int, what: str) -> int:
-    """Copy the chunks from `chunk` on that are wanted whole, of a part of `total` bytes; returns how many bytes."""
-    begin = chunk * CHUNK
-    nbytes = target.nbytes if begin + target.nbytes == total else target.nbytes // CHUNK * CHUNK
-    sums = copy_mapped(file, part.offset + begin, target[:nbytes], CHUNK)
-    for number, found in enumerate(sums or (), chunk):
-        _check(part, number, found, min((number + 1) * CHUNK, total), what)
-    return 0 if sums is None else nbytes
-
-
-def _check(part: Part, chunk: int, found: int, end: int, what: str) -> None:
-    """Raise Damaged unless this is the checksum of a chunk, which ends at byte `end` of the part."""
-    if found != part.crc32[chunk]:
-        place = f"bytes {part.offset + chunk * CHUNK} to {part.offset + end}"
-        raise Damaged(f"{what}: {place} of {part.file} are not what was saved (their checksum is another)")
-
-
-def _read_all(file: int, data: memoryview, offset: int) -> int:
-    """How many bytes there were."""
+def _read_unchecked(file: int, offset: int, data: memoryview, chunk: int) -> tuple[int, list[int]]:
+    """As `crc32_read`, without checksums."""
     got = 0
-    while got < data.nbytes:
-        count = os.preadv(file, [data[got:]], offset + got)
-        if count == 0:
-            break
+    while got < data.nbytes and (count := os.preadv(file, [data[got:]], offset + got)):
         got += count
-    return got
+    return got, []
 
 
 def contents(path: Path) -> dict[str, Stored]:

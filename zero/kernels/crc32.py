@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import zlib
 from typing import Any
 
@@ -49,32 +50,32 @@ def crc32_chunks(data: Any, chunk: int) -> list[int]:
     return [zlib.crc32(held[begin : begin + chunk]) for begin in range(0, held.nbytes, chunk)]
 
 
-def crc32_copy(data: Any, target: Any, chunk: int) -> list[int]:
-    """Copy `data` to `target` and return :func:`crc32_chunks` of it, touching each byte once.
+def crc32_read(file: int, offset: int, target: Any, chunk: int) -> tuple[int, list[int]]:
+    """Read a file from byte `offset` on into `target`, and return how many bytes came, with their checksums.
 
-    The copy does not stay in the caches: it is for what nobody reads soon, such as what comes from a file.
+    They are fewer than `target` has only where the file ends. The checksums are :func:`crc32_chunks` of these bytes,
+    counted piece by piece while they are in the cache.
 
     Args:
-        data: as for :func:`crc32`.
-        target: contiguous and writable, of as many bytes, elsewhere in memory; else as `data`.
+        file: a descriptor that is open for reading; its own position does not count and stays.
+        offset: in bytes, at least 0.
+        target: contiguous and writable; else as `data` of :func:`crc32`.
         chunk: in bytes, at least 1.
 
     Raises:
-        ValueError: as :func:`crc32_chunks`, and for a target that is read only or has another size.
+        ValueError: as :func:`crc32_chunks`, and for a target that is read only.
+        OSError: the file cannot be read.
     """
     _check_chunk(chunk)
-    held, place, module = _bytes(data), _bytes(target, "target"), load()
-    if held.nbytes != place.nbytes or (place.nbytes and not place.flags.writeable):
-        kind = "" if place.flags.writeable else " that are read only"
-        raise ValueError(f"target: got {place.nbytes} bytes{kind}; wanted {held.nbytes} that can be written")
+    place, module = _bytes(target, "target"), load()
+    if place.nbytes and not place.flags.writeable:
+        raise ValueError(f"target: got {place.nbytes} bytes that are read only; wanted memory to read into")
     if module is not None:
-        return module.crc32_copy(held, place, chunk)
-    found = []
-    for begin in range(0, held.nbytes, chunk):
-        part = slice(begin, begin + chunk)
-        place[part] = held[part]
-        found.append(zlib.crc32(place[part]))  # of what was copied, which is in the cache
-    return found
+        return module.crc32_read(file, offset, place, chunk)
+    view, got = memoryview(place), 0
+    while got < view.nbytes and (count := os.preadv(file, [view[got:]], offset + got)):
+        got += count
+    return got, [zlib.crc32(view[begin : min(begin + chunk, got)]) for begin in range(0, got, chunk)]
 
 
 def _check_chunk(chunk: int) -> None:

@@ -36,6 +36,11 @@ class Home:
     kept: Store = field(default_factory=Resident)
     gradients: HostSum | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether what is lent is not simply the memory in which shard and state rest, on one device."""
+        return self.mirrored or not (self.states.permanent and self.kept.permanent)
+
     @staticmethod
     def here(device: torch.device) -> Home:
         """Everything on the device."""

@@ -228,6 +228,7 @@ class LoadCheckpoint:
             load_unit(unit, self.optimizer, source, found.match, found.ask, more)
             if anew and unit.master is not None:
                 restart(unit, self.optimizer)
+        source.finish()
         if custom:
             return _state_dict(source)
         rank, ranks = self._sharded.mesh.rank, found.index.ranks

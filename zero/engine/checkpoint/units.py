@@ -120,6 +120,8 @@ def load_unit(
 ) -> None:
     """Take what the checkpoint says of this rank's shard; talks to nobody, so full copies are outdated afterwards.
 
+    Of a unit whose memory stays where it is the source has only been asked, and the caller finishes: readers of many
+    units wait for each other less often than those of each one.
     more: asks the source for what else is to be read along with it.
     """
     states = ask.states and unit.master is not None
@@ -134,9 +136,10 @@ def load_unit(
                 _load_moments(unit, optimizer, source, name, part)
         if more is not None:
             more(unit)
-        source.finish()
-        if ask.weights and unit.master is not None:
-            unit.push()
+        if unit.home.moves:
+            source.finish()
+            if ask.weights and unit.master is not None:
+                unit.push()
     if states:
         names = [match.names[spec.name] for spec in unit.plan.params if spec.name in match.names]
         _load_numbers(unit, optimizer, source.index, names)
