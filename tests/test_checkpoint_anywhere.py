@@ -20,8 +20,7 @@ import torch.distributed as dist
 from checkpoint_cases import FORMATS, MOMENTS, PLACES, Case, differing, engine_of, states, step
 from models import WIDE, batch, make_net
 
-FIRST, MORE = 2, 3  # steps before the first save, and after each
-ALONE = 5  # steps after a save that are compared with plain torch
+FIRST, MORE = 3, 5  # steps before the first save, and after each
 
 
 def cases(shift: int = 0) -> list[Case]:
@@ -131,7 +130,7 @@ def fp32_run(world: int, folder: Path, load: bool) -> list[list[float]]:
     if load:
         engine.load_checkpoint(folder)
     found = []
-    for number in range(FIRST, FIRST + ALONE) if load else range(FIRST):
+    for number in range(FIRST, FIRST + MORE) if load else range(FIRST):
         tokens, targets = batch(number, 12)
         loss = engine(tokens[rank * size : (rank + 1) * size], targets[rank * size : (rank + 1) * size])
         engine.backward(loss)
@@ -157,7 +156,7 @@ def plain(kept: dict[str, Any], dtype: torch.dtype) -> list[float]:
         moments = {key: kept[name][key].to(dtype) for key in MOMENTS}
         optimizer.state[param] = {"step": torch.tensor(float(kept[name]["step"])), **moments}
     found = []
-    for number in range(FIRST, FIRST + ALONE):
+    for number in range(FIRST, FIRST + MORE):
         logits_loss = loss_of(model, *batch(number, 12))
         optimizer.zero_grad()
         logits_loss.backward()

@@ -7,7 +7,6 @@ masters, gradients summed in fp32). Our error against fp64 is at most twice that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +24,6 @@ SCALE = 256.0  # the loss scale of fp16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 PRECISIONS = ["fp32", "bf16", "fp16"]
-# Every model in fp32 and in one kind of 16 bits; with ZERO_ALL_PAIRS=1 in the environment in both. What a kind of 16
-# bits does by itself is asked of one model, in test_precision.py.
-CHOSEN = [
-    (name, precision)
-    for index, name in enumerate(CASES)
-    for precision in (PRECISIONS if "ZERO_ALL_PAIRS" in os.environ else ("fp32", PRECISIONS[1 + index % 2]))
-]
 # Three ranks: a sum that rounds at every addition, and shards that cut parameters elsewhere.
 AT_THREE = ["Experts", "RankExperts", "RankEncoder", "DictOutput"]
 
@@ -135,7 +127,8 @@ def check(pool: Any, name: str, world: int, precision: str) -> None:
             assert torch.equal(first["params"][key], param.to(DTYPES[precision])), f"'{key}' is frozen and moved"
 
 
-@pytest.mark.parametrize(("name", "precision"), CHOSEN)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks(pool, name, precision):
     check(pool, name, 2, precision)
 

@@ -10,7 +10,7 @@ import torch
 from models import config, make_net, train
 
 CPU = {"device": "cpu"}
-STEPS = 8
+STEPS = 20
 
 
 def placements(stage: int, folder: str) -> dict[str, dict[str, Any]]:

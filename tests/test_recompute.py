@@ -50,7 +50,7 @@ def ways(stage: int, dtype: str, reduce: str) -> list[bool]:
     ("stage", "world", "dtype", "reduce"),
     [
         *((stage, 2, "fp32", "ranks") for stage in range(4)),
-        *((stage, 1, "fp32", "ranks") for stage in (0, 3)),
+        *((stage, 1, "fp32", "ranks") for stage in range(4)),
         *((3, 2, "bf16", "ranks"), (2, 2, "fp32", "tree")),
     ],
 )
