@@ -135,8 +135,7 @@ class Edits:
         if self.home.mirrored:
             part = slice(start, None if numel is None else start + numel)
             # What lies in a slot may be somebody else's as soon as it is given back.
-            resting = self.home.states.permanent and self.home.kept.permanent
-            self.shard[part].copy_(self.master.shard[part], non_blocking=resting)
+            self.shard[part].copy_(self.master.shard[part], non_blocking=self.home.permanent)
             if self.shard.device != self.master.shard.device:
                 self._copied = reached(self.full.device)
 

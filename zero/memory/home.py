@@ -37,9 +37,9 @@ class Home:
     gradients: HostSum | None = None
 
     @property
-    def moves(self) -> bool:
-        """Whether what is lent is not simply the memory in which shard and state rest, on one device."""
-        return self.mirrored or not (self.states.permanent and self.kept.permanent)
+    def permanent(self) -> bool:
+        """Whether shard and state may be read and written at any time, where they rest."""
+        return self.states.permanent and self.kept.permanent
 
     @staticmethod
     def here(device: torch.device) -> Home:

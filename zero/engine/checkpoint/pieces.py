@@ -46,7 +46,7 @@ def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[Piece]:
 
 def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[Piece]:
     """What `unit_pieces` will give, without values and without bringing any: on the meta device."""
-    if permanent(unit):
+    if unit.home.permanent:
         return [form_of(piece) for piece in unit_pieces(unit, optimizer)]
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     shift = window_of(unit).start - unit.window.start
@@ -67,11 +67,6 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[Piece]:
                 scales = base._replace(kind=f"scales.{name}", start=part.start // BLOCK, shape=_blocks(base.shape))
                 found.append(_form(scales, moment.scales.dtype, -(-part.numel // BLOCK)))
     return found
-
-
-def permanent(unit: Unit) -> bool:
-    """Whether all that is written of a unit is in memory at any time."""
-    return unit.home.states.permanent and unit.home.kept.permanent
 
 
 def signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:

@@ -23,7 +23,6 @@ from zero.engine.checkpoint.pieces import (
     extra_states,
     form_of,
     numbers,
-    permanent,
     saved_buffers,
     signs,
     tensor_pieces,
@@ -81,7 +80,7 @@ class Survey:
     @property
     def in_files(self) -> bool:
         """Whether some of it rests in files, and can only be written during the call."""
-        return not all(permanent(unit) for unit in self.units)
+        return not all(unit.home.permanent for unit in self.units)
 
     def request(self, alone: bool) -> dict[str, Any]:
         """What rank 0 must know of it before anything is written, as JSON; `alone`: there is no other rank."""
@@ -99,7 +98,7 @@ class Survey:
         if snapshot is None:
             self._write_units(job, None)
             return small
-        kept = [form for unit in self.units if permanent(unit) for form in unit_forms(unit, self._optimizer)]
+        kept = [form for unit in self.units if unit.home.permanent for form in unit_forms(unit, self._optimizer)]
         snapshot.begin([*kept, *small])
         for piece in small:
             snapshot.take(piece)
@@ -135,7 +134,7 @@ class Survey:
         for unit in self.units:
             with unit.borrow():
                 for piece in unit_pieces(unit, self._optimizer):
-                    if snapshot is not None and permanent(unit):
+                    if snapshot is not None and unit.home.permanent:
                         snapshot.take(piece)
                     else:
                         job.put(piece)

@@ -136,7 +136,7 @@ def load_unit(
                 _load_moments(unit, optimizer, source, name, part)
         if more is not None:
             more(unit)
-        if unit.home.moves:
+        if unit.home.mirrored or not unit.home.permanent:
             source.finish()
             if ask.weights and unit.master is not None:
                 unit.push()
