@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +26,8 @@ from zero.plan.whereabouts import (
     where,
     whereabouts,
 )
+from zero.watch.sentry import Sentry
+from zero.watch.standing import Collective, Loss, Standing, Waiting
 
 WAITS = "gather of unit 'blocks.3'"
 
@@ -119,6 +124,41 @@ def test_the_first_exception_is_the_cause_not_those_that_followed() -> None:
     assert cause(view(late, victim, early), 5) == "rank 3 raised ValueError: early"
     assert cause_of_loss(view(late, victim, early), 0.1) == "rank 3 raised ValueError: early"
     assert cause_of_loss(view(waiting(1), victim), 0.1) == "rank 2 gave up for want of rank 3: rank 3 raised"
+
+
+def gives_up(standing: Standing, lost: bool = True) -> None:
+    """Let a sentry look at a wait that is over its time-out; the wait fails, or else ends well, while it is judged."""
+    waiting_for = Waiting(Collective("gather", "blocks.3", 58), time.monotonic() - 9.0)
+    standing.waiting = waiting_for
+
+    def told() -> None:
+        standing.waiting = None
+        standing.loss = Loss(waiting_for, "closed", time.monotonic()) if lost else None
+
+    elsewhere = replace(waiting(0), waits="gather of unit '<root>'")
+    board = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
+    Sentry(standing, board, None, 8.0, native=True)._look(time.monotonic())  # type: ignore[arg-type]
+
+
+def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:
+    standing = Standing(2)
+    gives_up(standing)
+    assert standing.verdict.startswith("rank 2 has waited for the gather of unit 'blocks.3' (#58)")
+    alone = Standing(2)
+    alone.place = Place.FORWARD
+    alone.fail(ValueError("bad sample"))
+    alone.failing = False  # it went on with the next batch
+    gives_up(alone)
+    own = "rank 2 raised ValueError: bad sample in forward and went on; rank 2 has waited for the gather"
+    assert alone.verdict.startswith(own)
+    assert cause(view(waiting(1), alone.record(1, 1)), 58).startswith(f"rank 2 gave up for want of rank 0: {own}")
+
+
+def test_a_wait_that_ends_well_while_it_is_judged_leaves_no_trace() -> None:
+    standing = Standing(2)
+    standing.error = "ValueError: bad sample"
+    gives_up(standing, lost=False)
+    assert (standing.verdict, standing.error, standing.failing) == ("", "ValueError: bad sample", False)
 
 
 def test_a_lost_connection_waits_for_a_culprit_but_not_for_ever() -> None:

@@ -168,6 +168,7 @@ class Sentry(threading.Thread):
 
     def _judge(self, text: str, blames: tuple[int, ...]) -> None:
         standing = self._standing
+        text = f"{standing.own_error()}{text}"
         standing.blames, standing.verdict, standing.error, standing.failing = blames, text, text, True
         self._board.poke()
         # Others read the reason before they see a connection close, and before the store is gone with this process.
@@ -176,10 +177,11 @@ class Sentry(threading.Thread):
 
     def _give_up(self, waiting: Waiting, text: str) -> None:
         standing = self._standing
+        error, failing = standing.error, standing.failing
         self._judge(text, wanted(self._board.view(), waiting.collective.text))
         if standing.waiting is not waiting and standing.loss is None:
             # It has ended well in the last moment.
-            standing.error, standing.failing, standing.verdict, standing.blames = "", False, "", ()
+            standing.error, standing.failing, standing.verdict, standing.blames = error, failing, "", ()
             self.explained.clear()
         else:
             self._end_wait(waiting)

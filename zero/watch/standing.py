@@ -69,6 +69,12 @@ class Standing:
         self.error = self.verdict or f"{type(error).__name__}: {clipped(str(error))} in {self.place.value}"
         self.failing = True
 
+    def own_error(self) -> str:
+        """How a verdict begins on a rank that raised before: who went on after an error may be why ranks parted."""
+        if not self.error or self.verdict:
+            return ""
+        return f"rank {self.rank} raised {clipped(self.error)}{'' if self.failing else ' and went on'}; "
+
     def record(self, beat: int, fault: int) -> Record:
         """What other ranks may know."""
         waiting, last = self.waiting, self.last
