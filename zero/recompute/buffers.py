@@ -36,7 +36,7 @@ def found_in(module: nn.Module | None) -> list[Found]:
                 continue
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor if tensor.requires_grad else tensor.clone()
-            found.append(Found(owner, name, tensor, tensor._version, copies[id(tensor)]))
+            found.append(Found(owner, name, tensor, _version(tensor), copies[id(tensor)]))
     return found
 
 
@@ -48,7 +48,7 @@ def changed(found: list[Found]) -> list[Found]:
     owners = {
         each.owner
         for each in found
-        if each.owner._buffers.get(each.name) is not each.tensor or each.tensor._version != each.version
+        if each.owner._buffers.get(each.name) is not each.tensor or _version(each.tensor) != each.version
     }
     return [each for each in found if each.owner in owners]
 
@@ -68,3 +68,7 @@ def as_of(found: list[Found]) -> Iterator[None]:
     finally:
         for each, tensor in now:
             each.owner._buffers[each.name] = tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # one of inference mode has none, and refuses to be written
