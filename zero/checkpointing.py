@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zero.config import Config, load
 from zero.core.agree import agree
@@ -90,10 +91,12 @@ def reset() -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, of which the graph keeps the inputs and computes the rest again in backward.
 
-    Dropout gives the same mask and autocast is the same. Tensors among the arguments, and in tuples, rest as
-    `configure` or the JSON of the engine around says. The same as `non_reentrant_checkpoint`.
+    Dropout gives the same mask and autocast is the same; so are the buffers of a `function` that is a module. Tensors
+    among the arguments, and in tuples, lists and dicts, rest as `configure` or the JSON of the engine around says. The
+    same as `non_reentrant_checkpoint`.
     """
-    return recomputed(function, args, kwargs, HOLDER.scope.rest)
+    module = function if isinstance(function, nn.Module) else None
+    return recomputed(function, args, kwargs, HOLDER.scope.rest, module=module)
 
 
 non_reentrant_checkpoint = checkpoint

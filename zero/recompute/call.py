@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero.recompute.buffers import Found, as_of, changed, found_in
 from zero.recompute.holder import HOLDER, Scope
 from zero.recompute.rest import Rest, restored
 from zero.recompute.selective import Contexts
@@ -20,43 +22,48 @@ def recomputed(
     kwargs: Mapping[str, Any],
     rest: Rest | None = None,
     contexts: Callable[[], Contexts] | None = None,
+    module: nn.Module | None = None,
 ) -> Any:
     """`fn(*args, **kwargs)`; its graph keeps the inputs, and runs `fn` again when backward comes to it.
 
-    Random numbers (CPU, the current CUDA device, the named streams) and autocast are in the recomputation as they
-    were. `rest` says where inputs go meanwhile, `contexts` surround the forward and the recomputations. Tensors inside
-    of lists, dicts and objects are kept as they are; a tuple is looked into. Without gradients it is a plain call.
+    Random numbers (CPU, the current CUDA device, the named streams), autocast and the buffers of `module` are in the
+    recomputation as they were, and so are tuples, lists and dicts among the arguments, whatever was done to them
+    since. Tensors inside of other objects are kept as they are. `rest` says where inputs go meanwhile, `contexts`
+    surround the forward and the recomputations. Without gradients it is a plain call.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if torch.compiler.is_compiling():  # the compiler has its own recomputation, and its own memory
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    if HOLDER.scope.inside:
-        rest = None  # inputs of what lies inside are recomputed with the rest of it
+    # Inputs of what lies inside of another call are recomputed with the rest of it; torch's own checkpoint wants to see
+    # the same tensors saved both times, and its recomputation is outside of every scope.
+    if HOLDER.scope.inside or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        rest = None
     tensors: list[torch.Tensor] = []
-    positions = [_taken_out(value, tensors) for value in args]
-    names = {name: _taken_out(value, tensors) for name, value in kwargs.items()}
+    holes = _taken_out((tuple(args), dict(kwargs)), tensors)
     items = tensors if rest is None else rest.put(tensors)
     streams = HOLDER.seeds.get_states()
     # Around `fn` alone: what restores inputs is no part of what was computed.
     first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
-    originals = [tensors]  # for the forward, which must not find copies; gone when it is over
+    originals = [(args, kwargs)]  # for the forward, which must not find copies; gone when it is over
+    buffers: list[Found] = []
 
     def run(marker: torch.Tensor, *given: Any) -> Any:
         again = not originals
-        inputs = [restored(item) for item in given] if again else originals.pop()
-        left = iter(inputs)
-        positional = [_put_in(value, left) for value in positions]
-        named = {name: _put_in(value, left) for name, value in names.items()}
-        del inputs, given, left
+        positional, named = _put_in(holes, iter([restored(item) for item in given])) if again else originals.pop()
+        del given
+        before = [] if again else found_in(module)
         with contextlib.ExitStack() as around:
             if again:
                 around.enter_context(HOLDER.seeds.as_of(streams))
+                around.enter_context(as_of(buffers))
             if rest is not None:
                 around.enter_context(rest.around(again))
             around.enter_context(HOLDER.within(Scope(None, True)))
             around.enter_context(later if again else first)
-            return fn(*positional, **named)
+            out = fn(*positional, **named)
+        buffers.extend(changed(before))
+        return out
 
     del tensors
     try:
@@ -73,7 +80,7 @@ _HOLE = _Hole()
 
 
 def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with holes for tensors, which are appended to `tensors`; looks into tuples."""
+    """`value` with holes for tensors, which are appended to `tensors`; looks into tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _HOLE
@@ -86,8 +93,10 @@ def _put_in(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    if type(value) is tuple:
-        return tuple(change(item) for item in value)
+    if type(value) in (tuple, list):
+        return type(value)(change(item) for item in value)
+    if type(value) is dict:
+        return {key: change(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(change(item) for item in value))
     return value

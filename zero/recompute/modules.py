@@ -60,7 +60,7 @@ class Recomputed:
         if self.policy is Policy.NONE:
             return self._inner(*args, **kwargs)
         contexts = self._selective.contexts if self.policy is Policy.SELECTIVE else None
-        return recomputed(self._inner, args, kwargs, self._rest, contexts)
+        return recomputed(self._inner, args, kwargs, self._rest, contexts, self._module)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""

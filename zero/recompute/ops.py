@@ -25,7 +25,12 @@ _ATTENTION = ("attention", "flash_attn")  # in the names of torch's own fused on
 
 @functools.cache
 def kind_of(op: Any) -> Kind:
-    """The kind of an operator of the dispatcher, such as `torch.ops.aten.mm.default`."""
+    """The kind of an operator of the dispatcher, such as `torch.ops.aten.mm.default`.
+
+    One that writes into its arguments is repeated whatever it costs: the result would be kept, what it wrote not.
+    """
+    if getattr(getattr(op, "_schema", None), "is_mutable", False):
+        return Kind.CHEAP
     name = str(op).lower()  # namespace.name.overload
     parts = name.split(".")
     if (parts[1] if len(parts) > 1 else name) in _PRODUCTS:

@@ -124,7 +124,7 @@ class Rest:
             log_once(
                 logging.WARNING,
                 "activation_checkpointing.partition_activations has no effect: there is no group of more than one rank "
-                "to cut inputs over; zero.checkpointing.configure(mpu) names one",
+                "to cut inputs over; zero.checkpointing.configure(mpu), called before zero.initialize, names one",
             )
         self.lane = Lane(device)
         self.slots = Slots(device, settings.host, settings.count if settings.contiguous else None, self.lane)

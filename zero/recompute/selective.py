@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zero.recompute.ops import Kind, kind_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
+class Kept(NamedTuple):
+    """What an operation gave.
+
+    versions: of the tensors in `out`;
+    drawn:    the generator that it drew from and where that was afterwards, as attention with dropout does; else None.
+    """
+
+    op: Any
+    out: Any
+    versions: list[int]
+    drawn: tuple[torch.Generator, torch.Tensor] | None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a tensor was changed in place since."""
+        return self.versions != _versions(self.out)
 
 
 class Selective:
@@ -36,7 +54,7 @@ class Selective:
     def contexts(self) -> Contexts:
         """Around one forward, and around its recomputations."""
         needed = self.needed
-        kept: deque[tuple[Any, Any]] = deque()
+        kept: deque[Kept] = deque()
         forward = _Keeping(kept, self.every, needed, self.name)
         return forward, _Again(_Giving(kept, self.every, needed, self.name), self._learn if needed is None else None)
 
@@ -50,12 +68,9 @@ def keeps(place: int, every: int, needed: int | None) -> bool:
 
 
 class _Choosing(TorchDispatchMode):
-    """Tells, operation by operation, what is kept; a forward and its recomputations come to the same answers.
+    """Tells, operation by operation, what is kept; a forward and its recomputations come to the same answers."""
 
-    kept: (operation, what it gave) in their order.
-    """
-
-    def __init__(self, kept: deque[tuple[Any, Any]], every: int, needed: int | None, name: str) -> None:
+    def __init__(self, kept: deque[Kept], every: int, needed: int | None, name: str) -> None:
         super().__init__()
         self.products = 0
         self._kept = kept
@@ -81,25 +96,25 @@ class _Choosing(TorchDispatchMode):
 class _Keeping(_Choosing):
     """Keeps results while a forward runs, and refuses such as were changed in place after they were kept."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._versions: list[tuple[torch.Tensor, int]] = []
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute, and keep what is chosen."""
+        if not self._chosen(func):
+            return func(*args, **(kwargs or {}))
+        generator = _generator((args, kwargs)) if kind_of(func) is Kind.ATTENTION else None
+        before = generator.get_state() if generator is not None else None
         out = func(*args, **(kwargs or {}))
-        if self._chosen(func):
-            self._kept.append((func, out))
-            self._versions += [(leaf, leaf._version) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        drawn = None
+        if generator is not None and not torch.equal(after := generator.get_state(), before):
+            drawn = generator, after
+        self._kept.append(Kept(func, out, _versions(out), drawn))
         return out
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        changed = any(tensor._version != version for tensor, version in self._versions)
+        changed = any(each.changed for each in self._kept)
         # They have come to hold the graph, which holds us.
-        self._versions.clear()
-        for place, (op, out) in enumerate(self._kept):
-            self._kept[place] = op, tree_map_only(torch.Tensor, torch.Tensor.detach, out)
+        for place, each in enumerate(self._kept):
+            self._kept[place] = each._replace(out=tree_map_only(torch.Tensor, torch.Tensor.detach, each.out))
         if changed and kind is None:
             raise RuntimeError(
                 f"recomputed module '{self._name}' changes in place what a matrix product or attention gave, which "
@@ -114,13 +129,19 @@ class _Giving(_Choosing):
         """What was kept of this operation, or what it computes."""
         if not self._chosen(func):
             return func(*args, **(kwargs or {}))
-        op, out = self._kept.popleft() if self._kept else (None, None)
-        if op is not func:
+        kept = self._kept.popleft() if self._kept else None
+        if kept is None or kept.op is not func:
             raise RuntimeError(
-                f"recomputed module '{self._name}' came to {func} where its forward had {op or 'no more to keep'}; it "
-                "must run the same operations both times, whatever it depends on"
+                f"recomputed module '{self._name}' came to {func} where its forward had "
+                f"{'no more to keep' if kept is None else kept.op}; it must run the same operations both times, "
+                "whatever it depends on"
             )
-        return out
+        if kept.changed:  # by whoever got it from the module
+            return func(*args, **(kwargs or {}))
+        if kept.drawn is not None:  # what is drawn next is what was drawn next in the forward
+            generator, state = kept.drawn
+            generator.set_state(state)
+        return kept.out
 
 
 class _Again:
@@ -146,3 +167,16 @@ class _Again:
         mode.__exit__(kind, error, trace)
         if self._learn is not None:
             self._learn(mode.products)
+
+
+def _versions(out: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
+
+def _generator(arguments: Any) -> torch.Generator | None:
+    """What an operation on these tensors draws from."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor):
+            cuda = leaf.device.type == "cuda"
+            return torch.cuda.default_generators[leaf.device.index] if cuda else torch.default_generator
+    return None
