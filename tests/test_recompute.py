@@ -371,38 +371,3 @@ def test_what_does_not_fit_together_is_said(section, error):
 def test_a_budget_is_bytes_or_text(text, nbytes):
     section = {**FULL, "policy": "auto", "budget": text}
     assert load({"train_batch_size": 8, "zero": {"recompute": section}}, 1).zero.recompute.budget == nbytes
-
-
-class InPlace(Block):
-    """Changes what a product gave."""
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return x + self.down(self.up(x).relu_())
-
-
-def in_place() -> tuple[str, list[float], bool]:
-    losses, error = [], ""
-    for section in {}, {**FULL, "modules": ["InPlace"]}, {"modules": ["InPlace"], "policy": "selective"}:
-        model = make()
-        for block in model.blocks:
-            block.__class__ = InPlace
-        engine = zero.initialize(model=model, config=settings(3, section))[0]
-        if section.get("policy") == "selective":
-            with pytest.raises(RuntimeError) as caught:
-                steps(engine, 1)
-            error = str(caught.value)
-            with torch.no_grad():
-                losses.append([engine(*inputs(0)).item()])  # usable, as after every exception
-        else:
-            losses.append(steps(engine, 1))
-        engine.destroy()
-    return error, losses[0], losses[0] == losses[1] == losses[2]
-
-
-def test_a_product_that_is_changed_in_place_is_refused_by_name(pool):
-    for error, _, equal in pool.run(2, in_place):
-        assert error == (
-            "recomputed module 'blocks.0' changes in place what a matrix product or attention gave, which policy "
-            "'selective' keeps; use policy 'full', or do without the change (inplace=False)"
-        )
-        assert equal

@@ -88,6 +88,13 @@ class GivesAway(Part):
         return x * 2.0
 
 
+class Changes(Part):
+    """Changes in place what a product gave."""
+
+    def middle(self, x: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return x.mul_(2.0)
+
+
 class Writes(Part):
     """Has a product write into memory of its own."""
 
@@ -146,7 +153,7 @@ def ways(kind: type[Part]) -> list[bool]:
     return [same(found[0], other) for other in found[1:]]
 
 
-@pytest.mark.parametrize("kind", [Statistics, Estimates, Draws, Collects, GivesAway, Writes, OfTorch])
+@pytest.mark.parametrize("kind", [Statistics, Estimates, Draws, Collects, GivesAway, Changes, Writes, OfTorch])
 def test_a_recomputation_finds_what_its_forward_found(pool, kind):
     assert pool.run(2, ways, kind) == [[True] * 4] * 2
 

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether a tensor was changed in place since."""
+        """Whether a tensor was changed in place since, and the operation has to be repeated."""
         return self.versions != _versions(self.out)
 
 
@@ -94,7 +94,7 @@ class _Choosing(TorchDispatchMode):
 
 
 class _Keeping(_Choosing):
-    """Keeps results while a forward runs, and refuses such as were changed in place after they were kept."""
+    """Keeps results while a forward runs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute, and keep what is chosen."""
@@ -111,15 +111,10 @@ class _Keeping(_Choosing):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        changed = any(each.changed for each in self._kept)
-        # They have come to hold the graph, which holds us.
         for place, each in enumerate(self._kept):
-            self._kept[place] = each._replace(out=tree_map_only(torch.Tensor, torch.Tensor.detach, each.out))
-        if changed and kind is None:
-            raise RuntimeError(
-                f"recomputed module '{self._name}' changes in place what a matrix product or attention gave, which "
-                "policy 'selective' keeps; use policy 'full', or do without the change (inplace=False)"
-            )
+            # Results have come to hold the graph, which holds us; one that the module changed itself is of no use.
+            out = None if each.changed else tree_map_only(torch.Tensor, torch.Tensor.detach, each.out)
+            self._kept[place] = each._replace(out=out)
 
 
 class _Giving(_Choosing):
@@ -136,7 +131,7 @@ class _Giving(_Choosing):
                 f"{'no more to keep' if kept is None else kept.op}; it must run the same operations both times, "
                 "whatever it depends on"
             )
-        if kept.changed:  # by whoever got it from the module
+        if kept.changed:
             return func(*args, **(kwargs or {}))
         if kept.drawn is not None:  # what is drawn next is what was drawn next in the forward
             generator, state = kept.drawn
