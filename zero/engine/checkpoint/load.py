@@ -107,8 +107,7 @@ class LoadCheckpoint:
             return None, None
         anew = not load_optimizer_states and not load_module_only
         self._take(ranks, found, anew, custom_load_fn)
-        if values.extra:
-            self.module.load_state_dict(values.extra, strict=False)
+        self.module.load_state_dict(values.extra, strict=False)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
         self._half_loaded = None
