@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
@@ -43,10 +44,13 @@ def prepare(path: Path, text: str, time_ns: int | None = None) -> Path:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
+    """Make the names in a folder survive a loss of power, as far as its file system can promise that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what those say that sync files only
+            raise
     finally:
         os.close(handle)
 

@@ -79,5 +79,5 @@ def _check_room(place: Path, needed: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    if free < needed:
+    if found.f_blocks and free < needed:  # of no blocks at all: the file system does not say
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed} bytes are needed and {free} are free")
