@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import threading
 from pathlib import Path
 
 from zero.checkpoint.index import Damaged, Index
@@ -29,7 +30,8 @@ def publish(path: Path, text: str, time_ns: int | None = None) -> None:
 
 def prepare(path: Path, text: str, time_ns: int | None = None) -> Path:
     """Write and sync what is to become the content of `path` beside it, and say where; renaming that needs no room."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Of the thread, as two engines of one process may save beside their loops into one folder.
+    beside = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
