@@ -180,8 +180,8 @@ def refuse(folder: str) -> list[str]:
     refused(ValueError, folder, client_state={"model": [object()] if rank else 1})
     Path(f"{folder}.file").write_text("")
     refused(OSError, f"{folder}.file")
-    real, room = os.statvfs, namedtuple("room", "f_bavail f_frsize")
-    os.statvfs = lambda path: room(3, 512)
+    real, room = os.statvfs, namedtuple("room", "f_blocks f_bavail f_frsize")
+    os.statvfs = lambda path: room(100, 3, 512)
     refused(OSError, folder)
     os.statvfs = real
     step(engine, 0)

@@ -22,6 +22,7 @@ from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
 from zero.core.wrap import Sharded
+from zero.engine.checkpoint.checks import check_folder
 from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.pieces import saved_buffers
 from zero.engine.checkpoint.resume import check, restore
@@ -94,7 +95,7 @@ class LoadCheckpoint:
 
         def look() -> Found | None:
             nonlocal values
-            found = self._find(Path(load_dir), None if tag is None else str(tag), ask)
+            found = self._find(load_dir, None if tag is None else str(tag), ask)
             if found is not None:
                 values = saved_values(found, self._sharded.mesh.rank, self._sharded.mesh.world_size)
                 if values.shared is not None and not load_module_only:
@@ -150,8 +151,8 @@ class LoadCheckpoint:
         if held:
             raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
 
-    def _find(self, load_dir: Path, tag: str | None, ask: Ask) -> Found | None:
-        there = find(load_dir, tag)
+    def _find(self, load_dir: Any, tag: str | None, ask: Ask) -> Found | None:
+        there = find(check_folder(load_dir, "load_checkpoint(): load_dir"), tag)
         return None if there is None else self._fitted(*there, ask)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
