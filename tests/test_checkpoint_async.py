@@ -61,6 +61,50 @@ def train_plainly(stage: int, folder: str) -> list[float]:
     return steps
 
 
+def test_a_load_waits_for_the_save(tmp_path: Path) -> None:
+    real, gate = os.fsync, threading.Event()
+
+    def held(file: int) -> None:
+        gate.wait()
+        real(file)
+
+    engine = engine_of(3, 1, **BESIDE)
+    step(engine, 0)
+    os.fsync = held
+    opens = threading.Timer(0.2, gate.set)
+    try:
+        engine.save_checkpoint(tmp_path)
+        opens.start()
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step1")
+    finally:
+        gate.set()
+        engine.destroy()
+        os.fsync = real
+
+
+def test_two_engines_save_into_one_folder(tmp_path: Path) -> None:
+    real, both = os.replace, threading.Barrier(2)
+
+    def together(beside: Path, path: Path) -> None:
+        if Path(path).name == "latest":
+            both.wait(240)
+        real(beside, path)
+
+    engines = [engine_of(1, 1, **BESIDE) for _ in range(2)]
+    os.replace = together
+    try:
+        for number, engine in enumerate(engines):
+            step(engine, number)
+            engine.save_checkpoint(tmp_path, tag=f"of {number}")
+        for engine in engines:
+            engine.wait_for_checkpoint()
+    finally:
+        os.replace = real
+    for number, engine in enumerate(engines):
+        assert engine.load_checkpoint(tmp_path, tag=f"of {number}")[0] == str(tmp_path / f"of {number}")
+        engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_and_what_is_written_is_of_the_step_of_the_call(
     pool: Pool, tmp_path: Path, stage: int

@@ -115,6 +115,40 @@ def test_another_optimizer_is_refused_and_its_weights_are_not(tmp_path: Path, ki
     assert engine.global_steps == 2
 
 
+def test_another_schedule_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, engine_of(Small(), scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}))
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}
+    engine = engine_of(Small(), scheduler=cycle)
+    refused(engine, tmp_path, "a learning-rate scheduler WarmupLR", "load_lr_scheduler_states=False")
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert engine.global_steps == 2
+
+
+class Torn(torch.optim.lr_scheduler.ConstantLR):
+    """Its state cannot be loaded, which shows when all else is."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("factor")
+
+
+def test_a_schedule_that_cannot_take_its_state_tears_the_engine(tmp_path: Path) -> None:
+    def made() -> Any:
+        model = Small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+        return zero.initialize(model=model, optimizer=optimizer, lr_scheduler=Torn(optimizer), config=config)[0]
+
+    source = held(saved(tmp_path, made()))
+    engine = made()
+    with pytest.raises(ValueError, match="the learning-rate scheduler Torn does not fit: KeyError: 'factor'"):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="half loaded"):
+        train(engine, 1)
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert_equal(held(engine), source)
+    train(engine, 1)
+
+
 def test_parameters_in_other_groups(tmp_path: Path) -> None:
     def grouped(model: Small, *prefixes: str) -> Any:
         groups: list[dict[str, Any]] = [{"params": []} for _ in prefixes]
@@ -202,7 +236,9 @@ def test_frozen_and_trained(tmp_path: Path, lines: list[str], kind: str) -> None
 
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "global_step2" / "index.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    values = {**json.loads(path.read_text()), **changes}
+    del values["crc32"]
+    path.write_text(json.dumps(values))
 
 
 def test_frozen_parameters_that_were_left_out(tmp_path: Path, lines: list[str]) -> None:
@@ -294,6 +330,13 @@ def test_offloaded_states_must_come_back_first(tmp_path: Path) -> None:
     with zero.GatheredParameters(engine.module.first.weight), pytest.raises(RuntimeError, match="GatheredParameters"):
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("given", [None, "", 5])
+def test_no_folder_is_given(given: Any) -> None:
+    engine = engine_of(Small())
+    with pytest.raises(ValueError, match=r"load_checkpoint\(\): load_dir must be a non-empty string"):
+        engine.load_checkpoint(given)
 
 
 def test_without_latest(tmp_path: Path, lines: list[str]) -> None:

@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,19 @@ def stop(folder: str) -> str:
     step(engine, 1)
     others = [None, None]
     dist.all_gather_object(others, os.getpid())
-    engine._saver.exchange.timeout = 4.0  # zero.timeout, but not for slow machines that begin
 
     def stops(file: int) -> None:
         os.fsync = real
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if rank == 1:
-        os.fsync = stops
+    def waits(file: int) -> None:
+        os.fsync = real
+        while Path(f"/proc/{others[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        engine._saver.exchange.timeout = 3.0  # zero.timeout, but only now: until here a rank may be slow
+        real(file)
+
+    os.fsync = stops if rank == 1 else waits
     try:
         with pytest.raises(RuntimeError) as error:
             engine.save_checkpoint(folder)

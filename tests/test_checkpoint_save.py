@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zero
+from zero.checkpoint import folder as folders
 
 UNITS = ("", "blocks.0", "blocks.1", "blocks.2")  # of a Net; each is padded to a multiple of 64 elements per rank
 
@@ -179,8 +180,8 @@ def refuse(folder: str) -> list[str]:
     refused(ValueError, folder, client_state={"model": [object()] if rank else 1})
     Path(f"{folder}.file").write_text("")
     refused(OSError, f"{folder}.file")
-    real, room = os.statvfs, namedtuple("room", "f_bavail f_frsize")
-    os.statvfs = lambda path: room(3, 512)
+    real, room = os.statvfs, namedtuple("room", "f_blocks f_bavail f_frsize")
+    os.statvfs = lambda path: room(100, 3, 512)
     refused(OSError, folder)
     os.statvfs = real
     step(engine, 0)
@@ -219,3 +220,13 @@ def test_wrong_saves_raise_the_same_on_all_ranks_and_write_nothing(pool: Pool, t
         assert re.search(pattern, text), (pattern, text)
     assert sorted(os.listdir(folder)) == ["7", "latest"]
     json.loads((folder / "7" / "index.json").read_text())
+
+
+def test_a_file_system_that_syncs_no_folders_is_no_error() -> None:
+    handle = os.open("/proc", os.O_RDONLY)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.fsync(handle)
+    os.close(handle)
+    folders.sync(Path("/proc"))
+    with pytest.raises(FileNotFoundError):
+        folders.sync(Path("/nothing"))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_small import Small, engine_of
 from made_checkpoints import checkpoint, large
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -128,6 +129,20 @@ def test_transformers_reads_the_layout(tmp_path):
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf")
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_what_is_not_in_the_model_is_said(tmp_path, capsys):
+    engine = engine_of(Small(frozen="third"), bf16={"enabled": True}, zero={"checkpoint": {"keep_optimizer": 1}})
+    engine.save_checkpoint(tmp_path, tag="a", exclude_frozen_parameters=True)
+    assert main(["consolidate", str(tmp_path), str(tmp_path / "a.safetensors")]) == 0
+    said = capsys.readouterr().out
+    assert "frozen parameters were left out of the checkpoint: third.bias, third.weight" in said
+    assert "masters were deleted" not in said
+    engine.save_checkpoint(tmp_path, tag="b")
+    assert main(["consolidate", str(tmp_path), str(tmp_path / "a.safetensors"), "--tag", "a"]) == 0
+    assert "masters were deleted" in capsys.readouterr().out
+    assert main(["consolidate", str(tmp_path), str(tmp_path / "b.safetensors")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_damage_gives_no_model(tmp_path, capsys):

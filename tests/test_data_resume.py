@@ -212,3 +212,16 @@ def test_a_position_that_is_loaded_ends_the_pass_that_runs():
     assert repeating.state_dict() == loader.state_dict()
     repeating.load_state_dict(state)
     assert samples([next(repeating)]) == third
+
+
+def test_a_position_that_is_loaded_before_the_first_batch_is_where_the_pass_begins():
+    (loader,) = ranks(Numbers(12), 1, 2)
+    running = iter(loader)
+    next(running)
+    state = loader.state_dict()
+    rest = [samples([batch]) for batch in running]
+    (other,) = ranks(Numbers(12), 1, 2)
+    begun = iter(other)
+    other.load_state_dict(state)
+    assert [samples([batch]) for batch in begun] == rest
+    assert other.epoch == loader.epoch == 1

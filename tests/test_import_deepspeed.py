@@ -166,6 +166,14 @@ def test_incomplete_and_foreign_layouts_are_refused(tmp_path):
         torch.save(state, path)
     with pytest.raises(Damaged, match="flat tensor 1 of rank 1 has"):
         import_deepspeed(tag, tmp_path / "ours")
+    for key, text in (("zero_stage", "BF16_Optimizer"), ("partition_count", "KeyError: 'partition_count'")):
+        first = tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        with deepspeed_files.named():
+            state = torch.load(first, weights_only=False)
+            del state["optimizer_state_dict"][key]
+            torch.save(state, first)
+        with pytest.raises(ValueError, match=text):
+            import_deepspeed(tag, tmp_path / "ours")
     (tag / "layer_3_expert_0_mp_rank_00_model_states.pt").touch()
     with pytest.raises(ValueError, match="pipelines and of experts"):
         import_deepspeed(tag, tmp_path / "ours")

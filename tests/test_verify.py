@@ -10,7 +10,7 @@ from made_checkpoints import checkpoint
 from test_consolidate import saved
 
 from zero.__main__ import main
-from zero.checkpoint.index import CHUNK
+from zero.checkpoint.index import CHUNK, Damaged, Index
 from zero.checkpoint.safe_file import Piece
 from zero.checkpoint.verify import rubbish, verify
 
@@ -62,6 +62,19 @@ def test_every_flipped_bit_is_found(tmp_path):
                 assert found[0].startswith((what, "buffer 'seen'"))
             path.write_bytes(whole)
     assert verify(folder) == []
+
+
+def test_every_flipped_bit_of_the_index_is_found(tmp_path):
+    whole = (made(tmp_path) / "index.json").read_bytes()
+    wanted = Index.of_json(whole, "it")
+    for place in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        try:
+            found = Index.of_json(bytes(data), "it")
+        except Damaged:
+            continue
+        assert found == wanted, f"bit {place % 8} of byte {place // 8}"  # where the word for the checksum is hit
 
 
 def test_all_problems_are_listed(tmp_path, capsys):

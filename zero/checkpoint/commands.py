@@ -47,6 +47,11 @@ def _consolidate(given: argparse.Namespace) -> int:
         files = consolidate(folder, out, given.dtype, limit, given.hf, progress)
     for path in files:
         print(f"{path}: {path.stat().st_size} bytes")
+    index = load_index(folder)
+    if index.excluded:
+        print(f"not in it, as frozen parameters were left out of the checkpoint: {', '.join(index.excluded)}")
+    if index.stripped and given.dtype == "fp32":
+        print("the values are those that the model computed with, as the masters were deleted (keep_optimizer)")
     return 0
 
 

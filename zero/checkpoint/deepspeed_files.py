@@ -93,6 +93,8 @@ def open_files(folder: Path) -> Files:
         raise Damaged(f"{folder}: {world} ranks wrote it, and the optimizer files of ranks {missing} are missing")
     if isinstance(counts, (list, tuple)) and min(counts) != world:
         raise ValueError(f"{folder}: parameter groups are cut among {list(counts)} ranks, as of experts; not read")
+    if "zero_stage" not in states[0]:
+        raise ValueError(f"{folder} was written by DeepSpeed's BF16_Optimizer, which is not ZeRO's own; not read")
     number = states[0]["zero_stage"]
     cut = int(number.args[0] if isinstance(number, Kept) else number) == 3
     wanted = (

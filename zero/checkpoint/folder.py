@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import threading
 from pathlib import Path
 
 from zero.checkpoint.index import Damaged, Index
@@ -28,7 +30,8 @@ def publish(path: Path, text: str, time_ns: int | None = None) -> None:
 
 def prepare(path: Path, text: str, time_ns: int | None = None) -> Path:
     """Write and sync what is to become the content of `path` beside it, and say where; renaming that needs no room."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Of the thread, as two engines of one process may save beside their loops into one folder.
+    beside = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
@@ -43,10 +46,13 @@ def prepare(path: Path, text: str, time_ns: int | None = None) -> Path:
 
 
 def sync(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
+    """Make the names in a folder survive a loss of power, as far as its file system can promise that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what those say that sync files only
+            raise
     finally:
         os.close(handle)
 

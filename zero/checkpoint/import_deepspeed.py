@@ -49,16 +49,23 @@ def import_deepspeed(
     """Write `out`/<tag> from the files in `folder`, and `out`/latest; returns it, and what was not taken.
 
     progress: as of `zero.checkpoint.consolidate.consolidate`. Memory: files are mapped, and a few MiB.
-    Raises ValueError: Refused for a file with foreign objects, Damaged for missing files and elements.
+    Raises ValueError: Refused for a file with foreign objects, Damaged for missing files, entries and elements.
     """
     target = out / folder.name
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty; give another folder")
-    files = open_files(folder)
-    where = slices(files)
     left: list[str] = []
-    weights, known = _weights(files, where, left)
-    kinds = {"weights": weights, "masters": _masters(files, where, known), "moments": _moments(files, where, known)}
+    try:
+        files = open_files(folder)
+        where = slices(files)
+        weights, known = _weights(files, where, left)
+        kinds = {"weights": weights, "masters": _masters(files, where, known), "moments": _moments(files, where, known)}
+        values = _fields(files, known, left)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"{folder} is not laid out as DeepSpeed's ZeRO 1, 2 and 3 lay it out ({type(error).__name__}: {error}); "
+            "nothing is imported"
+        ) from error
     moved = progress(sum(piece.values.nbytes for pieces in kinds.values() for piece in pieces))
     save = secrets.token_hex(4)
     target.mkdir(parents=True, exist_ok=True)
@@ -69,10 +76,17 @@ def import_deepspeed(
             lines += [line_of(*written) for written in write(path, pieces, None, moved)]
             sizes[path.name] = path.stat().st_size
     folders.sync(target)
-    values = {
-        "save": save,
-        "tag": target.name,
-        "files": sizes,
+    index = assemble(lines, known, {**values, "save": save, "tag": target.name, "files": sizes})
+    if problems := index.problems():
+        raise Damaged(f"{folder}: {'; '.join(problems[:20])}")
+    folders.publish(target / folders.INDEX, index.to_json())
+    folders.publish(out / folders.LATEST, target.name + "\n")
+    return target, left
+
+
+def _fields(files: Files, known: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    """What the index says beside where things lie."""
+    return {
         "tied": _tied(files, known),
         "shared": _shared(files),
         "ranks": ({},),
@@ -81,12 +95,6 @@ def import_deepspeed(
         "config": _plain(files.model.get("ds_config")),
         "rotates": True,
     }
-    index = assemble(lines, known, values)
-    if problems := index.problems():
-        raise Damaged(f"{folder}: {'; '.join(problems[:20])}")
-    folders.publish(target / folders.INDEX, index.to_json())
-    folders.publish(out / folders.LATEST, target.name + "\n")
-    return target, left
 
 
 def _weights(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ VERSION = 1
 CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 ITEMSIZE["bool"] = 1
+_SUM = ',"crc32":'  # as it stands before the checksum of an index; inside of text its quotes would be escaped
 
 
 class Damaged(ValueError):
@@ -162,7 +164,7 @@ class Index:
         return found
 
     def to_json(self) -> str:
-        """As text; `of_json` reads it."""
+        """As text; `of_json` reads it. The last key is the CRC-32 of all bytes before it."""
         parameters = {name: _parameter_to(parameter) for name, parameter in self.parameters.items()}
         values = {
             "format": "zero",
@@ -184,11 +186,12 @@ class Index:
             "client": self.client,
             "config": self.config,
         }
-        return json.dumps(values, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(values, allow_nan=False, separators=(",", ":"))[:-1]
+        return f"{text}{_SUM}{zlib.crc32(text.encode())}}}"
 
     @classmethod
     def of_json(cls, text: str | bytes, where: str) -> Index:
-        """Raises Damaged, naming `where`, for a text that is not an index of this version."""
+        """Raises Damaged, naming `where`, for a text that is not an index of this version, or not as it was written."""
         try:
             values = json.loads(text)
         except ValueError as error:
@@ -197,6 +200,7 @@ class Index:
             raise Damaged(f"{where} is not the index of a checkpoint of zero")
         if values.get("version") != VERSION:
             raise Damaged(f"{where} has format version {values.get('version')!r}; this zero reads {VERSION}")
+        _check_sum(text, values, where)
         try:
             return cls(
                 save=str(values["save"]),
@@ -218,6 +222,18 @@ class Index:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{where} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _check_sum(text: str | bytes, values: Mapping[str, Any], where: str) -> None:
+    """What has changed on the disk may still be JSON, with another step, another learning rate or another place."""
+    if "crc32" not in values:
+        return
+    body, found, _ = (text.encode() if isinstance(text, str) else text).rpartition(_SUM.encode())
+    if not found or zlib.crc32(body) != values["crc32"]:
+        raise Damaged(
+            f"{where} is not what was saved (its checksum is another); take another checkpoint or, where you have "
+            "changed it yourself, take its key 'crc32' out"
+        )
 
 
 def _parameter_to(parameter: Parameter) -> dict[str, Any]:

@@ -44,6 +44,11 @@ _PAGE = 4096
 _LARGEST_HEADER = 100_000_000  # bytes; as in the library
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our name, or torch's of a dtype that no file holds."""
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 class Piece(NamedTuple):
     """Elements from `start` on of a tensor that has `shape` as a whole.
 
@@ -163,6 +168,8 @@ def _header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes
         shape = piece.shape if values.numel() == math.prod(piece.shape) else values.shape
         begins.append(end)
         end += values.nbytes
+        if values.dtype not in NAMES:
+            raise ValueError(f"'{name}' is {dtype_name(values.dtype)}; a file holds {', '.join(DTYPES)}")
         safe = _SAFE[NAMES[values.dtype]]
         if name in entries:
             raise ValueError(f"two tensors of one file are named '{name}'")

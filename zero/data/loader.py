@@ -131,11 +131,17 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next pass, or what is left of the one that was resumed."""
+        return self._pass(self._turn(), self._loads)
+
+    def _turn(self) -> Position:
+        """Where the next pass begins, which is the one that runs from now on."""
         self._here, self._next = self._next, self._dealing.begin(self._next.epoch + 1)
-        return self._pass(self._here, self._loads)
+        return self._here
 
     def _pass(self, at: Position, loads: int) -> Iterator[Any]:
         batches: Iterator[Any] | None = None
+        if self._loads != loads:  # loaded before the first batch was asked for, so there is no pass to end
+            at, loads = self._turn(), self._loads
         while self._loads == loads:
             # Begun with its first batch, and not in `__iter__`: what a pass sets is shared with others.
             batches = self._begin(at) if batches is None else batches
@@ -180,9 +186,9 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on behind a saved position, also one of another world size or batch size.
 
-        A pass that is running ends. What cannot be exact is said in a warning: samplers of the user's at another world
-        size, another number of workers for an iterable dataset, another dataset. Raises ValueError for what is no
-        position.
+        A pass that is running ends; one that has not given its first batch begins there. What cannot be exact is said
+        in a warning: samplers of the user's at another world size, another number of workers for an iterable dataset,
+        another dataset. Raises ValueError for what is no position.
         """
         at = self._dealing.load(state)
         # The last batch may have been handed out before the loop asked for one more and so ended the pass.

@@ -23,11 +23,11 @@ class Options(NamedTuple):
 SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
 
 
-def check_folder(save_dir: Any) -> Path:
-    """The folder of the checkpoints, absolute; ValueError for what is none."""
-    if not isinstance(save_dir, (str, os.PathLike)) or not os.fspath(save_dir):
-        raise ValueError(f"save_checkpoint(): save_dir must be a non-empty string, got {save_dir!r}")
-    return Path(os.path.abspath(save_dir))
+def check_folder(given: Any, what: str) -> Path:
+    """The folder of the checkpoints, as given; ValueError, naming `what` it is, for what is none."""
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise ValueError(f"{what} must be a non-empty string or a path, got {given!r}")
+    return Path(given)
 
 
 def check_tag(tag: Any) -> str:
@@ -79,5 +79,5 @@ def _check_room(place: Path, needed: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    if free < needed:
+    if found.f_blocks and free < needed:  # of no blocks at all: the file system does not say
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed} bytes are needed and {free} are free")

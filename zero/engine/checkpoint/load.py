@@ -16,14 +16,16 @@ from zero.checkpoint.find import find
 from zero.checkpoint.folder import LATEST
 from zero.checkpoint.index import Damaged, Index
 from zero.checkpoint.safe_file import NAMES
+from zero.checkpoint.saver import Saver
 from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
 from zero.core.wrap import Sharded
+from zero.engine.checkpoint.checks import check_folder
 from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.pieces import saved_buffers
-from zero.engine.checkpoint.resume import restore
+from zero.engine.checkpoint.resume import check, restore
 from zero.engine.checkpoint.together import Found, Together
 from zero.engine.checkpoint.units import (
     Source,
@@ -48,6 +50,7 @@ class LoadCheckpoint:
     device: torch.device
     _config: Config
     _sharded: Sharded
+    _saver: Saver
     _half_loaded: str | None
 
     def load_checkpoint(
@@ -63,8 +66,8 @@ class LoadCheckpoint:
         """Go on from `load_dir`/`tag` (default: what `latest` names); returns its path and the client state.
 
         Collective. A checkpoint loads at any number of ranks, on any stage, placement, precision and format of the
-        optimizer's state, whatever it was saved with. Gradients of an open accumulation window are dropped. Without
-        `latest`: a warning, and (None, None).
+        optimizer's state, whatever it was saved with. Gradients of an open accumulation window are dropped. A save that
+        runs beside the training loop is waited for. Without `latest`: a warning, and (None, None).
 
         load_module_strict: False: a parameter or buffer that only the model has keeps its values and moments, one that
         only the checkpoint has is left out, both with a warning that names them.
@@ -74,11 +77,12 @@ class LoadCheckpoint:
         state_dict in host memory and all parameters whole; what it writes on rank 0 counts.
 
         Raises ValueError, on all ranks and before anything is changed, for what is not a whole checkpoint, and with
-        all differences for one of another model or another optimizer. What is found to be damaged only on reading
-        raises ValueError on all ranks, too, but the engine is half loaded then: another `load_checkpoint` repairs it,
-        and `destroy()` is all that it does else.
+        all differences for one of another model, another optimizer or another schedule. What is found to be damaged
+        only on reading raises ValueError on all ranks, too, but the engine is half loaded then: another
+        `load_checkpoint` repairs it, and `destroy()` is all that it does else.
         """
         self._need_engine()
+        self._saver.join()  # else it would be by chance which checkpoint is there, or the one before that one
         ask = Ask(
             states=load_optimizer_states and not load_module_only and self.optimizer is not None,
             strict=load_module_strict,
@@ -91,9 +95,11 @@ class LoadCheckpoint:
 
         def look() -> Found | None:
             nonlocal values
-            found = self._find(Path(load_dir), None if tag is None else str(tag), ask)
+            found = self._find(load_dir, None if tag is None else str(tag), ask)
             if found is not None:
                 values = saved_values(found, self._sharded.mesh.rank, self._sharded.mesh.world_size)
+                if values.shared is not None and not load_module_only:
+                    check(self, values.shared, load_optimizer_states, load_lr_scheduler_states, str(found.place))
             return found
 
         found = ranks.find(look)
@@ -102,21 +108,24 @@ class LoadCheckpoint:
             return None, None
         anew = not load_optimizer_states and not load_module_only
         self._take(ranks, found, anew, custom_load_fn)
+        self.module.load_state_dict(values.extra, strict=False)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
+        self._half_loaded = None
         return str(found.place), values.client
 
     def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._need_engine()
+        self._saver.join()
         ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
         found = ranks.find(lambda: self._fitted(*look(saved_buffers(self.module)), ask))
         self._take(ranks, found, False, None)
+        self._half_loaded = None
         return found.match
 
     def _resume(self, values: Values, optimizer: bool, scheduler: bool) -> None:
-        """Bring back what is no tensor of the model."""
-        self.module.load_state_dict(values.extra, strict=False)
+        """Bring back what is not of the model."""
         if values.shared is None:
             self.global_steps = values.steps
             rank_zero(
@@ -142,8 +151,8 @@ class LoadCheckpoint:
         if held:
             raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
 
-    def _find(self, load_dir: Path, tag: str | None, ask: Ask) -> Found | None:
-        there = find(load_dir, tag)
+    def _find(self, load_dir: Any, tag: str | None, ask: Ask) -> Found | None:
+        there = find(check_folder(load_dir, "load_checkpoint(): load_dir"), tag)
         return None if there is None else self._fitted(*there, ask)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
@@ -185,9 +194,12 @@ class LoadCheckpoint:
 
     @torch.no_grad()
     def _take(self, ranks: Together, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
-        """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read."""
+        """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read.
+
+        The engine is half loaded until the caller, who may have more to bring, says otherwise.
+        """
         self._half_loaded = (
-            f"the weights are half loaded: reading {found.place} was broken off. Load a checkpoint that is whole, or "
+            f"the engine is half loaded: loading {found.place} was broken off. Load a checkpoint that is whole, or "
             "call destroy()"
         )
         self._sharded.recover()
@@ -206,7 +218,6 @@ class LoadCheckpoint:
         if custom is not None:
             with GatheredParameters(self.module.parameters(), modifier_rank=0):
                 custom(src=state, dst=self.module)
-        self._half_loaded = None
         for line in found.match.warnings:
             rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
         if found.match.left_out:

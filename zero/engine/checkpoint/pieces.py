@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
-from zero.checkpoint.safe_file import NAMES, Piece
+from zero.checkpoint.safe_file import NAMES, Piece, dtype_name
 from zero.checkpoint.staging import host_bytes
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
@@ -135,7 +135,7 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 def digest(value: torch.Tensor) -> list[Any]:
     """What is equal for equal tensors, and hardly ever else; JSON."""
     flat = value.detach().cpu().contiguous()
-    return [NAMES.get(value.dtype, str(value.dtype)), list(value.shape), crc32(host_bytes(flat))]
+    return [dtype_name(value.dtype), list(value.shape), crc32(host_bytes(flat))]
 
 
 def buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> list[Piece]:

@@ -72,7 +72,7 @@ def restore(
     Raises ValueError, before anything is changed, where parameter groups or scheduler are others. What only one side
     has is said in a warning and left alone.
     """
-    _check(engine, shared, optimizer, scheduler)
+    check(engine, shared, optimizer, scheduler)
     reducer, window = engine._sharded.reducer, engine._window
     reducer.abandon()
     for name in _COUNTERS:
@@ -101,19 +101,21 @@ def restore(
         random_state.restore(own["random"], engine.device)
 
 
-def _check(engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bool) -> None:
-    """Raise ValueError, on all ranks alike, with all that does not fit."""
+def check(
+    engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bool, where: str = "the checkpoint"
+) -> None:
+    """Raise ValueError, on all ranks alike, with all of what `restore` would take that does not fit."""
     problems = []
     ours, theirs = engine.optimizer, shared["groups"]
     if (optimizer or scheduler) and ours is not None and theirs is not None and len(ours.param_groups) != len(theirs):
         problems.append(
-            f"the checkpoint has {len(theirs)} parameter group(s), the optimizer {len(ours.param_groups)}; give "
+            f"{where} has {len(theirs)} parameter group(s), the optimizer {len(ours.param_groups)}; give "
             "initialize() the same, or load with load_optimizer_states=False and load_lr_scheduler_states=False"
         )
     saved, here = shared["scheduler"], engine.lr_scheduler
     if scheduler and saved is not None and here is not None and saved["kind"] != type(here).__name__:
         problems.append(
-            f"the checkpoint has a learning-rate scheduler {saved['kind']}, this run {type(here).__name__}; use the "
+            f"{where} has a learning-rate scheduler {saved['kind']}, this run {type(here).__name__}; use the "
             "same, or load with load_lr_scheduler_states=False"
         )
     if problems:

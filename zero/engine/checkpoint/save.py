@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class SaveCheckpoint:
                 raise error
             self._alive()
             self._check_window()
-            root = check_folder(save_dir)
+            root = Path(os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir")))
             tag = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
             plain = Plain(shared_state(self), client or {}, rank_state(self))
             units, rank = self._sharded.units, self.global_rank

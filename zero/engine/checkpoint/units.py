@@ -14,7 +14,7 @@ from zero.checkpoint.differences import Ask, Match, stateless
 from zero.checkpoint.exact import made, made_of
 from zero.checkpoint.index import Index, Parameter, Stored
 from zero.checkpoint.reader import Reader
-from zero.checkpoint.safe_file import DTYPES, NAMES
+from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.unit import Unit
 from zero.engine.checkpoint.pieces import saved_buffers
 from zero.kernels.moments import Moment
@@ -305,17 +305,19 @@ def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
 
 def shapes_of_buffers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each buffer of a state_dict."""
-    return {name: (tuple(value.shape), NAMES[value.dtype]) for name, value in saved_buffers(module).items()}
+    return {name: (tuple(value.shape), dtype_name(value.dtype)) for name, value in saved_buffers(module).items()}
 
 
 def load_buffers(source: Source, module: nn.Module, names: Iterable[str], own: Mapping[str, str]) -> None:
     """Take these buffers whole: rank 0's, or the tensor that `own` names for one that this rank had otherwise."""
-    buffers, index = saved_buffers(module), source.index
+    buffers, index, made = saved_buffers(module), source.index, {}
+    live = {id(value) for value in module.buffers()}
     for name in names:
         stored = index.tensors[own[name]] if name in own else index.buffers[name]
         value = source.whole(stored, f"buffer '{name}'")
-        parent, _, last = name.rpartition(".")
-        if last == "_extra_state":  # of a module that makes it for each state_dict
-            module.get_submodule(parent).set_extra_state(value)
-        else:
+        if id(buffers[name]) in live:
             buffers[name].copy_(value)
+        else:
+            made[name] = value
+    if made:  # by modules, for each state_dict, and only they know what it is
+        module.load_state_dict(made, strict=False)

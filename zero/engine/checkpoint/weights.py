@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.checkpoint.differences import Ask, Match, Wanted, compare
 from zero.checkpoint.index import Damaged, Index
-from zero.checkpoint.safe_file import NAMES
+from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
@@ -108,7 +108,7 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
         if owner is not None and not owner.unit.opened and owner.unit.state is not State.SHARDED:
             raise Damaged(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
         others = [other for other in names[id(param)] if other != name]
-        wanted.append(Wanted((name, *others), tuple(param.shape), NAMES[param.dtype]))
+        wanted.append(Wanted((name, *others), tuple(param.shape), dtype_name(param.dtype)))
     match = compare(index, wanted, shapes_of_buffers(module), ask)
     problem = match.problem(ask)
     if problem is not None:
