@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -158,6 +159,11 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on():
         late.close()
 
 
+def kinds(heard: list[dict], after: str) -> list[str]:
+    """The kinds of the messages that came after the first of the kind `after`."""
+    return list(itertools.dropwhile(after.__ne__, (one["kind"] for one in heard)))[1:]
+
+
 def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
     monkeypatch.setattr(meetings, "SETTLE", 0.0)
     terms = Terms(WORLD, restarts=1)
@@ -168,8 +174,8 @@ def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkey
             assert until(lambda: all(member.met for member in members))
             link.send(kind="end", text="stopped", status=143, quiet=False)
             link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
-            # A sign of life comes in each second, and a verdict would come before it.
-            assert until(lambda: heard.extend(link.receive()) or heard[-1:] and heard[-1]["kind"] == "alive")
+            # A sign of life comes each second; another verdict would come before it.
+            assert until(lambda: heard.extend(link.receive()) or "alive" in kinds(heard, after="verdict"))
         assert [one["verdict"]["text"] for one in heard if one["kind"] == "verdict"] == ["stopped"]
 
 
