@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from nodes import ROOT, Nodes, alive, eventually, pids
 
+from zero.launch.node import bind
+
 # Writes what a rank is into a file of its own, whole at once.
 BEGIN = """
 import os, signal, sys, time
@@ -101,6 +103,12 @@ def test_a_launcher_that_is_killed_is_a_lost_host_and_its_ranks_end_with_it(laun
         assert nodes.wait() == [1, -9]
         assert nodes.said() == ["zero run: host b is lost: its launcher has ended"]
         assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
+
+
+def test_a_rank_whose_launcher_is_gone_before_it_begins_does_not_begin():
+    for launcher, status in ((os.getpid(), 0), (os.getppid(), -signal.SIGKILL)):
+        command = [sys.executable, "-I", "-S", bind.__file__, str(launcher), "", "true"]
+        assert subprocess.run(command, timeout=120).returncode == status
 
 
 def test_when_the_first_host_is_lost_the_others_end(launchers, tmp_path):
