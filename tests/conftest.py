@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Worker processes import test modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,6 +28,11 @@ SECONDS = 600.0  # that no single test takes, however busy the machine is; the l
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
+
+
+# Nor does a property depend on how fast examples of it are drawn and tried.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 # A run in the background of a shell, or under nohup, would have all programs that tests start ignore these.

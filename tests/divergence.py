@@ -10,6 +10,7 @@ when it comes to that step, and this process writes the exit codes to FOLDER/cod
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import json
@@ -27,9 +28,10 @@ from ports import free_port
 from torch import nn
 
 import zero
+from zero.watch import sentry
 
 WORLD = 3
-TIMEOUT = 8.0  # of the waits, in the JSON
+TIMEOUT = 14.0  # of the waits, in the JSON; a busy machine comes to know within that who is silent
 SLOW = 16.0  # how long the slow rank computes, in a case that has more time; on a busy machine words take seconds
 SECONDS = 120  # after which everything is killed; shortly before, each process says where it is
 
@@ -141,12 +143,14 @@ def fork(name: str, rank: int, port: int, said: Path) -> int:
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # a torch interpreter takes a second of computing to end
+    atexit._run_exitfuncs()  # as at the end of any program
+    os._exit(code)  # the rest takes a torch interpreter a second of computing
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     zero.initialize  # noqa: B018 -- imports, here for all ranks, what each would import for itself
+    sentry.AGAIN = 2.0  # what a rank learns late, on a busy machine, stands in a later line
     gc.freeze()  # pages that no rank writes to need no copy
     running: dict[int, tuple[str, int]] = {}
     for name in CASES:

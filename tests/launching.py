@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -113,12 +113,21 @@ class Launchers:
         self._connection: socket.socket | None = None
 
     def start(
-        self, *words: str, environment: Mapping[str, str], folder: Path | None = None, stdin: bool = False
+        self,
+        *words: str,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        stdin: bool = False,
+        ignored: Sequence[int] = (),
     ) -> Launched:
-        """Start `zero` with these words, in `folder`; `stdin`: something is to be written there, or it to be held."""
+        """Start `zero` with these words, in `folder`; `stdin`: something is to be written there, or it to be held.
+
+        ignored: signals that it is started with so, as by nohup.
+        """
         if self._connection is None:
             self._begin()
         request = {"words": words, "environment": dict(environment), "folder": str(folder or Path.cwd())}
+        request["ignored"] = list(map(int, ignored))
         out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - `Launched` closes them
         there, here = os.pipe() if stdin else (os.open(os.devnull, os.O_RDONLY), None)
         said, says = os.pipe()
@@ -190,6 +199,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        for number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
         tempfile.tempdir = None  # whoever has asked for it, before it was ours
         sys.argv = ["zero", *request["words"]]
         status = main(sys.argv[1:])

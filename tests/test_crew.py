@@ -162,8 +162,10 @@ def test_the_first_failure_ends_all_and_is_the_status(hosts: Hosts) -> None:
 
 
 def test_nodes_end_by_themselves_when_they_can(two: Hosts) -> None:
-    two.host("n1", "exit 9")
-    two.host("n2", "sleep 0.5; echo through; exit 3")
+    two.host("n1", "echo $$ >pid; exit 9")
+    # Once the launcher has seen the end of the first.
+    wait = "until [ -s pid ] && ! [ -e /proc/$(cat pid) ]; do sleep 0.05; done"
+    two.host("n2", f"{wait}; echo through; exit 3")
     assert two.run(several__JobCrew__leisure=900) == (9, "through\n", "")
 
 

@@ -73,7 +73,7 @@ def test_a_killed_rank_is_named_when_the_store_dies_with_it(outcome: dict[str, t
 @pytest.mark.parametrize(
     ("name", "blamed"),
     [
-        ("stop", "rank 2: not heard of for"),
+        ("stop", r"rank 2(:| gone:) not heard of for"),
         ("stop_keeper", "rank 0 is stopped or dead, and with it the store"),
         ("skip", "rank 2: waiting for the gather of unit 'blocks.2'"),
     ],
@@ -85,15 +85,13 @@ def test_a_stopped_or_diverging_rank_is_named_while_it_is_waited_for_and_at_the_
     for rank, said, error in others(name, outcome):
         lines = [line for line in said.splitlines() if (found := LINE.search(line)) and int(found[1]) == rank]
         # On a busy machine there may be lines about waits before, which ended.
-        assert any(blamed in line for line in lines), said
+        assert any(re.search(blamed, line) for line in lines), said
         # The one that skips waits as well: whoever gives up first names the others.
-        assert blamed in error or f"rank {CASES[name].rank} gave up for want of ranks" in error, error
+        assert re.search(blamed, error) or f"rank {CASES[name].rank} gave up for want of ranks" in error, error
         assert UNIT.search(error), error
-        ended = LAST.search(error)
-        assert ended, error
-        waited.append(float(ended[1]))
-    # Each rank counts its own wait; the first to end takes the others along.
-    assert max(waited) >= TIMEOUT - 1.0
+        waited += [float(ended[1]) for ended in LAST.finditer(error)]
+    # Each rank counts its own wait; the first to end takes along the others, who may have come to it later.
+    assert waited and max(waited) >= TIMEOUT - 1.0
 
 
 def test_the_first_line_is_due_before_5_s_have_passed() -> None:

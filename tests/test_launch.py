@@ -141,6 +141,25 @@ def test_a_signal_leaves_no_process(launchers, tmp_path, script, number, twice):
     assert said.splitlines()[-1] == f"zero run: stopped by {number.name}"
 
 
+def test_a_signal_that_is_ignored_stays_so_as_under_nohup(launchers, tmp_path, script):
+    path = script(
+        """
+        import os, signal, sys, time
+        sys.stdout.write(f"ignored {signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}\\n")
+        open(os.path.join(sys.argv[1], "up"), "w").close()
+        while not os.path.exists(os.path.join(sys.argv[1], "go")):
+            time.sleep(0.02)
+        """
+    )
+    command = ["run", "--num_gpus", "1", path, str(tmp_path)]
+    with launchers.start(*command, environment=environment(), ignored=[signal.SIGHUP]) as launcher:
+        assert eventually((tmp_path / "up").exists), launcher.texts()
+        launcher.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        assert launcher.communicate()[0] == "ignored True\n"
+        assert launcher.returncode == 0
+
+
 def test_what_a_killed_rank_started_ends_too(zero, tmp_path, script):
     path = script(
         """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from ports import free_port
 from zero.launch.contract import LOST
 from zero.launch.errors import LaunchError
 from zero.launch.hosts.world import Host, World
+from zero.launch.node import meeting as meetings
 from zero.launch.node.interface import interface
 from zero.launch.node.link import Link
 from zero.launch.node.meeting import Meeting, Terms
@@ -49,8 +52,9 @@ def met(
         meeting.close()
 
 
-def test_all_start_alike_and_hear_the_same_verdict():
-    with met(Terms(WORLD, restarts=1)) as (_, members, said):
+def test_all_start_alike_and_hear_the_same_verdict(monkeypatch):
+    monkeypatch.setattr(meetings, "SETTLE", 60.0)
+    with met(Terms(WORLD, restarts=1)) as (meeting, members, said):
         assert until(lambda: all(member.met for member in members))
         assert len({member.run_id for member in members}) == 1 and members[0].run_id
         members[0].ready(0)
@@ -61,6 +65,8 @@ def test_all_start_alike_and_hear_the_same_verdict():
         assert {member.started for member in members} == {(0, (0, 1, 2), 4711)}
         members[2].failed(0, [Failure(2, 1, 7, 2, "c", "boom")])
         members[1].failed(0, [Failure(1, -9, 8, 1, "b")])
+        assert until(lambda: len(meeting._failures) == 2)
+        meeting._judge_at = 0.0  # the time to settle is over
         assert until(lambda: all(member.verdicts for member in members))
         (found,) = {member.verdicts[0] for member in members}
         assert (found.node, found.restart) == (1, True) and found.text.endswith("; restart 1 of 1")
@@ -76,9 +82,11 @@ def test_all_start_alike_and_hear_the_same_verdict():
 
 
 def test_who_does_not_come_is_named():
-    with met(Terms(WORLD), nodes=(0, 2), patience=3) as (_, members, _said):
+    with met(Terms(WORLD), nodes=(0, 2)) as (meeting, members, _said):
+        assert until(lambda: len(meeting._here) == 2)
+        meeting._patience = 0.1
         assert until(lambda: all(member.end for member in members))
-        assert {member.end.text for member in members} == {"host b did not come within 3 s"}
+        assert {member.end.text for member in members} == {"host b did not come within 0 s"}
         assert (members[0].end.node, members[0].end.status) == (0, 1)
 
 
@@ -149,6 +157,26 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on():
         late.start(60)
         assert until(lambda: all(member.met for member in (*members, late)))
         late.close()
+
+
+def kinds(heard: list[dict], after: str) -> list[str]:
+    """The kinds of the messages that came after the first of the kind `after`."""
+    return list(itertools.dropwhile(after.__ne__, (one["kind"] for one in heard)))[1:]
+
+
+def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
+    monkeypatch.setattr(meetings, "SETTLE", 0.0)
+    terms = Terms(WORLD, restarts=1)
+    with met(terms, nodes=(0, 1)) as (_, members, _said):
+        with socket.create_connection(members[1]._where) as connection:
+            link, heard = Link(connection), []
+            link.send(kind="hello", node=2, terms=terms.word())
+            assert until(lambda: all(member.met for member in members))
+            link.send(kind="end", text="stopped", status=143, quiet=False)
+            link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
+            # A sign of life comes each second; another verdict would come before it.
+            assert until(lambda: heard.extend(link.receive()) or "alive" in kinds(heard, after="verdict"))
+        assert [one["verdict"]["text"] for one in heard if one["kind"] == "verdict"] == ["stopped"]
 
 
 def test_a_port_that_is_taken_is_an_error():

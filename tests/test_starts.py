@@ -19,10 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 import torch.distributed as dist
 from launching import Launched, Launchers
+from nodes import alive, eventually
 from starting import WHO
 
 import zero
@@ -164,8 +164,7 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, kind: str) -> Non
     assert "ValueError: of rank 1" in said
     for rank in (0, 1):
         pid = int((tmp_path / f"{rank}.pid").read_text())
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=SECONDS.seconds)
-        assert not psutil.pid_exists(pid)
+        assert eventually(lambda pid=pid: not alive(pid))
 
 
 def environment_after(given: dict[str, str], **arguments: object) -> dict[str, str | None] | str:

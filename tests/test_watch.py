@@ -35,7 +35,8 @@ def settled(wanted: int) -> int:
 
 
 def count_threads() -> list[int]:
-    found = [watchers()]
+    gc.collect()
+    found = [settled(0)]  # of tests before
     first = zero.initialize(model=make_net(), config=config(3, 2))[0]
     second = zero.initialize(model=make_net(), config=config(1, 2))[0]
     found.append(watchers())
@@ -52,6 +53,8 @@ def test_threads_end_with_destroy_and_with_garbage_collection(pool: Pool) -> Non
 
 
 def group_away() -> list[int]:
+    gc.collect()
+    settled(0)
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
     found = [watchers()]
     dist.destroy_process_group()

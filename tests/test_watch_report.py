@@ -100,6 +100,7 @@ def test_a_report_stays_short_at_any_world_size() -> None:
         (Record(1, place=Place.ENDED, error="E: m", steps=1), "has ended its program with E: m after 1 step"),
         (Record(1, place=Place.DESTROYED, last="reduce"), "has let go of its engine after 0 steps, last the reduce"),
         (Record(1, error="because", fault=1, gave_up=True), "gave up: because"),
+        (Record(1, 0, Place.ENDED, error="it", fault=1, blames=(0,), gave_up=True), "gave up for want of rank 0: it"),
     ],
 )
 def test_where_a_rank_is(record: Record, text: str) -> None:

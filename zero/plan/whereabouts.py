@@ -117,7 +117,8 @@ def where(record: Record) -> str:
     """Where a rank that speaks is, as a phrase after its name and a colon."""
     last = f", last the {record.last}" if record.last else ""
     if record.gave_up and record.fault:
-        return f"gave up: {record.error}"
+        blamed = f" for want of {ranks_text(record.blames)}" if record.blames else ""
+        return f"gave up{blamed}: {record.error}"
     if record.fault:
         return f"raised {record.error}{last}"
     if record.place is Place.ENDED:
@@ -177,7 +178,7 @@ def cause(view: View, number: int) -> str:
     """
     for seen in _faults(view):
         if not seen.record.gave_up and seen.record.number < number:
-            return f"rank {seen.record.rank} {where(seen.record)}"
+            return _told(seen.record)
     gone = [
         rank
         for rank, (record, _) in view.others.items()
@@ -186,7 +187,7 @@ def cause(view: View, number: int) -> str:
     if gone:
         return f"{ranks_text(gone)} {where(view.others[gone[0]].record)}"
     # Who gave up has closed its connections, or is about to.
-    return next((_gave_up(seen.record) for seen in _faults(view) if seen.record.gave_up), "")
+    return next((_told(seen.record) for seen in _faults(view) if seen.record.gave_up), "")
 
 
 UNKNOWN = "a message failed though every other rank still speaks"
@@ -196,7 +197,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
     """Why a connection was lost `seconds` ago; "" when it cannot be told yet, UNKNOWN after 1.25 x silence."""
     own = [seen.record for seen in _faults(view) if not seen.record.gave_up]
     if own:
-        return f"rank {own[0].rank} {where(own[0])}"
+        return _told(own[0])
     ended = sorted(rank for rank, seen in view.others.items() if seen.record.place in (Place.ENDED, Place.DESTROYED))
     # Who has ended is silent, too, but said so before.
     silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence and rank not in ended)
@@ -210,7 +211,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
     if ended:
         return f"{ranks_text(ended)} {where(view.others[ended[0]].record)}"
     if gave_up:
-        return _gave_up(gave_up[0])
+        return _told(gave_up[0])
     return store_text(view) if view.store > view.silence else UNKNOWN
 
 
@@ -256,9 +257,8 @@ def _faults(view: View) -> list[Seen]:
     return sorted((seen for seen in view.others.values() if seen.record.fault), key=lambda seen: seen.record.fault)
 
 
-def _gave_up(record: Record) -> str:
-    blamed = f" for want of {ranks_text(record.blames)}" if record.blames else ""
-    return f"rank {record.rank} gave up{blamed}: {record.error}"
+def _told(record: Record) -> str:
+    return f"rank {record.rank} {where(record)}"
 
 
 def _steps(record: Record) -> str:

@@ -179,9 +179,9 @@ def _end(pid: int, standing: Standing, board: Board, sentry: Sentry, place: Plac
     sentry.end()
     board.end()
     # A thread that is inside the store's code when the interpreter goes may take the process down with it.
-    for thread in (board, sentry):
+    for thread, seconds in ((board, OUTLIVES), (sentry, 1.0)):  # its last words are to reach the others
         if thread is not threading.current_thread():
-            thread.join(1.0)
+            thread.join(seconds)
     if board.keeps and fatal is not None:
         time.sleep(OUTLIVES)  # the store goes with this process, and nobody could read the reason
 

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ _GRACE_ALONE = 1.5  # both for a host that was cut off for a while before it kne
 _LAST_LINES = 2.0  # seconds for what reads our output to take the end of it
 _LAST_LINES_ALONE = 0.5
 # The agent must not share its store with the ranks: with gloo a restart then reads stale addresses.
-_ALWAYS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals.NAMES)}
+_ALWAYS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_HEEDED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # read by torch, which puts its own handlers there before ours
 
 Place = OneMachine | SeveralMachines
 
@@ -67,8 +68,10 @@ def start(request: Request, made: Plan, place: Place) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     _quiet()
-    with _environment({**_ALWAYS, **made.shared}), signals.restored(), tempfile.TemporaryDirectory() as scratch:
-        node = _Node(request, made, place, scratch)
+    heeded = signals.heeded(request.hosts.tied is not None)
+    always = {**_ALWAYS, _HEEDED: ",".join(heeded), **made.shared}
+    with _environment(always), signals.restored(), tempfile.TemporaryDirectory() as scratch:
+        node = _Node(request, made, place, scratch, heeded)
         status = 1  # whatever ends this other than below is an error of the launcher itself
         try:
             node.begin()
@@ -97,13 +100,14 @@ class _Node:
         stopped_by: the signal that this process got; None so far.
     """
 
-    def __init__(self, request: Request, made: Plan, place: Place, scratch: str) -> None:
+    def __init__(self, request: Request, made: Plan, place: Place, scratch: str, heeded: Sequence[str]) -> None:
         self.request = request
         self.made = made
         self.place = place
         self.scratch = scratch
         self.stopped_by: int | None = None
         self.output = Output(scratch, self._prefix) if request.log_dir or place.host else None
+        self._heeded = heeded
         self._tie: Tie | None = None
         self._others: frozenset[int] = frozenset()
 
@@ -138,7 +142,7 @@ class _Node:
             self.stopped_by = number
             raise SignalException(f"got signal {number}", signal.Signals(number))
 
-        signals.handle(stop)
+        signals.handle(stop, self._heeded)
 
     def stopped(self) -> int:
         """Say what signal ended this, if nobody else has; the exit status."""

@@ -134,8 +134,8 @@ class Meeting:
             self._lose(link.node, message["text"], message["status"])
         elif kind == "end":
             self._end(Verdict(message["text"], message["status"], link.node, quiet=message["quiet"]))
-        elif message.get("attempt") != self._attempt:
-            return  # it has not yet heard how that one ended
+        elif self._final or message.get("attempt") != self._attempt:
+            return  # it has not yet heard how the job, or that attempt, ended
         elif kind == "ready":
             self._ready.add(link.node)
             self._go()

@@ -85,7 +85,7 @@ def command(request: Request, made: Plan, ends: bool) -> list[str]:
     if not (ends or made.bound):
         return request.command()
     bound = ";".join(",".join(map(str, one)) for one in made.bound)
-    return [sys.executable, "-I", "-S", bind.__file__, "1" if ends else "", bound, *request.command()]
+    return [sys.executable, "-I", "-S", bind.__file__, str(os.getpid()) if ends else "", bound, *request.command()]
 
 
 def lines(request: Request, made: Plan) -> list[str]:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
-def handle(handler: Callable) -> None:
-    """Have `handler` called for each of them."""
-    for name in NAMES:
+def heeded(tied: bool) -> tuple[str, ...]:
+    """Those of them that end this job: one that is ignored stays so, as SIGHUP under nohup.
+
+    tied: by all, as the tie to the launcher pulls at this process with them.
+    """
+    return tuple(name for name in NAMES if tied or signal.getsignal(getattr(signal, name)) != signal.SIG_IGN)
+
+
+def handle(handler: Callable, names: Sequence[str]) -> None:
+    """Have `handler` called for each of `names`."""
+    for name in names:
         signal.signal(getattr(signal, name), handler)
 
 
