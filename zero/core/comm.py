@@ -171,12 +171,25 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
 
 
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> None:
-    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking. `unit`: for messages."""
-    if axis.size > 1:
-        collective = axis.watch.begin("broadcast", unit)
-        with axis.watch.sending(collective):
-            work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-        axis.watch.wait((work,), collective)
+    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking. `unit`: for messages.
+
+    Any strides and any dtype: the tensor may be transposed or expanded, of which a backend would send, and overwrite,
+    the memory behind its first element.
+    """
+    if axis.size == 1:
+        return
+    # Of what is expanded, once what is there once.
+    tensor = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    sent = tensor.contiguous()
+    collective = axis.watch.begin("broadcast", unit)
+    with axis.watch.sending(collective):
+        # As bytes: not every backend knows every dtype.
+        work = dist.broadcast(sent.view(-1).view(torch.uint8), group=axis.group, group_src=source, async_op=True)
+    axis.watch.wait((work,), collective)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = "") -> torch.Tensor:
