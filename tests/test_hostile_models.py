@@ -191,7 +191,7 @@ class Written(Base):
             self.head.weight.clamp_(-0.1, 0.1)
             self.signs[0].sign_()
             self.signs[1].data = self.signs[1].sign()
-        return super().forward(x * self.signs[0] * self.signs[1], rank)
+        return super().forward((x + self.blocks[0].norm.bias) * self.signs[0] * self.signs[1][:], rank)
 
 
 CASES = [Base, Twice, Shared, Tied, Unused, OneRankOnly, FrozenMiddle, Tiny, Structured, Stashed, Checkpointed]

@@ -76,12 +76,14 @@ class Edits:
         fp32 master never, one that is kept as remainders at once. Each rank looks at its own shard, so all ranks
         must write the same. While parameters are cut only GatheredParameters can write them; it calls `overwrite`.
         """
-        if self.cut or self.master is None:
+        if self.cut or (self.master is None and self.state is State.AWAY):
             return
         if self.state is not State.AWAY:
             self.wait()  # for an update that still runs
         for index in range(len(self.params)):
             self._put_back(index)
+        if self.master is None:
+            return
         versions = [param._version for param in self.params]
         both = zip(self.plan.params, versions, self._versions, strict=True)
         changed = {spec.name for spec, now, before in both if now != before}
@@ -98,14 +100,19 @@ class Edits:
         As where they are not cut, each rank takes its own part, so all ranks must write the same. `nn.Embedding` with
         `max_norm` writes so, and momentum encoders do. Writes through `param.data` in place are not seen.
         """
-        for index, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            if param.data_ptr() != view.data_ptr():
+        changed = set()
+        both = zip(self.plan.params, self.params, self._views, self._versions, strict=True)
+        for index, (spec, param, view, before) in enumerate(both):
+            version = param._version
+            replaced = param.data_ptr() != view.data_ptr()
+            if replaced:
                 self._put_back(index)
-        versions = [param._version for param in self.params]
-        if versions == self._versions:
+                # The graph that was built since has read these very values.
+                torch._C._autograd._unsafe_set_version_counter((param,), (version,))
+            if replaced or version != before:
+                changed.add(spec.name)
+        if not changed:
             return
-        both = zip(self.plan.params, versions, self._versions, strict=True)
-        changed = {spec.name for spec, now, before in both if now != before}
         own = self.full.narrow(0, *self.window)
         with self.borrow(written=True):
             for piece in self._fragments():
@@ -115,7 +122,7 @@ class Edits:
                     where = different(values, part)
                     part.copy_(values)
                     self._follow(piece, where)
-        self._versions = versions
+        self._versions = [param._version for param in self.params]
 
     def exact(self) -> torch.Tensor:
         """The masters of this rank's shard as fp32 [n], edits from outside included; to be read only."""
