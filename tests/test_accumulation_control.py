@@ -225,6 +225,19 @@ def test_blocks_do_not_nest_and_take_no_step():
         pass  # the block that failed is over
 
 
+def test_a_coalesced_block_may_be_repeated_after_an_exception():
+    engine = alone()
+    for fails in (True, False):
+        with engine.coalesce_grad_reduction():
+            engine.backward(engine(*batch(0, 2)))
+        if fails:
+            with pytest.raises(Exception, match="forward"):
+                engine()
+            assert not engine._sharded.reducer.holds_gradients
+    engine.step()
+    assert (engine.global_steps, engine.was_step_applied()) == (1, True)
+
+
 def test_unmanaged_accumulation_is_not_decided_elsewhere():
     engine = alone(managed_gradient_accumulation=False)
     for call in (lambda: engine.set_gradient_accumulation_boundary(True), engine.coalesce_grad_reduction().__enter__):

@@ -64,3 +64,24 @@ def test_compiled_blocks_give_the_same_bits(pool, stage, dtype):
         assert compiled["plain"]
         if stage == 3:
             assert compiled["away"] == eager["away"] >= BLOCKS - 1
+
+
+def compiled_by_the_user() -> list[list[float]]:
+    found = []
+    for compiles in (False, True):
+        engine = zero.initialize(model=make_net(blocks=1), config=config(3, dist.get_world_size()))[0]
+        model = torch.compile(engine, backend="eager") if compiles else engine
+        losses = []
+        for step in range(2):
+            loss = model(*batch(step, 2))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        found.append(losses)
+    return found
+
+
+def test_an_engine_that_the_user_compiles_gives_the_same_bits(pool):
+    for plain, compiled in pool.run(2, compiled_by_the_user):
+        assert compiled == plain

@@ -139,3 +139,19 @@ def test_writes_through_data_are_seen_by_remainders_only(pool):
     assert near <= 2**-7  # half a bf16 step at 3
     (_, moved), *_ = pool.run(1, through_data, "fp32")
     assert moved == 0.0
+
+
+def test_a_frozen_parameter_that_got_other_data_is_saved_with_it(tmp_path):
+    found = []
+    for value in (4.0, None):
+        model = torch.nn.Linear(2, 2)
+        model.bias.requires_grad_(False)
+        engine = zero.initialize(model=model, config=config(1, 1))[0]
+        if value is not None:
+            model.bias.data = torch.full((2,), value)
+            engine.save_checkpoint(tmp_path)
+        else:
+            engine.load_checkpoint(tmp_path)
+        engine.destroy()
+        found.append(model.bias.tolist())
+    assert found == [[4.0, 4.0]] * 2

@@ -150,7 +150,52 @@ class Checkpointed(Base):
         return self.head(x).square().mean()
 
 
+class Direct(nn.Module):
+    """Reads its weight itself, so that only its own output tells when backward comes to it."""
+
+    def __init__(self, distribution: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH))
+        self.distribution = distribution
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = nn.functional.linear(x, self.weight)
+        scale = torch.ones(WIDTH, dtype=x.dtype)
+        return torch.distributions.Normal(found, scale) if self.distribution else found.unsqueeze(0)[0]
+
+
+class Objects(nn.Module):
+    """A view that the caller changes in place, and a distribution, come out of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Direct(index == 2) for index in range(3))
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        for block in self.blocks[:2]:
+            found = block(x)
+            found += x
+            x = found.tanh()
+        return -self.blocks[2](x).log_prob(torch.ones_like(x)).mean()
+
+
+class Written(Base):
+    """The forward writes parameters, trained and frozen ones, in place and by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signs = nn.ParameterList(nn.Parameter(torch.randn(WIDTH), requires_grad=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, rank: int) -> Any:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+            self.signs[0].sign_()
+            self.signs[1].data = self.signs[1].sign()
+        return super().forward((x + self.blocks[0].norm.bias) * self.signs[0] * self.signs[1][:], rank)
+
+
 CASES = [Base, Twice, Shared, Tied, Unused, OneRankOnly, FrozenMiddle, Tiny, Structured, Stashed, Checkpointed]
+CASES += [Objects, Written]
 
 
 def build(kind: type[nn.Module]) -> nn.Module:
@@ -260,3 +305,33 @@ def test_model_with_accumulation(pool, kind):
 
 def test_accumulation_divides_once_however_backward_is_called(pool):
     check(pool, Structured, plain_backward, 2)
+
+
+def buffers(rank: int) -> dict[str, torch.Tensor]:
+    """Of all kinds; those of other ranks than 0 hold something else."""
+    found = {
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "expanded": torch.arange(4).expand(300, -1),  # much more to send than there is
+        "strided": torch.arange(10.0)[::3],
+        "number": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        **{str(dtype): torch.arange(3.0).to(dtype) for dtype in (torch.bool, torch.uint16, torch.float8_e4m3fn)},
+        "complex": torch.full((2,), 1 + 2j),
+    }
+    for name, value in found.items() if rank else ():
+        (value[0] if name == "expanded" else value).zero_()
+    return found
+
+
+def adopted(stage: int) -> dict[str, torch.Tensor]:
+    model = nn.Linear(2, 2)
+    for name, value in buffers(dist.get_rank()).items():
+        model.register_buffer(name.replace(".", "_"), value)
+    zero.initialize(model=model, config=config(stage, 2))[0].destroy()
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def test_buffers_of_any_stride_and_dtype_are_those_of_rank_0(pool):
+    wanted = buffers(0)
+    for found in pool.run(2, adopted, 3):
+        assert all(torch.equal(found[name.replace(".", "_")], value) for name, value in wanted.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -164,3 +165,37 @@ def test_engines_together(pool, name):
         assert error(stages[0], exact) <= allowed
         for stage in (1, 2, 3):
             assert all(torch.equal(stages[stage][key], value) for key, value in stages[0].items()), f"stage {stage}"
+
+
+def _after(last: Any, first: Any) -> None:
+    """Have the next updates of the engine `last` wait for those of the engine `first`."""
+    over, name = threading.Event(), first._sharded.trained[-1].plan.name
+    first.optimizer._updates.seen = lambda what, unit: over.set() if (what, unit) == ("done", name) else None
+    last.optimizer._updates.seen = lambda what, unit: over.wait(60) if what == "update" else None
+
+
+def beside_the_loop(held: bool) -> list[torch.Tensor]:
+    """Two engines whose updates run beside the loop; `held`: each rank's begin with another engine."""
+    models = [net(seed) for seed in (1, 2)]
+    settings = config(1, 2)
+    settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engines = [zero.initialize(model=model, config=settings)[0] for model in models]
+    last, first = engines[dist.get_rank()], engines[1 - dist.get_rank()]
+    for step in range(2):
+        for engine in engines:
+            engine.backward(engine(inputs(step, dist.get_rank())).square().mean())
+        if held:
+            _after(last, first)
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        engine.destroy()
+    return [param.detach() for model in models for param in model.parameters()]
+
+
+def both_orders() -> bool:
+    return all(map(torch.equal, beside_the_loop(False), beside_the_loop(True)))
+
+
+def test_updates_of_two_engines_may_come_in_another_order_on_each_rank(pool):
+    assert pool.run(2, both_orders) == [True, True]

@@ -261,6 +261,7 @@ def conversions(stage: int) -> dict[str, str]:
         said[wrapper.__name__] = refusal(lambda wrapper=wrapper: start(stage, lambda: wrapper(linear())))
     said["complex"] = refusal(lambda: start(stage, lambda: nn.Linear(2, 2, dtype=torch.complex64)))
     said["sparse"] = refusal(lambda: sparse(stage))
+    said["assigned"] = assigned(stage)
     said.update(freezing(stage))
     return said
 
@@ -281,6 +282,18 @@ def freezing(stage: int) -> dict[str, str]:
         said[what] = refusal(engine.step)
         changed.requires_grad_(what == "frozen")
         engine.step()  # nothing happened to it
+    return said
+
+
+def assigned(stage: int) -> str:
+    """A gradient of the script's own, which no step would use."""
+    engine = start(stage)
+    weight = engine.module.layers[0].weight
+    engine.backward(engine(inputs(0)))
+    weight.grad = torch.ones(weight.shape)
+    said = refusal(engine.step)
+    engine.zero_grad()
+    engine.step()  # nothing happened to it
     return said
 
 
@@ -305,6 +318,7 @@ def test_what_cannot_be_right_is_refused_by_name(pool):
         "complex": r"parameter 'weight' is torch.complex64",
         "frozen": r"parameter 'layers.1.bias' .* requires_grad was True at initialize\(\) and is now False; .* lr is 0",
         "thawed": r"parameter 'layers.2.bias' .* requires_grad was False at initialize\(\) and is now True; set it",
+        "assigned": r"parameter 'layers.0.weight' .* its .grad was assigned, .* call zero.utils.safe_set_full_grad",
         "sparse": r"parameter 'weight' has a torch.sparse_coo gradient",
     }
     for stages in pool.run(2, run_conversions):

@@ -93,6 +93,9 @@ class GatheredParameters:
         ]
         if self._modifier_rank is not None:
             states = self._write_back(states)
+        for owner, state in zip(self._owners, states, strict=True):
+            if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.cut:
+                owner.unit.forget_write(owner.index)
         for unit, was_full in zip(self._units, self._were_full, strict=True):
             unit.holds -= 1
             if not was_full:

@@ -7,8 +7,9 @@ table in benchmarks/README.md). Above all it leaves the sum to us: rows are adde
 ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked. On
 request they are added as a binary tree over the ranks; NCCL, too, then moves the rows and leaves us the sum.
 
-A message carries a tag made of its unit and direction, so that ranks which diverge wait for each other
-instead of taking one unit's bytes for another's.
+A message carries a tag made of its engine, unit and direction, so that ranks which diverge wait for each other
+instead of taking one unit's bytes for another's. Updates that run beside the training loop send as well, and those
+of two engines in an order of their own on every rank.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PIECE = 1 << 20
 
 # Our messages must not meet those that a user sends with small tags of their own.
 FIRST_TAG = 1 << 20
+# Each engine has so many tags. They are used again by the engine that comes so many engines later: a tag has 31 bits.
+TAGS, ENGINES = 1 << 17, 1 << 12
 DEAL_TAG = FIRST_TAG - 1  # what is dealt follows one order, so that one tag is enough
 
 # torch 2.13 renamed both and warns on the old names; older releases have only those.
@@ -76,7 +79,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
         own = _slice(there, axis, axis.rank)
         work = _all_gather(there, own, group=axis.group, async_op=True)
         return Transfer((work,), full, None if there is full else there, pending)
-    tag += FIRST_TAG
+    tag = _own_tag(tag, axis)
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffer = full if host is None else host
     works = []
@@ -146,7 +149,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         work = _reduce_scatter(own, flat, group=axis.group, async_op=True)
         return Inbox(flat, (own,), ((work,),), (), max(1, numel), pending)
-    tag += FIRST_TAG
+    tag = _own_tag(tag, axis)
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
     peers = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
     received = torch.empty((axis.size - 1, numel), dtype=flat.dtype)
@@ -168,12 +171,25 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
 
 
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> None:
-    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking. `unit`: for messages."""
-    if axis.size > 1:
-        collective = axis.watch.begin("broadcast", unit)
-        with axis.watch.sending(collective):
-            work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-        axis.watch.wait((work,), collective)
+    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking. `unit`: for messages.
+
+    Any strides and any dtype: the tensor may be transposed or expanded, of which a backend would send, and overwrite,
+    the memory behind its first element.
+    """
+    if axis.size == 1:
+        return
+    # Of what is expanded, once what is there once.
+    tensor = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    sent = tensor.contiguous()
+    collective = axis.watch.begin("broadcast", unit)
+    with axis.watch.sending(collective):
+        # As bytes: not every backend knows every dtype.
+        work = dist.broadcast(sent.view(-1).view(torch.uint8), group=axis.group, group_src=source, async_op=True)
+    axis.watch.wait((work,), collective)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = "") -> torch.Tensor:
@@ -219,6 +235,10 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     arrive = torch.cuda.current_stream(values.device).synchronize if axis.native else None
     axis.watch.wait((work,), collective, arrive)
     return out.view(axis.size, -1)
+
+
+def _own_tag(tag: int, axis: Axis) -> int:
+    return FIRST_TAG + axis.watch.number % ENGINES * TAGS + tag
 
 
 def _slice(flat: torch.Tensor, axis: Axis, rank: int) -> torch.Tensor:

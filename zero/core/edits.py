@@ -41,8 +41,17 @@ class Edits:
     _copied: torch.cuda.Event | None
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError, naming the parameter, where one has another shape, dtype, device or requires_grad."""
+        """Raise RuntimeError, naming the parameter, where one has another shape, dtype, device or requires_grad.
+
+        So too where one that is trained has a gradient of its own: ours are taken from there as they land.
+        """
         for spec, param, thawed in zip(self.plan.params, self.params, self._thawed, strict=True):
+            if self.master is not None and param.grad is not None:
+                raise RuntimeError(
+                    f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}): its .grad was "
+                    "assigned, and no step would use it; call zero.utils.safe_set_full_grad(param, value) between "
+                    "backward() and step() on all ranks, or set .grad to None"
+                )
             if param.requires_grad != thawed:
                 # Thawed, it would silently not be trained; frozen, weight decay and momentum would still move it.
                 raise RuntimeError(
@@ -67,16 +76,14 @@ class Edits:
         fp32 master never, one that is kept as remainders at once. Each rank looks at its own shard, so all ranks
         must write the same. While parameters are cut only GatheredParameters can write them; it calls `overwrite`.
         """
-        if self.cut or self.master is None:
+        if self.cut or (self.master is None and self.state is State.AWAY):
             return
         if self.state is not State.AWAY:
             self.wait()  # for an update that still runs
-        for index, spec in enumerate(self.plan.params):
-            if wrong := self.reattach(index):
-                raise RuntimeError(
-                    f"the data of parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was "
-                    f"replaced by a tensor of another shape or dtype ({wrong}); the replacement is undone"
-                )
+        for index in range(len(self.params)):
+            self._put_back(index)
+        if self.master is None:
+            return
         versions = [param._version for param in self.params]
         both = zip(self.plan.params, versions, self._versions, strict=True)
         changed = {spec.name for spec, now, before in both if now != before}
@@ -86,6 +93,36 @@ class Edits:
                     if fragment.name in changed:
                         self._follow(fragment)
         self._versions = versions
+
+    def keep_writes(self) -> None:
+        """Where parameters are cut: before the full copy goes, take what a forward has written into it.
+
+        As where they are not cut, each rank takes its own part, so all ranks must write the same. `nn.Embedding` with
+        `max_norm` writes so, and momentum encoders do. Writes through `param.data` in place are not seen.
+        """
+        changed = set()
+        both = zip(self.plan.params, self.params, self._views, self._versions, strict=True)
+        for index, (spec, param, view, before) in enumerate(both):
+            version = param._version
+            replaced = param.data_ptr() != view.data_ptr()
+            if replaced:
+                self._put_back(index)
+                # The graph that was built since has read these very values.
+                torch._C._autograd._unsafe_set_version_counter((param,), (version,))
+            if replaced or version != before:
+                changed.add(spec.name)
+        if not changed:
+            return
+        own = self.full.narrow(0, *self.window)
+        with self.borrow(written=True):
+            for piece in self._fragments():
+                if piece.name in changed:
+                    part = self.shard.narrow(0, piece.at, piece.numel)
+                    values = own.narrow(0, piece.at, piece.numel).to(part.device)
+                    where = different(values, part)
+                    part.copy_(values)
+                    self._follow(piece, where)
+        self._versions = [param._version for param in self.params]
 
     def exact(self) -> torch.Tensor:
         """The masters of this rank's shard as fp32 [n], edits from outside included; to be read only."""
@@ -194,6 +231,19 @@ class Edits:
             torch.autograd.graph.increment_version(param)
             return None
         return f"{values.dtype} {tuple(values.shape)} where {view.dtype} {tuple(view.shape)} was"
+
+    def _put_back(self, index: int) -> None:
+        """As `reattach`; RuntimeError that names the parameter where that finds something wrong."""
+        if wrong := self.reattach(index):
+            raise RuntimeError(
+                f"the data of parameter '{self.plan.params[index].name}' of unit '{self.plan.name}' (rank "
+                f"{self._axis.rank}) was replaced by a tensor of another shape or dtype ({wrong}); the replacement is "
+                "undone"
+            )
+
+    def forget_write(self, index: int) -> None:
+        """What was written into parameter `index` until now is not to be taken."""
+        self._versions[index] = self.params[index]._version
 
     def renew(self, index: int, values: torch.Tensor) -> None:
         """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.

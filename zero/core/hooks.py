@@ -80,9 +80,11 @@ def _forward_hooks(
         gatherer.leave(call, output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                # A leaf would keep the hook for ever; it has no backward of ours behind it either.
-                if tensor.grad_fn is not None:
-                    _hook_first(tensor, lambda grad: reached(call, frozen))
+                # What the caller changes a view by in place, backward goes to its base for, past the view itself.
+                for given in (tensor, tensor._base if tensor._is_view() else None):
+                    # A leaf would keep the hook for ever; it has no backward of ours behind it either.
+                    if given is not None and given.grad_fn is not None:
+                        _hook_first(given, lambda grad: reached(call, frozen))
 
     def reached(call: Call, frozen: FrozenCall | None) -> None:
         # The first gradient to come into the module: its backward is about to read the parameters.

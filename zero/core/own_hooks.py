@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 class OwnHook:
     """Calls `hook` on the module that it was registered on, and does nothing on a copy of that module.
+
+    It runs as it is also where the user has compiled the module: a compiler cannot follow how parameters come and go.
 
     A copy has whole parameters of its own. With the hooks it would gather those of the original, which needs all
     ranks, and an averaged copy that one rank evaluates would wait for ever.
@@ -18,7 +23,10 @@ class OwnHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pass the call on."""
-        return self._hook(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules:  # nobody compiles; to ask torch for it would import a second's worth
+            return self._hook(*args, **kwargs)
+        # Made at each call: what is stored in the middle of a forward, a compiler may store too early or not at all.
+        return torch.compiler.disable(self._hook)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""

@@ -145,6 +145,11 @@ class Piece(Unit):
         """As every unit's; while open, `param.data` may be anything."""
         return None if self.opened else super().reattach(index)
 
+    def keep_writes(self) -> None:
+        """As every unit's; what was open until now has been taken as a whole."""
+        if self._views:
+            super().keep_writes()
+
     def hand_over(self, target: torch.Tensor) -> bool:
         """Copy the values to `target`, of the parameter's shape, and let go of the parameter, which then has none.
 

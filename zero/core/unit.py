@@ -236,6 +236,7 @@ class Unit(Edits):
     def cover(self) -> None:
         """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
         if self.cut and self.state is State.FULL and not (self.whole or self.holds or self._covered):
+            self.keep_writes()
             self._veil()
 
     def invalidate(self) -> None:
@@ -374,6 +375,7 @@ class Unit(Edits):
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
         self.wait()  # messages on their way still write into the buffer
+        self.keep_writes()
         self._hide()
         self._free(spare)
         self._move("release")

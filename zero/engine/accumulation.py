@@ -179,7 +179,10 @@ class Accumulation(Queries):
 
     def _begin_window(self) -> None:
         """Count micro-batches from the first again: the gradients of those before are gone, and a mean needs all."""
-        self.micro_steps = self._window.start
+        window = self._window
+        self.micro_steps, window.rounds = window.start, self._sharded.reducer.rounds
+        if window.place is Place.COALESCED:
+            window.place = Place.OPEN  # what it had reduced is gone, and the block may be repeated
         self._mark_boundary()
 
     def _mark_boundary(self) -> None:

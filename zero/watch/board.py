@@ -26,7 +26,8 @@ WRITES = 300  # per second that the store sees of all ranks together, at most
 class Board(threading.Thread):
     """Writes this rank's record, and reads those of the others while `reading` is set.
 
-    asks: how often ranks have said that they wait; a change tells a rank that it may be waited for.
+    number: of this engine among those of its process group, from 1, the same on all ranks;
+    asks:   how often ranks have said that they wait; a change tells a rank that it may be waited for.
     """
 
     def __init__(self, standing: Standing, size: int, group: dist.ProcessGroup) -> None:
@@ -50,8 +51,8 @@ class Board(threading.Thread):
         self._store = store.clone() if hasattr(store, "clone") else store
         self._keeper = _keeper(store)
         # Engines are made in one order on all ranks, so the n-th of each rank belong together.
-        count = self._store.add(f"zero/engines/{standing.rank}", 1)
-        self._prefix = f"zero/engine/{count}/"
+        self.number = self._store.add(f"zero/engines/{standing.rank}", 1)
+        self._prefix = f"zero/engine/{self.number}/"
 
     @property
     def silence(self) -> float:

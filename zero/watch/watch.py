@@ -55,6 +55,11 @@ class Watch:
         self._close = weakref.finalize(self, _forget, at_exit, *parts)
         self._close.atexit = False
 
+    @property
+    def number(self) -> int:
+        """Of this engine among all of its process group, the same on all ranks; 0 where nothing is sent."""
+        return 0 if self._board is None else self._board.number
+
     def began(self, tag: int) -> Collective:
         """This rank begins the collective of a message's tag: three per unit, one for each direction."""
         index, direction = divmod(tag, len(DIRECTIONS))
