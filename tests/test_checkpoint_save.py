@@ -89,7 +89,10 @@ def test_state_that_rests_in_files_is_saved_as_that_in_memory(
     more = {"optimizer": optimizer, "bf16": {"enabled": bf16}}
     drive = {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
     (tmp_path / "drive").mkdir()
-    both = {"offload_param": drive, "offload_optimizer": {"device": "cpu"} if moments is None else drive}
+    both = {
+        "offload_param": drive | {"max_in_cpu": 0},
+        "offload_optimizer": {"device": "cpu"} if moments is None else drive,
+    }
     for name, places in (
         ("memory", {"offload_optimizer": {"device": "cpu"}}),
         ("files", both),
