@@ -6,6 +6,7 @@ others still read.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from fake_hosts import read_until
 from models import config, make_net
@@ -197,3 +199,39 @@ def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(tmp_path):
     assert (both["raise"].returncode, both["interrupt"].returncode) == (1, -signal.SIGINT), said
     assert "ArithmeticError: of the user" in said["raise"] and "half updated" not in said["raise"]
     assert said["interrupt"].strip().endswith("KeyboardInterrupt")
+
+
+def slow_on_one_rank(stops: bool) -> list[float]:
+    """Forwards that end, or are left, while one rank alone still updates units that the other one fetches ahead."""
+    section = {"zero_optimization": {"stage": 3, **OPTIMIZER}}
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, dist.get_world_size(), **section))
+    found = [one_step(engine, number).item() for number in range(2)]
+    engine.optimizer.settle()
+    update, reached = engine.optimizer.rule.update, threading.Event()
+
+    def held_up(unit: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 1 and unit.plan.name == "blocks.2":
+            reached.wait(60)
+        update(unit, *args, **kwargs)
+
+    engine.optimizer.rule.update = held_up
+    one_step(engine, 2)
+
+    def leave(*args: Any) -> None:
+        reached.set()
+        if stops:
+            raise ArithmeticError
+
+    handle = engine.module.blocks[0].norm.register_forward_pre_hook(leave)  # inside of the block
+    with torch.no_grad(), contextlib.suppress(ArithmeticError):
+        engine.module.blocks[0](torch.ones(2, 12))  # not the whole model
+    handle.remove()
+    found += [one_step(engine, number).item() for number in range(3, 5)]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_update_that_only_one_rank_still_runs_holds_nobody_up(pool, stops):
+    for found in pool.run(2, slow_on_one_rank, stops):
+        assert all(map(math.isfinite, found))

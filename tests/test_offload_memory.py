@@ -1,12 +1,22 @@
-"""What the log says at the start of host memory is what the process grows by."""
+"""What the log says at the start of host memory is what the process grows by, and was free for all ranks of a host."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from models import config, make_net
+from offload_cases import OPTIMIZER
+
+import zero
+import zero.core.offload
+from zero.memory.slab import Slab, check_room
 
 PROGRAM = """
 import ctypes, gc, re, sys
@@ -58,3 +68,30 @@ def test_the_log_says_what_the_process_grows_by(what: str) -> None:
     grown = int(re.findall(r"grown by (\d+)", done.stdout)[0]) / 2**20
     assert said > 150
     assert grown == pytest.approx(said, rel=0.03)
+
+
+def looks_late(folder: str) -> bool:
+    """Whether a rank that looks at the free memory late finds that another one has taken of it already."""
+    taken, found = Path(folder) / "taken", []
+
+    def check(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            for _ in range(20):
+                threading.Event().wait(0.01)
+                found.append(taken.exists())
+        check_room(*args)
+
+    def take(*args: Any) -> Slab:
+        taken.touch()
+        return Slab(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero.core.offload, "check_room", check)
+        patch.setattr(zero.core.offload, "Slab", take)
+        section = {"zero_optimization": {"stage": 1, **OPTIMIZER}}
+        zero.initialize(model=make_net(blocks=1), config=config(1, 2, **section))[0].destroy()
+    return any(found)
+
+
+def test_all_ranks_of_a_host_see_the_same_memory(pool, tmp_path: Path) -> None:
+    assert pool.run(2, looks_late, str(tmp_path)) == [False, False]

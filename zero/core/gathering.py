@@ -203,6 +203,8 @@ class Gatherer:
             unit.release(spare=not graph)
 
     def _fetch_ahead(self, used: Sequence[Unit]) -> None:
+        for index in sorted(self._ahead):
+            self.units[index].gather(patient=True)  # of those whose update has ended since
         in_use = {unit.index for unit in used} | {index for index, depth in enumerate(self._depth) if depth}
         kept = {unit.index for unit in self.units if unit.state is State.FULL and unit.index not in in_use}
         chosen = fetched_ahead(
@@ -215,11 +217,12 @@ class Gatherer:
             travelling=self._ahead,
         )
         for unit in (self.units[index] for index in chosen):
-            # Left to a later moment: what is not read yet, and what would have us wait for an update.
-            if self._readings.asked(unit) and (unit.mesh.shard.ordered or not unit.updating):
+            # What is not read yet is left to a later moment. An update that runs is no reason to leave a unit: which
+            # one still does is not alike on all ranks, and what one rank begins to gather the others must, too.
+            if self._readings.asked(unit):
                 self._ahead.add(unit.index)
                 self._readings.over(unit)
-                unit.gather()
+                unit.gather(patient=not unit.mesh.shard.ordered)
         self._readings.ask(self._order, self._position, {*in_use, *kept, *self._ahead})
 
     def _inside(self, output: Any) -> list[Unit]:

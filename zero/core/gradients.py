@@ -94,7 +94,7 @@ class Gradients:
     @property
     def reduced(self) -> bool:
         """Whether sums over all ranks are held; unlike a look at `shard`, it ends no tree."""
-        return (self.rest is not None and self.rest.held) or bool(self._sums())
+        return (self.rest is not None and self.rest.held) or bool(self.sums())
 
     @property
     def squares(self) -> torch.Tensor | None:
@@ -243,18 +243,18 @@ class Gradients:
             for _, part in self._local_parts():
                 yield part
         brought = self.rest.came if self.rest is not None else None
-        yield from [brought] if brought is not None else self._sums()
+        yield from [brought] if brought is not None else self.sums()
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same by parameter: its name, and a contiguous piece [n] of its gradient."""
         if self.flat is not None:
             yield from self._local_parts()
         own = self.plan.layout.shard(self._mesh.shard.rank, self._mesh.shard.size)
-        for total in self._sums():
+        for total in self.sums():
             for fragment in self.plan.layout.fragments(own):
                 yield fragment.name, total.narrow(0, fragment.at, fragment.numel)
 
-    def _sums(self) -> list[torch.Tensor]:
+    def sums(self) -> list[torch.Tensor]:
         """The reduced sum, and those of a tree that is not finished: `shard` would end it."""
         total = self._rested if self._sum is None else self._sum
         held = [] if total is None else [total]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,20 +164,32 @@ class Offload:
 
     def _open(self, mesh: Mesh) -> None:
         """Take memory and open files; RuntimeError on all ranks where one cannot."""
+        if self._settings.enabled:
+            # All ranks of a host look at what is free before one of them takes any.
+            self._all(self._check_room, mesh)
+        self._all(self._take, mesh)
+        rank_zero(logging.INFO, "host memory of each rank:\n%s", self.describe())
+
+    def _all(self, what: Callable[[Mesh], None], mesh: Mesh) -> None:
+        """Have every rank do `what`; RuntimeError on all ranks where one cannot."""
         problem: RuntimeError | None = None
         try:
-            if self.host.memory:
-                ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)))
-                check_room(self.describe(), self.host.memory, ranks_here)
-                self._slab = Slab(self.host.memory, self._device, self._settings.pinned)
-            self._open_files(mesh.rank)
+            what(mesh)
         except RuntimeError as error:
             problem = error
         said = "no problem" if problem is None else str(problem)
         agree([said], mesh.reduced_over, self._device, "state cannot be kept off the device on all ranks")
         if problem is not None:
             raise problem
-        rank_zero(logging.INFO, "host memory of each rank:\n%s", self.describe())
+
+    def _check_room(self, mesh: Mesh) -> None:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)))
+        check_room(self.describe(), self.host.memory, ranks_here)
+
+    def _take(self, mesh: Mesh) -> None:
+        if self.host.memory:
+            self._slab = Slab(self.host.memory, self._device, self._settings.pinned)
+        self._open_files(mesh.rank)
 
     def _open_files(self, rank: int) -> None:
         settings, asked = self._settings, self._settings.requests

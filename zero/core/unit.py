@@ -25,7 +25,7 @@ from zero.core.edits import Edits
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.master import Master, rounded
 from zero.core.mesh import Mesh
-from zero.core.owner import Owner, owner_of
+from zero.core.owner import Owner, copy_to, owner_of
 from zero.core.released import absent, released_class
 from zero.core.state import LEGAL, State
 from zero.core.tensors import holders_of, memory_of
@@ -71,6 +71,7 @@ class Unit(Edits):
         self.optimizer: Callable[[], Any] = no_optimizer
         self.whole = False
         self._covered = False  # full, but the parameters look released
+        self._late = False  # gathering, but nothing is on its way yet
         self._holders = 0  # of the full buffer's memory, before it was filled
         self._mesh = mesh
         self._waiting = threading.RLock()  # several threads may come to read at once
@@ -105,7 +106,7 @@ class Unit(Edits):
         source = torch.float32 if trained and dtype.itemsize < 4 else dtype
         flat = torch.zeros(layout.numel, dtype=source, device=device)
         places = [flat.narrow(0, *span) for span in layout.spans.values()]
-        unequal = [place for param, place in zip(self.params, places, strict=True) if not _copy(param, place)]
+        unequal = [place for param, place in zip(self.params, places, strict=True) if not copy_to(param, place)]
         for place in [flat] if len(unequal) == len(places) else unequal:
             for axis in (self._mesh.shard, self._mesh.replica):
                 comm.broadcast(place, 0, axis, self.plan.name)
@@ -127,13 +128,23 @@ class Unit(Edits):
             self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtypes, device, 3 * self.index + 1)
             self.gradients.rest = self.home.gradients
 
-    def gather(self) -> None:
-        """Start to bring the full parameters; a no-op when they are there or on their way."""
+    def gather(self, patient: bool = False) -> None:
+        """Start to bring the full parameters; a no-op when they are there or on their way.
+
+        `patient`: an update that runs is not waited for. On this rank the gather then begins with the next call after
+        the update, or in `wait`, which every way out of it goes through: others may have begun it, and get their part.
+        """
+        if patient and self.updating:
+            if self.state is State.SHARDED and self.cut and not self.whole:  # others are sent by the update
+                self._move("gather")
+                self._late = True
+            return
         self.settle()
         if self.state is State.AWAY:
             raise self.absence()
         if self.state is State.SHARDED:
             self.send()
+        self._catch_up()
 
     @property
     def updating(self) -> bool:
@@ -164,6 +175,12 @@ class Unit(Edits):
                 self._transfer = comm.gather(self.full, self._axis, tag)
         self._move("gather")
 
+    def _catch_up(self) -> None:
+        """Begin what a patient gather has put off; no update runs."""
+        if self._late:
+            self._late, self.state = False, State.SHARDED
+            self.send()
+
     def complete(self) -> None:
         """Somebody has filled all of the full buffer, the own shard too: as `gather` and `wait`, without a message."""
         self.settle()
@@ -178,6 +195,7 @@ class Unit(Edits):
         with self._waiting:
             self.settle()
             if self.state is not State.FULL:
+                self._catch_up()
                 follow(self._filled, self.full.device)
                 transfer, self._transfer = self._transfer, None
                 if transfer is not None:
@@ -341,6 +359,8 @@ class Unit(Edits):
     def _stand_alone(self) -> None:
         """Be readable with what is here; messages on their way are not waited for."""
         self._transfer = None
+        if self._late:
+            self._late, self.state = False, State.SHARDED
         if self.cut and self.state is State.SHARDED:
             self._allocate()
             self.full.copy_(absent(self.full.shape, self.full.dtype, self.full.device))
@@ -430,12 +450,3 @@ class Unit(Edits):
 
 def no_optimizer() -> None:
     """What `Unit.optimizer` is until one is bound."""
-
-
-def _copy(param: nn.Parameter, place: torch.Tensor) -> bool:
-    """Copy a parameter's values to its place [numel] in a flat buffer; True if all ranks have the same ones."""
-    target, owner = place.view(param.shape), owner_of(param)
-    if owner is not None:  # of a model under construction
-        return owner.unit.hand_over(target)
-    target.copy_(param.detach())
-    return False

@@ -84,7 +84,8 @@ class Offload:
                 unit.put_away()
         pinned = pin_memory and self.device.type == "cuda"
         self.optimizer.away = True
-        self._resting = [_put(storage, pinned, non_blocking) for storage in storages.values()]
+        for storage in storages.values():  # one by one: where memory ends, `reload_states` brings back what has left
+            self._resting.append(_put(storage, pinned, non_blocking))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # else the memory stays with torch, and only torch may use it
 
@@ -129,9 +130,10 @@ def _gradient_storages(unit: Unit, names: Collection[str]) -> Iterator[torch.Unt
     grads = unit.gradients
     if "contiguous_grad_buffer" in names:
         grads.forget_memory()
-    for tensor in (grads.flat, grads.shard) if "lp_grads" in names else ():
-        if tensor is not None:
-            yield tensor.untyped_storage()
+    if "lp_grads" in names:
+        if grads.flat is not None:
+            yield grads.flat.untyped_storage()
+        yield from (tensor.untyped_storage() for tensor in grads.sums())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

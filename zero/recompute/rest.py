@@ -103,10 +103,14 @@ class Parcel:
             flat = tensor.as_strided((tensor.numel(),), (1,))
             start = self._rest.axis.rank * place.numel()
             own = flat[start : start + place.numel()]
-            with self._rest.lane.behind() if self._rest.settings.host else contextlib.nullcontext():
+            if not self._rest.settings.host:
+                place[: own.numel()].copy_(own)
+                return
+            if own.is_cuda:
+                own = own.clone()  # the call, or who comes after it, may change its input in place before it has left
+            with self._rest.lane.behind():
                 place[: own.numel()].copy_(own, non_blocking=True)
-            if self._rest.settings.host:
-                self._rest.lane.keep(own)
+            self._rest.lane.keep(own)
 
 
 class Rest:

@@ -58,6 +58,10 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[Piece]:
             continue
         if unit.master.tensor is not unit.master.shard:
             found.append(_form(base._replace(kind="master"), unit.master.tensor.dtype, part.numel))
+        if unit.home.states.permanent:
+            here = part._replace(at=part.at + shift)
+            found += [form_of(piece) for piece in _moments(unit, optimizer, here, base.shape)]
+            continue
         # Only rules that know their state beforehand let it rest in files.
         states = optimizer.rule.states(unit, optimizer.param_groups[unit.plan.group])
         runs = (each for run, each in states.runs if run.start <= part.at + shift < run.start + run.numel)
