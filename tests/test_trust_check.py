@@ -202,6 +202,14 @@ def test_the_loss_is_asked_for():
     assert engine.check(x, steps=1, loss_fn=lambda model, given: model(given).square().mean())
 
 
+def test_an_optimizer_of_the_script_beside_auto_in_the_file():
+    net = make_net()
+    given = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "config": config(1, 1) | {"optimizer": "auto"}}
+    engine, *_ = zero.initialize(model=net, **given)
+    assert engine.check(micro_batch(0), steps=1, stages=(1,), accumulations=(1,))
+    engine.destroy()
+
+
 def test_wrong_arguments_are_named():
     engine, *_ = zero.initialize(model=Logits(), config=config(0, 1))
     for wrong in ({"steps": 0}, {"stages": (4,)}, {"accumulations": (0,)}):
