@@ -239,3 +239,20 @@ def test_a_scheduler_of_another_optimizer_is_refused():
     stray = lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), lr=0.1), 1)
     with pytest.raises(ValueError, match="StepLR is bound to an optimizer that is not the one that trains"):
         zero.initialize(model=net, lr_scheduler=stray, config=config(0, 1))
+
+
+def test_what_initialize_refuses_leaves_the_model_as_it_was():
+    net = make_net()
+    empty = torch.utils.data.TensorDataset(torch.ones(0, 2))
+    for wrong, text in (
+        ({"config": config(3, 1, scheduler={"type": "WarmupLRR"})}, "did you mean 'WarmupLR'"),
+        ({"config": config(3, 1), "lr_scheduler": "WarmupLR"}, "got a str; wanted a scheduler"),
+        ({"config": config(3, 1), "training_data": empty}, "wanted at least one sample"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            zero.initialize(model=net, **wrong)
+        assert torch.equal(net.head.weight, make_net().head.weight)
+    engine, *_ = zero.initialize(model=net, config=config(3, 1))
+    engine.backward(engine(*batch(0, 2)))
+    engine.step()
+    engine.destroy()

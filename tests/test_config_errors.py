@@ -88,6 +88,13 @@ def test_syntax_error_names_the_line(tmp_path):
     path.write_text('{\n  "train_batch_size": 8,\n  "fp16": [1\n    "x": 2\n}')
     text = errors(path)
     assert text.startswith(f"in {path}:\nline 4 column 8: ")
+    # hjson takes `True},` for a word and fails at the end of the file only; a comment is no reason.
+    path.write_text('{\n  "train_batch_size": 8,\n  "bf16": {"enabled": True},\n  "zero_optimization": {"stage": 2}\n}')
+    assert errors(path).endswith("(it is no JSON from line 3 column 23 on: Expecting value)")
+    path.write_text('{\n  "train_batch_size": 8, // samples\n  "fp16": [1\n    "x": 2\n}')
+    assert "no JSON from" not in errors(path)
+    path.write_text("\n")
+    assert errors(path) == f"in {path}:\nthe file is empty, wanted an object {{...}}"
 
 
 def test_world_size_that_does_not_fit_the_batch():

@@ -2,8 +2,10 @@ import itertools
 
 import pytest
 import torch
+from models import config, make_net
 from torch.utils.data import Dataset, IterableDataset
 
+import zero
 from zero.data import Loader, RepeatingLoader
 
 
@@ -225,3 +227,28 @@ def test_nothing_to_load_is_an_error_and_no_endless_loop():
     (loader,) = loaders(3, 1, 4, drop_last=True)
     with pytest.raises(RuntimeError, match="the loader has no batch"):
         next(RepeatingLoader(loader))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "text"),
+    [
+        (torch.utils.data.DataLoader(Numbers(4)), {}, r"got a DataLoader; wanted the dataset itself \(its .dataset\)"),
+        ((number for number in range(4)), {}, "got a generator; wanted one with __len__ and __getitem__"),
+        (Numbers(4), {"batch_size": 0}, "batch_size: got 0"),
+        (Numbers(4), {"collate_fn": "stack"}, "collate_fn: got a str"),
+    ],
+)
+def test_what_no_loader_can_be_made_of_is_said_at_once(dataset, options, text):
+    with pytest.raises(ValueError, match=text):
+        Loader(dataset, **{"batch_size": 2, **options}, rank=0, world_size=1)
+
+
+def test_a_loader_of_the_engine_takes_the_arguments_of_deepspeed():
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
+    in_order = engine.deepspeed_io(Numbers(5), 2, "eval", True, None, None, None)
+    assert [samples(in_order), samples(in_order)] == [[0, 1, 2, 3, 4]] * 2
+    assert samples(engine.deepspeed_io(Numbers(5), data_sampler=[3, 1])) == [3, 1]
+    assert sorted(samples(engine.deepspeed_io(Numbers(5), collate_fn=torch.tensor))) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"route=...\): got 'test', wanted one of 'train', 'eval', 'predict'"):
+        engine.deepspeed_io(Numbers(5), route="test")
+    engine.destroy()

@@ -119,9 +119,26 @@ def test_the_split_is_by_file_and_always_the_same(parts, tmp_path):
     assert set(split.validation_files) <= set(more.validation_files)
 
 
+def test_a_few_files_are_enough(parts, tmp_path):
+    text = parts[1]
+    (tmp_path / "0.txt").write_text("0123456789" * 10)
+    alone = text.read_split(tmp_path)
+    assert bytes([*alone.train.tolist(), *alone.validation.tolist()]) == b"0123456789" * 10
+    assert alone.validation.numel() == 10
+    for names in (["0.txt", "1.txt"], [f"{i}.txt" for i in range(200) if text.is_validation(f"{i}.txt")]):
+        (tmp_path / str(len(names))).mkdir()
+        for name in names:
+            (tmp_path / str(len(names)) / name).write_text(name)
+        split = text.read_split(tmp_path / str(len(names)))
+        assert split.train_files and split.validation_files
+        assert sorted([*split.train_files, *split.validation_files]) == sorted(names)
+
+
 def test_a_folder_that_cannot_be_split_is_an_error(parts, tmp_path):
-    (tmp_path / "only.txt").write_text("text")
-    with pytest.raises(ValueError, match="each needs at least one"):
+    with pytest.raises(ValueError, match="there is no file with UTF-8 text"):
+        parts[1].read_split(tmp_path)
+    (tmp_path / "only.txt").write_text("t")
+    with pytest.raises(ValueError, match="a single file of 1 bytes is too short"):
         parts[1].read_split(tmp_path)
     with pytest.raises(ValueError, match="wanted a folder"):
         parts[1].read_split(tmp_path / "nothing")

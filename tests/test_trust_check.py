@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import subprocess
@@ -21,7 +22,14 @@ from models import WIDTH, Block, batch, config, make_net
 from torch import nn
 
 import zero
+from zero.config import load
 from zero.core.reducing import Reducer
+from zero.engine.check.compare import Yardstick, judge
+from zero.engine.check.order import Order
+from zero.engine.check.plain import PlainEngine
+from zero.engine.check.recording import Outcome, Recorder
+from zero.engine.check.runs import Kind, Run
+from zero.launch.args.check import OPTIONS, add_arguments, request
 
 ROOT = Path(__file__).parent.parent
 BF16 = {"bf16": {"enabled": True}}
@@ -194,6 +202,14 @@ def test_the_loss_is_asked_for():
     assert engine.check(x, steps=1, loss_fn=lambda model, given: model(given).square().mean())
 
 
+def test_an_optimizer_of_the_script_beside_auto_in_the_file():
+    net = make_net()
+    given = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "config": config(1, 1) | {"optimizer": "auto"}}
+    engine, *_ = zero.initialize(model=net, **given)
+    assert engine.check(micro_batch(0), steps=1, stages=(1,), accumulations=(1,))
+    engine.destroy()
+
+
 def test_wrong_arguments_are_named():
     engine, *_ = zero.initialize(model=Logits(), config=config(0, 1))
     for wrong in ({"steps": 0}, {"stages": (4,)}, {"accumulations": (0,)}):
@@ -201,6 +217,47 @@ def test_wrong_arguments_are_named():
             engine.check(torch.ones(1, WIDTH), **wrong)
     with pytest.raises(ValueError, match="empty list"):
         engine.check([])
+
+
+def begin_of(engine: Any) -> dict[str, int]:
+    recorder = Recorder(engine)
+    recorder.look_at_begin()
+    return recorder.begin
+
+
+def test_runs_that_begin_with_other_weights_are_not_compared():
+    """An unseeded script: its runs are as far apart as can be, and what lies between is not rounding."""
+    begins = {}
+    for seed in (1, 2):
+        settings = load(config(3, 1, **BF16), 1)
+        plain = PlainEngine(make_net(seed), settings, Kind.PLAIN, torch.device("cpu"))
+        engine, *_ = zero.initialize(model=make_net(seed), config=config(3, 1, **BF16))
+        begins[seed] = begin_of(engine)
+        assert begins[seed] == begin_of(plain)
+        engine.destroy()
+    one, other = (Outcome([[1.0]], [1.0], {"w": torch.ones(1)}, None, "fp32", begins[seed]) for seed in (1, 2))
+    run = Run(Kind.ENGINE, 1, 1, 3)
+    assert judge(run, one, one, Yardstick(one, one)).good
+    row = judge(run, other, one, Yardstick(one, one))
+    assert not row.good
+    assert row.verdict == (
+        "DIFFERS: parameter 'embed.weight' before the first step; does the script seed its random numbers?"
+    )
+
+
+def built_for_a_plain_run() -> bool:
+    def plain() -> Order:
+        return Order(Run(Kind.PLAIN, 1, 1), Path("/nowhere"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero.engine.init.order_of_environment", plain)
+        with zero.Init():
+            built = make_net()
+    return all(torch.equal(*pair) for pair in zip(built.parameters(), make_net().parameters(), strict=True))
+
+
+def test_a_model_that_is_built_cut_is_whole_in_a_plain_run(pool):
+    assert pool.run(2, built_for_a_plain_run) == [True, True]
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -275,6 +332,14 @@ def test_a_script_that_gives_nothing_to_compare(command, text, options, args, sa
     assert ended.returncode == 1
     assert said in ended.stderr
     assert "there is nothing to compare with" in ended.stderr
+
+
+def test_options_behind_the_script_are_pointed_out():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert {*OPTIONS, "-h", "--help"} == {word for action in parser._actions for word in action.option_strings}
+    given = request(parser.parse_args(["--steps", "2", "script.py", "--nproc", "2", "--stages=1", "--lr", "3"]))
+    assert given.stray_options == ("--nproc", "--stages=1")
 
 
 def test_a_wrong_command_line(command):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -30,8 +31,12 @@ class Split(NamedTuple):
 
 def is_validation(relative: str) -> bool:
     """Say whether a file is for validation: a hash of its path decides, so a new file moves no other."""
-    digest = hashlib.sha256(relative.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < VALIDATION_SHARE * 2**64
+    return _place(relative) < VALIDATION_SHARE
+
+
+def _place(relative: str) -> float:
+    """A number in [0, 1) that the path decides."""
+    return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:8], "big") / 2**64
 
 
 def _is_skipped(folder: str) -> bool:
@@ -67,29 +72,36 @@ def _walk(
 def read_split(data: Path | None = None) -> Split:
     """Read a folder of text, by default the standard library's sources, into a train and a validation part.
 
-    A file is in one part as a whole, so nothing that was trained on is measured. Files that are no UTF-8 are
-    left out.
+    A file is in one part as a whole, so nothing that was trained on is measured; where that would leave a part empty,
+    as with a few files, the nearest file goes there, and of a single file the last tenth is for validation. Files that
+    are no UTF-8 are left out.
     """
     files = standard_library() if data is None else folder_files(Path(data))
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
-    names: dict[bool, list[str]] = {False: [], True: []}
-    for relative, path in files:
-        content = path.read_bytes()
-        try:
-            content.decode()
-        except UnicodeDecodeError:
-            continue
-        if content:
-            where = is_validation(relative)
-            parts[where].append(content)
-            names[where].append(relative)
-    if not (parts[False] and parts[True]):
-        raise ValueError(
-            f"{data or 'standard library'}: {len(names[False])} files for training, {len(names[True])} for "
-            "validation; each needs at least one. Cut the text into more files"
-        )
-    train, validation = (torch.frombuffer(bytearray(b"".join(parts[w])), dtype=torch.uint8) for w in (False, True))
-    return Split(train, validation, tuple(names[False]), tuple(names[True]))
+    contents = {relative: content for relative, path in files if _is_text(content := path.read_bytes())}
+    if not contents:
+        raise ValueError(f"{data or 'standard library'}: there is no file with UTF-8 text")
+    validation = {name for name in contents if is_validation(name)}
+    if not validation:
+        validation = {min(contents, key=_place)}
+    elif len(validation) == len(contents):
+        validation.discard(max(contents, key=_place))
+    names = [tuple(name for name in contents if (name in validation) is where) for where in (False, True)]
+    texts = [b"".join(contents[name] for name in part) for part in names]
+    if len(contents) == 1:
+        ((name, content),) = contents.items()
+        cut = math.ceil((1 - VALIDATION_SHARE) * len(content))
+        names, texts = [(name,), (name,)], [content[:cut], content[cut:]]
+    if not all(texts):
+        raise ValueError(f"{data}: a single file of {len(content)} bytes is too short to be cut in two")
+    train, measured = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
+    return Split(train, measured, *names)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return bool(content.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 class Windows(Dataset):

@@ -61,17 +61,27 @@ def _text(source: str | Path) -> str:
 
 
 def _parse(text: str, name: str) -> Any:
+    if not text.strip():
+        raise ConfigError(["the file is empty, wanted an object {...}"], name)
     try:
         # Strict JSON first: Infinity, which json.dump writes, is a quoteless string to hjson.
         return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError:
-        pass
+    except json.JSONDecodeError as error:
+        strict = error
     import hjson
 
     try:
         return hjson.loads(text, object_pairs_hook=_object)
     except hjson.HjsonDecodeError as error:
-        raise ConfigError([f"line {error.lineno} column {error.colno}: {error.msg}"], name) from error
+        line = f"line {error.lineno} column {error.colno}: {error.msg}{_as_json(strict, error.pos)}"
+        raise ConfigError([line], name) from error
+
+
+def _as_json(strict: json.JSONDecodeError, later: int) -> str:
+    """Where the text ceased to be JSON before hjson failed: a quoteless word, such as True, takes its line along."""
+    if strict.pos >= later or strict.doc[strict.pos :].lstrip().startswith(("#", "//", "/*")):
+        return ""
+    return f" (it is no JSON from line {strict.lineno} column {strict.colno} on: {strict.msg})"
 
 
 def _repeats(value: Any, path: tuple = ()) -> list[str]:

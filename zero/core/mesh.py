@@ -62,8 +62,7 @@ def make_mesh(sharding: Sharding, timeout: float = math.inf, check_order: bool =
     `timeout`: seconds that a wait for other ranks may last; `check_order`: note the order of collectives.
     """
     if not dist.is_initialized():
-        alone = Axis(None, 1, 0, False)
-        return Mesh(0, 1, alone, alone)
+        return mesh_of_one()
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     watch, native = Watch(rank), dist.get_backend() == "nccl"
     if size > 1:
@@ -72,6 +71,12 @@ def make_mesh(sharding: Sharding, timeout: float = math.inf, check_order: bool =
     line, point = Axis(group, size, rank, native, watch), Axis(None, 1, 0, native, watch)
     shard, replica = (line, point) if sharding.optim else (point, line)
     return Mesh(rank, size, shard, replica)
+
+
+def mesh_of_one() -> Mesh:
+    """The mesh of a process that shares nothing with others, also where there is a process group."""
+    alone = Axis(None, 1, 0, False)
+    return Mesh(0, 1, alone, alone)
 
 
 def local_device() -> torch.device:

@@ -63,6 +63,7 @@ class Loader:
         num_workers: int = 0,
         together: int | None = None,
     ) -> None:
+        _check(dataset, batch_size, collate_fn, sampled=sampler is not None)
         self.dataset = dataset
         self.batch_size = batch_size
         self.sampler = sampler
@@ -202,6 +203,25 @@ class Loader:
             return self._source.left(at.start[0]) - at.batches
         except TypeError:
             return float("inf")  # a sampler that does not know its length
+
+
+def _check(dataset: Any, batch_size: Any, collate_fn: Any, sampled: bool) -> None:
+    """Raise ValueError for what would fail at the first batch only, when training has begun."""
+    if isinstance(dataset, DataLoader | Loader):
+        raise ValueError(
+            f"dataset: got a {type(dataset).__name__}; wanted the dataset itself (its .dataset), of which each rank "
+            "gets its part"
+        )
+    indexed = hasattr(dataset, "__getitem__") and (sampled or hasattr(dataset, "__len__"))
+    if not indexed and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"dataset: got a {type(dataset).__name__}; wanted one with __len__ and __getitem__, or a "
+            "torch.utils.data.IterableDataset"
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size: got {batch_size!r}, wanted an integer of at least 1")
+    if collate_fn is not None and not callable(collate_fn):
+        raise ValueError(f"collate_fn: got a {type(collate_fn).__name__}, wanted a function of a list of samples")
 
 
 class RepeatingLoader:

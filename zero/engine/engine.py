@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from zero.engine.accumulation import Accumulation, Window
 from zero.engine.checkpoint.load import LoadCheckpoint
 from zero.engine.checkpoint.save import SaveCheckpoint
 from zero.engine.compiling import Compiling
+from zero.engine.feeding import make_loader
 from zero.engine.offload import Offload, Rest
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
@@ -185,21 +186,28 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self,
         dataset: Dataset,
         batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Iterable[int] | None = None,
         collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int = 0,
+        num_local_io_workers: int | None = None,
     ) -> Loader:
-        """A loader that gives each rank its part of `dataset`, in micro-batches."""
-        return Loader(
+        """A loader that gives each rank its part of `dataset`, in micro-batches.
+
+        route: "train" shuffles; "eval" and "predict" deal the samples out in their order, padded so that all ranks
+        have as many. data_sampler: this rank's indices instead, taken as they are. pin_memory counts on a GPU only;
+        num_local_io_workers: None reads in this process.
+        """
+        return make_loader(
+            self._config,
+            self.device,
             dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            collate_fn=collate_fn,
-            drop_last=self._config.dataloader_drop_last,
-            num_workers=num_local_io_workers,
-            pin_memory=self.device.type == "cuda",
-            # Under the tree, a step must consist of the same micro-batches whatever the number of ranks.
-            together=None if self._randomness is None else self.world_size * self.gradient_accumulation_steps(),
+            batch_size,
+            route,
+            pin_memory,
+            data_sampler,
+            collate_fn,
+            num_local_io_workers,
         )
 
     def check(

@@ -14,9 +14,10 @@ from torch import nn
 from zero.config import load
 from zero.core.building import Builder, running
 from zero.core.joining import init_distributed
-from zero.core.mesh import local_device, make_mesh
+from zero.core.mesh import local_device, make_mesh, mesh_of_one
 from zero.core.owner import owner_of
 from zero.core.piece import Piece, Rest
+from zero.engine.check.order import order_of_environment
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "only data parallelism over all ranks is built; leave it out"
@@ -118,6 +119,9 @@ class Init:
             builder.finish(failed=kind is not None)
 
     def _builder(self) -> Builder:
+        order = order_of_environment()
+        if order is not None and order.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
+            return Builder(mesh_of_one(), self._rest, self._dtype)
         return Builder(make_mesh(Sharding(optim=True, grads=True, params=True)), self._rest, self._dtype)
 
     def _configure(self, source: str | Path | Mapping[str, Any]) -> None:

@@ -24,8 +24,9 @@ from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
 from zero.engine.agreement import description
 from zero.engine.arguments import resolve_config
-from zero.engine.check.order import Order, make_plain, order_of_environment
+from zero.engine.check.order import make_plain, order_of_environment
 from zero.engine.engine import Engine
+from zero.engine.feeding import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.engine.progress import describe
 from zero.log import rank_zero, set_level
@@ -87,10 +88,25 @@ def initialize(
     if settings.log_level is not None:
         set_level(settings.log_level)
     if order is not None and order.plain:
-        plain = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
-        return _finish(plain, training_data, collate_fn, lr_scheduler, settings, order)
-    engine = _make_engine(model, optimizer, model_parameters, settings)
-    return _finish(engine, training_data, collate_fn, lr_scheduler, settings, order)
+        engine: Any = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
+        engine.lr_scheduler = _make_scheduler(lr_scheduler, engine.optimizer, settings)
+        loader = _loader(training_data, collate_fn, settings, engine.device)
+    else:
+        zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
+        # Before the model is touched: what these refuse must leave it as it was, for the call that puts it right.
+        scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
+        device = local_device()
+        loader = _loader(training_data, collate_fn, settings, device)
+        engine = _make_engine(model, zero_optimizer, groups, settings, device)
+        engine.lr_scheduler = scheduler
+    engine.training_dataloader = loader
+    if order is not None:
+        order.watch(engine)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _loader(data: Dataset | None, collate_fn: Any, settings: Config, device: torch.device) -> Loader | None:
+    return None if data is None else make_loader(settings, device, data, collate_fn=collate_fn)
 
 
 def _check(model: Any, **unsupported: Any) -> None:
@@ -105,12 +121,12 @@ def _check(model: Any, **unsupported: Any) -> None:
             raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
 
 
-def _make_engine(model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config) -> Engine:
-    zero_optimizer, groups = _make_optimizer(model, client, model_parameters, settings)
+def _make_engine(
+    model: nn.Module, zero_optimizer: ZeroOptimizer | None, groups: Groups, settings: Config, device: torch.device
+) -> Engine:
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
-    device = local_device()
     formats = zero_optimizer.rule.formats if zero_optimizer else Formats()
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     sharded = _wrap(model, groups, sharding, device, settings, formats, recomputing)
@@ -127,23 +143,6 @@ def _make_engine(model: nn.Module, client: Any, model_parameters: Iterable[Any] 
         rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
     engine._initialize = initialize
     return engine
-
-
-def _finish(
-    engine: Any,
-    training_data: Dataset | None,
-    collate_fn: Any,
-    lr_scheduler: Any,
-    settings: Config,
-    order: Order | None,
-) -> tuple[Any, Any, Loader | None, Any]:
-    """Scheduler and loader; under `zero check` the engine is recorded."""
-    engine.lr_scheduler = _make_scheduler(lr_scheduler, engine.optimizer, settings)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    if order is not None:
-        order.watch(engine)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _wrap(
@@ -295,6 +294,11 @@ def _make_scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Confi
             raise ValueError(
                 f"initialize(lr_scheduler=...): {type(given).__name__} is bound to an optimizer that is not the one "
                 "that trains, so it would change nothing; give that optimizer too, or a callable of the optimizer"
+            )
+        if not hasattr(given, "step"):
+            raise ValueError(
+                f"initialize(lr_scheduler=...): got a {type(given).__name__}; wanted a scheduler, which has step(), or "
+                "a callable of the optimizer"
             )
         return given
     if settings.scheduler is None or settings.scheduler.type is None or optimizer is None:

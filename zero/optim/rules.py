@@ -232,7 +232,7 @@ def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> Rule:
         torchs = sorted(name for name, value in vars(torch.optim).items() if _is_optimizer(value))
         known = ["Adam", "AdamW", "Lion", *torchs]
         near = difflib.get_close_matches(kind, known, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = f"; did you mean '{near[0]}'?" if near else "."
         raise ValueError(f"optimizer.type: unknown optimizer '{kind}'{hint} Known: {', '.join(dict.fromkeys(known))}")
     try:
         return TorchRule(found, params)

@@ -112,8 +112,8 @@ def judge(run: Run, found: Outcome, plain: Outcome, measure: Yardstick | None) -
     ours, theirs = _flat(found.losses), _flat(plain.losses)
     loss, norm = _difference(ours, theirs), _difference(found.norms, plain.norms)
     params = _largest(found, plain)
-    wrong = _shape(found, plain)
-    if measure is None:
+    wrong = _shape(found, plain) or _begin(found, plain)
+    if wrong is None and measure is None:
         wrong = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
     if wrong is None and found.stray is not None:
         wrong = f"parameter {found.stray} is not what it is on rank 0"
@@ -145,6 +145,14 @@ def _shape(found: Outcome, plain: Outcome) -> str | None:
     for name, value in found.params.items():
         if value.shape != plain.params[name].shape:
             return f"parameter '{name}' has shape {tuple(value.shape)}, not {tuple(plain.params[name].shape)}"
+    return None
+
+
+def _begin(found: Outcome, plain: Outcome) -> str | None:
+    # Without this, two runs that have nothing in common are far apart, and all that lies between counts as rounding.
+    for name, value in plain.begin.items():
+        if found.begin.get(name) != value:
+            return f"parameter '{name}' before the first step; does the script seed its random numbers?"
     return None
 
 

@@ -46,6 +46,7 @@ class Order:
         """Record this engine; the script ends when all that train have taken their steps."""
         recorder = Recorder(engine)
         recorder.after_step = self._stepped
+        recorder.look_at_begin()
         self._recorders.append(recorder)
 
     def _stepped(self) -> None:

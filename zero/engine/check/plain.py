@@ -19,6 +19,7 @@ from zero.config import Config
 from zero.core.tensors import tensors_in
 from zero.data import Loader
 from zero.engine.check.runs import Kind
+from zero.engine.feeding import make_loader
 from zero.engine.queries import Queries
 
 Groups = list[dict[str, Any]]
@@ -134,16 +135,9 @@ class PlainEngine(Queries, nn.Module):
         """See `Engine.zero_grad`."""
         self._sums = dict.fromkeys(self._sums)
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Loader:
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Loader:
         """See `Engine.deepspeed_io`."""
-        return Loader(
-            dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            collate_fn=collate_fn,
-            drop_last=self._config.dataloader_drop_last,
-        )
+        return make_loader(self._config, self.device, dataset, *args, **kwargs)
 
     def destroy(self) -> None:
         """Nothing to do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Outcome:
     """Of one run: losses[rank][micro-step], norms[step], and the exact weights by name.
 
     stray: the first weight that is not the same on all ranks; dtype: what forward and backward computed in.
+    begin: checksums of the weights before the first step, where they were taken.
     """
 
     losses: list[list[float]]
@@ -30,6 +31,7 @@ class Outcome:
     params: Values
     stray: str | None
     dtype: str
+    begin: dict[str, int] = field(default_factory=dict)
 
 
 class Recorder:
@@ -48,6 +50,12 @@ class Recorder:
         engine.backward, engine.step = self._heard_backward, self._heard_step
         engine.register_forward_hook(self._heard_forward)
         self.after_step: Any = None
+        self.begin: dict[str, int] = {}
+
+    def look_at_begin(self) -> None:
+        """Remember the weights of now, as the model computes with them: masters may hold more; collective."""
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.engine._config.compute_dtype, torch.float32)
+        self.begin = hashes({name: value.to(dtype) for name, value in weights(self.engine).items()})
 
     @property
     def losses(self) -> list[float]:
@@ -141,9 +149,11 @@ def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
     from safetensors.torch import save_file
 
     values: Values = {}
+    begin: dict[str, int] = {}
     for index, recorder in enumerate(recorders):
         prefix = f"engine {index}: " if len(recorders) > 1 else ""
         values |= {prefix + name: value for name, value in weights(recorder.engine).items()}
+        begin |= {prefix + name: value for name, value in recorder.begin.items()}
     if rank == 0:
         save_file(values, folder / "weights.safetensors")
     record = {
@@ -151,6 +161,7 @@ def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
         "norms": [norm for recorder in recorders for norm in recorder.norms],
         "hashes": hashes(values),
         "dtype": recorders[0].dtype,
+        "begin": begin,
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(record))
 
@@ -167,6 +178,5 @@ def load(folder: Path) -> Outcome | None:
     # In the model's order, so that "first" means what the user thinks.
     params = {name: params[name] for name in records[0]["hashes"]}
     losses = [record["losses"] for record in records]
-    return Outcome(
-        losses, records[0]["norms"], params, stray([record["hashes"] for record in records]), records[0]["dtype"]
-    )
+    first, strayed = records[0], stray([record["hashes"] for record in records])
+    return Outcome(losses, first["norms"], params, strayed, first["dtype"], first["begin"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.unavailable import lookup
 
 
 class Kind(enum.Enum):
@@ -91,7 +92,7 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)
     if settings.fp16.enabled:
         raw["fp16"] = {**raw["fp16"], "loss_scale": 1}
-    states = ((raw.get("optimizer") or {}).get("params") or {}).get("zero")
+    states = lookup(raw, "optimizer.params.zero")  # any of the three may be "auto"
     if isinstance(states, dict):
         states["moments"] = "fp32"
     return raw

@@ -35,6 +35,8 @@ def run(request: CheckRequest) -> int:
     check_counts(request.steps, request.stages, request.accumulations)
     rows: list[Row] = []
     notes: list[str] = []
+    if request.stray_options:
+        say(f"{', '.join(request.stray_options)} behind the script: given to it; options of zero check go before it")
     for accumulation in request.accumulations:
         found = _of_accumulation(request, accumulation, notes)
         if found is None:
@@ -55,9 +57,8 @@ def _of_accumulation(request: CheckRequest, accumulation: int, notes: list[str])
     nudged = None
     if isinstance(exact, Failure) or not follows(plain, exact):
         nudged = _outcome(request, Run(Kind.NUDGED, accumulation, request.steps))
-        notes.append(
-            "Rounding is measured by a plain run whose weights are off by one rounding, as fp64 does not run here."
-        )
+        why = "fp64 does not run here" if isinstance(exact, Failure) else "the run in fp64 begins with other losses"
+        notes.append(f"Rounding is measured by a plain run whose weights are off by one rounding, as {why}.")
     if isinstance(nudged, Failure):
         say("there is nothing to measure rounding by")
         return None

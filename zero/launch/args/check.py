@@ -15,6 +15,9 @@ runs. The micro-batch stays what the config says, and the global batch follows t
 when all is well, and 1 when a run differs or fails."""
 
 
+OPTIONS = ("--steps", "--stages", "--accumulation", "--num_gpus", "--nproc", "--timeout", "--offload")
+
+
 @dataclass(frozen=True)
 class CheckRequest:
     """What `zero check` was asked to do."""
@@ -32,6 +35,11 @@ class CheckRequest:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         if not Path(self.script).exists():
             raise LaunchError(f"there is no script {self.script!r}")
+
+    @property
+    def stray_options(self) -> tuple[str, ...]:
+        """Arguments of the script that look like ours; where it has no such options, they were meant for us."""
+        return tuple(arg for arg in self.script_args if arg.split("=")[0] in OPTIONS)
 
     def command(self) -> list[str]:
         """The arguments of the launcher for one run."""
