@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ class OwnHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pass the call on."""
-        if "torch._dynamo" not in sys.modules:  # nobody compiles; to ask torch for it would import a second's worth
+        if not torch.compiler.is_compiling():
             return self._hook(*args, **kwargs)
         # Made at each call: what is stored in the middle of a forward, a compiler may store too early or not at all.
         return torch.compiler.disable(self._hook)(*args, **kwargs)

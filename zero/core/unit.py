@@ -68,7 +68,7 @@ class Unit(Edits):
         self.holds = 0
         self.edited: list[int] = []
         self.bring: Callable[[Unit], bool] | None = None
-        self.optimizer: Callable[[], Any] = no_optimizer
+        self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.whole = False
         self._covered = False  # full, but the parameters look released
         self._late = False  # gathering, but nothing is on its way yet
@@ -446,7 +446,3 @@ class Unit(Edits):
         for param, nothing, kind in zip(self.params, self._absent, self._kinds, strict=True):
             param.data = nothing
             param.__class__ = self._away(kind)
-
-
-def no_optimizer() -> None:
-    """What `Unit.optimizer` is until one is bound."""
