@@ -82,7 +82,7 @@ def test_a_system_without_binding_says_so(monkeypatch):
 
 def test_a_program_that_cannot_be_started_is_named():
     bind = ROOT / "zero" / "launch" / "node" / "bind.py"
-    command = [sys.executable, "-I", "-S", str(bind), "1", "", "no-such-program"]
+    command = [sys.executable, "-I", "-S", str(bind), str(os.getpid()), "", "no-such-program"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 127
     assert ended.stderr == "zero run: cannot start 'no-such-program': No such file or directory\n"
