@@ -20,7 +20,7 @@ from zero.core.unit import Unit
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.core.wrap import Sharded
 from zero.engine.streaming import stream_model
-from zero.log import rank_zero
+from zero.log import log_once
 
 
 class Unmatched(NamedTuple):
@@ -112,15 +112,15 @@ class Weights:
         *,
         max_shard_size: int | str | None = None,
     ) -> bool:
-        """Write the weights as the model computes with them; False where the JSON does not allow it.
+        """Write the weights as the model computes with them; returns True.
 
         A name that ends in `.safetensors` gives that format, with tied weights once and their other names in its
         metadata, and one unit at a time is in memory; any other name gives torch's format, and the whole model is in
         the memory of rank 0. With `max_shard_size`, such as "5GB", the folder gets the layout of Hugging Face: files
         of at most so many bytes and their index; the name, by default model.safetensors, is what theirs begin with.
-        A file appears whole or not at all. At stage 3 the JSON must say
-        `stage3_gather_16bit_weights_on_model_save`. Raises ValueError for a name or size that does not go, and OSError
-        on all ranks when rank 0 cannot write.
+        A file appears whole or not at all. At stage 3 it is written whatever
+        `stage3_gather_16bit_weights_on_model_save` says: one unit at a time is whole. Raises ValueError for a name or
+        size that does not go, and OSError on all ranks when rank 0 cannot write.
         """
         self._alive()
         limit = None if max_shard_size is None else size_of(max_shard_size, "max_shard_size")
@@ -130,14 +130,13 @@ class Weights:
             raise ValueError(
                 f"max_shard_size is for names that end in .safetensors; save_filename is {save_filename!r}"
             )
-        allowed = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-        if self._sharded.sharding.params and not allowed:
-            rank_zero(
-                logging.WARNING,
-                "did not save the model %s: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true",
-                Path(save_dir) / save_filename,
+        asked = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        if self._sharded.sharding.params and not asked:
+            log_once(
+                logging.INFO,
+                "save_16bit_model() gathers and writes the weights, "
+                "though zero_optimization.stage3_gather_16bit_weights_on_model_save is false",
             )
-            return False
         if save_filename.endswith(".safetensors"):
             state = self._named_state(exclude_frozen_parameters)
             problem = stream_model(state, self._sharded, Path(save_dir), save_filename, limit, self.global_rank == 0)
