@@ -127,7 +127,8 @@ def leftovers(stage: int, moment: Callable[[Any], None], more: dict[str, Any]) -
 
 
 def all_moments(stage: int) -> list[tuple[str, dict[str, Any]]]:
-    leftovers(stage, in_a_window, BF16)  # imports, and what is cached once for the process
+    for more in (BF16, {}):  # imports, and what is made once for the process, such as defaults of sections left out
+        leftovers(stage, in_a_window, more)
     moments = MOMENTS if stage in (0, 3) else [in_a_window, after_a_plain_backward_raised]
     found = [(moment.__name__, leftovers(stage, moment, {})) for moment in moments]
     return [*found, ("bf16", leftovers(stage, in_a_window, BF16))]

@@ -77,8 +77,9 @@ def test_train_and_eval_return_the_engine_and_reach_the_module():
 def test_unknown_attributes_come_from_the_module():
     engine = alone()[0]
     assert engine.blocks is engine.module.blocks
-    with pytest.raises(AttributeError, match="nonsense"):
+    with pytest.raises(AttributeError, match=r"^'Engine' object \(and its module Net\) has no attribute 'nonsense'$"):
         _ = engine.nonsense
+    assert not hasattr(engine, "nonsense")
 
 
 def test_counters_and_boundary():

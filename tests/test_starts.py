@@ -24,6 +24,7 @@ import torch.distributed as dist
 from launching import Launched, Launchers
 from nodes import alive, eventually
 from starting import WHO
+from torch import nn
 
 import zero
 from zero.core.rendezvous import met
@@ -201,6 +202,23 @@ def test_alone_in_an_allocation() -> None:
 
 def test_a_group_that_should_be_there_is_missed() -> None:
     assert "call torch.distributed.init_process_group first" in environment_after({}, dist_init_required=False)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, slurm(1, 1), TORCHRUN], ids=["half set", "srun", "torchrun"])
+def test_a_rank_that_should_have_a_group_does_not_train_alone(given: dict[str, str], monkeypatch) -> None:
+    for name in WHO:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    alone = {"model": nn.Linear(2, 2), "config": {"train_micro_batch_size_per_gpu": 1}, "dist_init_required": False}
+    with pytest.raises((RuntimeError, ValueError), match=r"rank 1 of 2 .*init_process_group first|lacks \['RANK'"):
+        zero.initialize(**alone)
+    for name in given:
+        monkeypatch.delenv(name)
+    assert zero.initialize(**alone)[0].world_size == 1
 
 
 @pytest.fixture

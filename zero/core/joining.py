@@ -75,6 +75,17 @@ def init_distributed(
         _join(dist_backend, timeout)
 
 
+def refuse_alone(port: int = PORT) -> None:
+    """Raise RuntimeError where a launcher has started other ranks and this one has no process group to meet them in."""
+    found = None if dist.is_initialized() else launched(os.environ, port)
+    if found is not None and found.world_size > 1:
+        raise RuntimeError(
+            f"dist_init_required=False: this is rank {found.rank} of {found.world_size} by its environment, but there "
+            "is no process group, so each rank would train by itself; call torch.distributed.init_process_group first, "
+            "leave the argument out, or set WORLD_SIZE=1 to train with this process alone"
+        )
+
+
 def _before_meetings() -> tuple[dict[str, str], int]:
     """The environment without the port of an earlier group of this process, and how many such groups it has met for."""
     environment = dict(os.environ)

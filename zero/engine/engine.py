@@ -294,7 +294,13 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                if hasattr(type(module), name):
+                    raise  # of a property that fails, which says itself what is wrong
+                who = f"'{type(self).__name__}' object (and its module {type(module).__name__})"
+                raise AttributeError(f"{who} has no attribute '{name}'", name=name, obj=self) from None
 
     def _alive(self) -> None:
         self._need_engine()

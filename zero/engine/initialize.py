@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.read import read
 from zero.core.agree import agree
-from zero.core.joining import init_distributed
+from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import local_device, make_mesh
 from zero.core.offload import OffloadSettings
@@ -75,12 +75,15 @@ def initialize(
     needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound to that optimizer, or a callable of the
     optimizer that is returned.
     training_data: a dataset, from which each rank's loader of micro-batches is made.
+    dist_init_required: False where the caller has made the process group, or has none because it trains alone.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
     _check(model, mpu=mpu, mesh_param=mesh_param)
     source = resolve_config(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port, timeout=_group_timeout(source))
+    else:
+        refuse_alone(distributed_port)
     settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
     order = order_of_environment()
     if order is not None:
