@@ -102,6 +102,23 @@ TABLES = {
         },
         [0.1, 0.6, 1.1, 0.6, 0.1, 0.1 / 1.5, 0.05, 0.04],
     ),
+    "one cycle in stairs, fewer on the way down": (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0,
+            "cycle_max_lr": 1,
+            "cycle_first_step_size": 4,
+            "cycle_second_step_size": 6,
+            "cycle_first_stair_count": 2,
+            "cycle_second_stair_count": 3,
+        },
+        [0, 0, 0.5, 0.5, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0],
+    ),
+    "one cycle that does not come down": (
+        "OneCycle",
+        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 4, "cycle_second_step_size": 0},
+        [0, 0.25, 0.5, 0.75, 0, 0],
+    ),
     "range test": ("LRRangeTest", RANGE, [0.1, 0.15, 0.2, 0.25, 0.3]),
     "range test in stairs": (
         "LRRangeTest",
@@ -147,13 +164,21 @@ def test_one_cycle_moves_the_first_beta_against_the_rate():
     assert {beta for _, beta in seen} == {0.99}
 
 
+def test_get_mom_is_the_formula_also_before_the_first_step_and_each_group_has_its_own():
+    opt = optimizer(1.0, 2.0)
+    scheduler = lr.OneCycle(opt, 0.1, 1.0, cycle_first_step_size=2, cycle_min_mom=[0.8, 0.6], cycle_max_mom=[0.9, 0.8])
+    assert scheduler.get_mom() == [(0.9, 0.99), (0.8, 0.99)]
+    assert [group["betas"] for group in opt.param_groups] == [(0.8, 0.99), (0.6, 0.99)]  # what construction writes
+    scheduler.step()
+    wanted = [(pytest.approx(0.85), 0.99), (pytest.approx(0.7), 0.99)]
+    assert scheduler.get_mom() == [group["betas"] for group in opt.param_groups] == wanted
+
+
 def test_one_cycle_says_what_has_no_effect():
     with pytest.warns(UserWarning, match="SGD has no betas"):
         scheduler = lr.OneCycle(optimizer(kind=torch.optim.SGD), 0.1, 1.0)
     assert scheduler.get_mom() is None
     scheduler.step()
-    with pytest.warns(UserWarning, match="stair counts have no effect"):
-        lr.OneCycle(optimizer(), 0.1, 1.0, cycle_first_stair_count=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lr.OneCycle(optimizer(kind=torch.optim.SGD), 0.1, 1.0, cycle_momentum=False)
@@ -241,10 +266,15 @@ WRONG = [
     ("WarmupLR", {"warmup_max_lr": float("nan")}, ["scheduler.params.warmup_max_lr:", "finite", "nan"]),
     ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, ["scheduler.params.warmup_min_lr:", "1", "[0.1, 0.2]"]),
     ("WarmupLR", {"warmup_min_lr": [None]}, ["scheduler.params.warmup_min_lr[0]:", "None"]),
-    ("WarmupLR", {"warmup_type": "exp"}, ["scheduler.params.warmup_type:", "'log'", "'linear'", "'exp'"]),
     ("WarmupDecayLR", {}, ["scheduler.params.total_num_steps:", "WarmupDecayLR needs it", "none"]),
     ("OneCycle", {"cycle_min_lr": 0.1}, ["scheduler.params.cycle_max_lr:", "needs it", "cycle_min_lr"]),
-    ("LRRangeTest", {"lr_range_test_staircase": 1}, ["scheduler.params.lr_range_test_staircase:", "got 1"]),
+    ("LRRangeTest", {"lr_range_test_staircase": 2}, ["scheduler.params.lr_range_test_staircase:", "got 2"]),
+    ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": [0.9, 0.9]}, ["cycle_max_mom", "[0.9, 0.9]"]),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0},
+        ["cycle_first_step_size", "got 0"],
+    ),
     ("StepLR", {"size": 3}, ["scheduler.params.size:", "did you mean 'step_size'?"]),
     ("StepLR", {}, ["scheduler.params.step_size:", "StepLR needs it"]),
     ("OneCycleLR", {"max_lr": 0.1, "total_steps": -1}, ["scheduler.params:", "OneCycleLR", "-1"]),
@@ -262,6 +292,33 @@ def test_what_is_wrong_is_named(kind, params, parts):
 def test_steps_may_be_written_as_1e1():
     params = {"total_num_steps": 1e1, "warmup_num_steps": 4.0}
     assert lr.build_scheduler(optimizer(), "WarmupCosineLR", params).total_num_steps == 10
+
+
+def test_an_unknown_warmup_type_is_the_logarithm_and_said():
+    for kind, params in (
+        ("WarmupLR", {}),
+        ("WarmupDecayLR", {"total_num_steps": 2000}),
+        ("WarmupCosineLR", {"total_num_steps": 2000}),
+    ):
+        with pytest.warns(UserWarning, match="warmup_type 'exp' is unknown"):
+            strange = lr.build_scheduler(optimizer(), kind, {**params, "warmup_type": "exp"})
+        assert strange.warmup_type == "log"
+        assert [strange.lrs_at(i) for i in range(9)] == [
+            lr.build_scheduler(optimizer(), kind, params).lrs_at(i) for i in range(9)
+        ]
+
+
+def test_the_ratio_of_a_cosine_is_there_to_read():
+    scheduler = lr.WarmupCosineLR(optimizer(), total_num_steps=8, warmup_num_steps=4, warmup_type="linear")
+    assert scheduler.get_lr_ratio() == 0.0
+    scheduler.step(1)
+    assert scheduler.get_lr_ratio() == 0.25 and scheduler.get_lr() == [0.8 * 0.25]
+
+
+def test_0_and_1_are_true_and_false():
+    stairs = run("LRRangeTest", {**RANGE, "lr_range_test_staircase": 1}, 4)
+    assert stairs == run("LRRangeTest", {**RANGE, "lr_range_test_staircase": True}, 4)
+    assert lr.OneCycle(optimizer(), 0, 1, cycle_momentum=0).get_mom() is None
 
 
 def test_a_warmup_longer_than_the_run_is_told():

@@ -20,6 +20,9 @@ class ConfigError(ValueError):
         lines = "\n".join(self.errors)
         super().__init__(f"in {source}:\n{lines}" if source else lines)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made anew from its message alone
+        return type(self), (self.errors, self.source), self.__dict__
+
 
 def show(value: Any) -> str:
     """A value as the user would write it in the file, shortened."""

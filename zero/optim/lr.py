@@ -25,16 +25,13 @@ from zero.plan.rates import cosine_decay, cycle_height, decay_factor, linear_dec
 class ScheduleError(ValueError):
     """A parameter of a schedule is wrong: the message begins with its name, so a path can go before it."""
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key}: {reason}")
-
 
 def _integer(key: str, value: object, low: int) -> int:
     # 1e4 is a float in JSON, and people write it for a number of steps.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ScheduleError(key, f"wanted an integer of at least {low}, got {value!r}")
+        raise ScheduleError(f"{key}: wanted an integer of at least {low}, got {value!r}")
     return value
 
 
@@ -42,19 +39,22 @@ def _number(key: str, value: object, low: float | None = None) -> float:
     wanted = "a finite number" + ("" if low is None else f" of at least {low:g}")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (low is not None and value < low):
-        raise ScheduleError(key, f"wanted {wanted}, got {value!r}")
+        raise ScheduleError(f"{key}: wanted {wanted}, got {value!r}")
     return float(value)
 
 
 def _boolean(key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ScheduleError(key, f"wanted true or false, got {value!r}")
-    return value
+    if value not in (0, 1):  # JSON people write them for false and true
+        raise ScheduleError(f"{key}: wanted true or false, got {value!r}")
+    return bool(value)
 
 
 def _warmup_type(value: object) -> str:
     if value not in ("log", "linear"):
-        raise ScheduleError("warmup_type", f"wanted 'log' or 'linear', got {value!r}")
+        warnings.warn(
+            f"scheduler: warmup_type {value!r} is unknown, so it is 'log'; there is 'linear', too", stacklevel=3
+        )
+        return "log"
     return str(value)
 
 
@@ -63,7 +63,7 @@ def _per_group(key: str, value: object, count: int) -> list[float]:
     if not isinstance(value, (list, tuple)):
         return [_number(key, value, 0)] * count
     if len(value) != count:
-        raise ScheduleError(key, f"wanted one number, or {count} (one per group), got {value!r}")
+        raise ScheduleError(f"{key}: wanted one number, or {count} (one per group), got {value!r}")
     return [_number(f"{key}[{i}]", item, 0) for i, item in enumerate(value)]
 
 
@@ -228,6 +228,10 @@ class WarmupCosineLR(Schedule):
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gamma
         return cosine_decay(iteration, self.total_num_steps, self.warmup_num_steps, self.cos_min_ratio)
 
+    def get_lr_ratio(self) -> float:
+        """Return the factor on the groups' own rates at the current iteration."""
+        return self.ratio_at(self.last_batch_iteration)
+
     def lrs_at(self, iteration: int) -> list[float]:
         """Return the learning rate of each parameter group at an iteration."""
         ratio = self.ratio_at(iteration)
@@ -239,9 +243,9 @@ class OneCycle(Schedule):
 
     While the rate rises, the first beta falls from `cycle_max_mom` to `cycle_min_mom`, and the other way
     round; after the cycle it grows by `decay_mom_rate`. Decay needs `decay_step_size` and a rate, or the end
-    of the cycle stays. As in DeepSpeed the second beta becomes 0.99, construction writes `cycle_min_mom`, the
-    stair counts have no effect (a warning says so), and an optimizer without betas keeps its momentum (a
-    warning, too).
+    of the cycle stays. Stair counts cut a half into that many stairs, 0 into none; that of the second half is the
+    first's unless given. As in DeepSpeed the second beta becomes 0.99, construction writes `cycle_min_mom`, and an
+    optimizer without betas keeps its momentum (a warning says so).
     """
 
     def __init__(
@@ -256,8 +260,8 @@ class OneCycle(Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -268,15 +272,18 @@ class OneCycle(Schedule):
         self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate, 0)
         self.first_step_size = _integer("cycle_first_step_size", cycle_first_step_size, 1)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        self.second_step_size = _integer("cycle_second_step_size", second, 1)
+        self.second_step_size = _integer("cycle_second_step_size", second, 0)
         self.cycle_size = self.first_step_size + self.second_step_size
+        stairs = _integer(
+            "cycle_first_stair_count", cycle_first_stair_count, -1
+        )  # -1 is 0, as on DeepSpeed's own flags
+        second = stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        self.stair_counts = stairs, _integer("cycle_second_stair_count", second, -1)
         self.decay_step_size = _number("decay_step_size", decay_step_size, 0)
-        self.min_mom = _number("cycle_min_mom", cycle_min_mom, 0)
-        self.max_mom = _number("cycle_max_mom", cycle_max_mom, 0)
-        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate, 0)
+        self.min_moms = _per_group("cycle_min_mom", cycle_min_mom, count)
+        self.max_moms = _per_group("cycle_max_mom", cycle_max_mom, count)
+        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
         self.cycle_momentum = _boolean("cycle_momentum", cycle_momentum)
-        if cycle_first_stair_count or cycle_second_stair_count:
-            warnings.warn("OneCycle: the stair counts have no effect", stacklevel=2)
         if self.cycle_momentum and any("betas" not in group for group in self.optimizer.param_groups):
             name = type(self.optimizer).__name__
             warnings.warn(f"OneCycle: {name} has no betas, so cycle_momentum has no effect", stacklevel=2)
@@ -288,29 +295,30 @@ class OneCycle(Schedule):
         if iteration >= self.cycle_size:
             factor = decay_factor(iteration - self.cycle_size + 1, self.decay_step_size, self.decay_lr_rate)
             return [low / factor for low in self.min_lrs]
-        height = cycle_height(iteration, self.first_step_size, self.second_step_size)
+        height = self._height(iteration)
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def mom_at(self, iteration: int) -> float:
-        """Return the first beta, the same for all parameter groups, at an iteration."""
-        if iteration < 0:
-            return self.min_mom
+    def moms_at(self, iteration: int) -> list[float]:
+        """Return the first beta of each parameter group at an iteration."""
         if iteration >= self.cycle_size:
-            count = iteration - self.cycle_size + 1
-            return self.max_mom * decay_factor(count, self.decay_step_size, self.decay_mom_rate)
-        height = cycle_height(iteration, self.first_step_size, self.second_step_size)
-        return self.max_mom - (self.max_mom - self.min_mom) * height
+            factor = decay_factor(iteration - self.cycle_size + 1, self.decay_step_size, self.decay_mom_rate)
+            return [high * factor for high in self.max_moms]
+        height = self._height(iteration)
+        return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each parameter group at this iteration; None if momentum is not cycled."""
-        if not self.cycle_momentum:
-            return None
-        return [(self.mom_at(self.last_batch_iteration), 0.99)] * len(self.optimizer.param_groups)
+        return [(mom, 0.99) for mom in self.moms_at(self.last_batch_iteration)] if self.cycle_momentum else None
+
+    def _height(self, iteration: int) -> float:
+        return cycle_height(iteration, self.first_step_size, self.second_step_size, *self.stair_counts)
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
-            group["betas"] = betas
+        if self.cycle_momentum:
+            moms = self.min_moms if self.last_batch_iteration == -1 else self.moms_at(self.last_batch_iteration)
+            for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
+                group["betas"] = (mom, 0.99)
 
 
 class LRRangeTest(Schedule):

@@ -34,13 +34,16 @@ def cosine_decay(iteration: int, total_num_steps: int, warmup_num_steps: int, co
     return max(0.0, cos_min_ratio + (1 - cos_min_ratio) * height)
 
 
-def cycle_height(iteration: int, first_step_size: float, second_step_size: float) -> float:
-    """Return the height, 0 to 1, in a triangle that begins at iteration -1, rises and falls."""
-    total = first_step_size + second_step_size
-    position = (iteration + 1) / total
-    x = position - math.floor(position)
-    top = first_step_size / total
-    return x / top if x <= top else (1 - x) / (1 - top)
+def cycle_height(iteration: int, first: int, second: int, first_stairs: int = 0, second_stairs: int = 0) -> float:
+    """Return the height, 0 to 1, in a triangle that begins at iteration -1, rises in `first` and falls in `second`.
+
+    With stairs it is the height of the stair, which is never above the line.
+    """
+    position = (iteration + 1) % (first + second)
+    steps, size, stairs = (
+        (position, first, first_stairs) if position <= first else (first + second - position, second, second_stairs)
+    )
+    return steps * stairs // size / stairs if stairs > 0 else steps / size
 
 
 def decay_factor(count: float, step_size: float, rate: float) -> float:

@@ -34,9 +34,12 @@ class Attempt(NamedTuple):
 class Ended(Exception):
     """No attempt follows; `verdict` says why."""
 
-    def __init__(self, found: Verdict) -> None:
-        super().__init__(found.text)
-        self.verdict = found
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+
+    def __str__(self) -> str:
+        return self.verdict.text
 
 
 class OneMachine:
