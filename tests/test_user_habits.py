@@ -11,11 +11,12 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from models import WIDTH, config
-from torch import nn
+from torch import multiprocessing, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import zero
@@ -247,6 +248,63 @@ def run_swaps() -> list[list[float]]:
 def test_a_tensor_put_into_param_data_counts_as_an_edit(pool):
     for found in pool.run(2, run_swaps):
         assert all(losses == found[0] for losses in found)
+
+
+GRABS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda values: values.numpy(),
+    "numpy, let go at once": lambda values: values.numpy() is None,
+    "memoryview": lambda values: memoryview(values.numpy()),
+    "dlpack": lambda values: np.from_dlpack(values),
+    "view": lambda values: values[1:],
+    "storage": lambda values: values.untyped_storage(),
+    "share_memory_": lambda values: values.share_memory_(),
+    "queue": lambda values: multiprocessing.reductions.reduce_tensor(values),
+}
+BY_HOOKS = ("numpy", "numpy, let go at once", "memoryview", "share_memory_", "queue")
+
+
+def read(got: Any) -> Any:
+    """The values in what one of `GRABS` has given."""
+    if isinstance(got, torch.UntypedStorage):
+        return torch.empty(0).set_(got).tolist()
+    return got.tolist() if hasattr(got, "tolist") else None
+
+
+def grabbed(stage: int, by_hooks: bool) -> tuple[list[float], list[str]]:
+    """Losses, and what was got from the memory of a parameter and is something else two steps later."""
+    engine, losses, held = start(stage), [], {}
+    layer = engine.module.layers[1]
+    for number, name in enumerate(BY_HOOKS if by_hooks else GRABS):
+
+        def grab(*args: Any, name: str = name) -> None:
+            got = GRABS[name](layer.weight.detach())
+            held[name] = got, copy.deepcopy(read(got))
+
+        hook = layer.register_forward_hook(grab) if by_hooks else None
+        if hook is None:
+            with whole(engine):
+                grab()
+        losses.append(step(engine, number))
+        if hook is not None:
+            hook.remove()
+        losses.append(step(engine, number + 1))
+    with whole(engine):
+        engine.module.share_memory()
+        layer.bias.detach().numpy()
+    engine.offload_states()
+    engine.reload_states()
+    return [*losses, step(engine, 0)], [name for name, (got, wanted) in held.items() if read(got) != wanted]
+
+
+def run_grabs() -> list[Any]:
+    return [[grabbed(stage, by_hooks) for stage in (0, 3)] for by_hooks in (False, True)]
+
+
+def test_memory_that_somebody_was_given_stays_his(pool):
+    for found in pool.run(2, run_grabs):
+        for (plain, _), (cut, lost) in found:
+            assert cut == plain
+            assert lost == []
 
 
 def conversions(stage: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -50,8 +51,15 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def holders_of(tensor: torch.Tensor) -> int:
-    """How many tensors share the memory of this one, itself counted."""
-    return torch._C._storage_Use_Count(memory_of(tensor))
+    """A number that grows by one with each tensor or variable that comes to hold the memory of this tensor."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+def resizable(storage: torch.UntypedStorage) -> bool:
+    """Whether its memory may be given back and come again: torch refuses where `numpy()` was called, and crashes
+    where `share_memory_()` or a queue has moved the storage into memory that processes share."""
+    return storage.resizable() and (storage.device.type != "cpu" or not storage.is_shared())
 
 
 def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

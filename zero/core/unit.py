@@ -28,7 +28,7 @@ from zero.core.mesh import Mesh
 from zero.core.owner import Owner, copy_to, owner_of
 from zero.core.released import absent, released_class
 from zero.core.state import LEGAL, State
-from zero.core.tensors import holders_of, memory_of
+from zero.core.tensors import holders_of, memory_of, resizable
 from zero.log import logger
 from zero.memory.home import Home
 from zero.memory.lane import follow
@@ -246,7 +246,8 @@ class Unit(Edits):
 
         With `spare`, memory that somebody has come to hold a view of since it was filled is left to him, and the
         unit takes new memory next time. Only a graph that was built meanwhile must not count as somebody: its
-        views are to find the parameters again where they were, so whoever builds one says `spare=False`.
+        views are to find the parameters again where they were, so whoever builds one says `spare=False`. What cannot
+        be resized, as after `numpy()` and `share_memory_()`, is always left; a graph finds the values in it.
         """
         if not self.whole:
             self._release(spare)
@@ -405,7 +406,7 @@ class Unit(Edits):
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
     def _free(self, spare: bool) -> None:
-        if spare and holders_of(self.full) > self._holders:
+        if (spare and holders_of(self.full) > self._holders) or not resizable(self.full.untyped_storage()):
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
                 self.full = torch.empty_like(self.full)
                 self._views = self._views_of(self.full)

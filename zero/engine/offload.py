@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.tensors import resizable
 from zero.core.unit import State, Unit
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
@@ -78,7 +79,7 @@ class Offload:
             raise RuntimeError(f"offload_states() while GatheredParameters holds {held} open; call it outside")
         self._sharded.recover()
         self._sharded.gatherer.release_all()
-        storages = {each._cdata: each for each in self._storages(names) if each.nbytes()}
+        storages = {each._cdata: each for each in self._storages(names) if each.nbytes() and resizable(each)}
         if "lp_params" in names:
             for unit in self._sharded.units:
                 unit.put_away()
