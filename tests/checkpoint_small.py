@@ -96,11 +96,12 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def refused(engine: Any, folder: Path, *parts: str, **options: Any) -> str:
-    """The error of loading, which must leave everything as it was and hold these parts."""
+    """The error of loading, which must leave everything as it was and hold these parts; the checkpoint is whole."""
     train(engine, 1, first=50)
     before = held(engine)
     with pytest.raises(ValueError, match=str(folder)) as caught:
         engine.load_checkpoint(folder, **options)
+    assert caught.type is ValueError  # and no `Damaged`
     assert_equal(held(engine), before)
     train(engine, 1, first=51)
     for part in parts:

@@ -176,6 +176,8 @@ def _fit_groups(match: Match, index: Index, wanted: Iterable[Wanted]) -> None:
             moved.setdefault((there, each.group), []).append(each.names[0])
     for (there, here), names in moved.items():
         match.states.append(f"in parameter group {there} there and in group {here} here: {_names(names)}")
+    if moved:
+        match.states.append("initialize() with the parameter groups of then, in their order, loads it whole")
 
 
 def _fit_numbers(match: Match, index: Index, wanted: Iterable[Wanted]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from zero.checkpoint.differences import Ask, Match, Wanted, compare
 from zero.checkpoint.find import find
 from zero.checkpoint.folder import LATEST
-from zero.checkpoint.index import Damaged, Index
+from zero.checkpoint.index import Index
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.saver import Saver
 from zero.config import Config
@@ -156,13 +156,13 @@ class LoadCheckpoint:
         return None if there is None else self._fitted(*there, ask)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
-        """Raises Damaged where the engine cannot take what is there."""
+        """Raises ValueError where the engine cannot take what is there."""
         self._may_load()
         ask = ask._replace(left_out=index.excluded)
         match = compare(index, self._wanted(), shapes_of_buffers(self.module), ask)
         problem = match.problem(ask)
         if problem is not None:
-            raise Damaged(f"{place} does not fit this engine:\n  {problem}")
+            raise ValueError(f"{place} does not fit this engine:\n  {problem}")
         if match.doubles:
             with Source(place, index) as source:
                 unequal = [
@@ -172,7 +172,7 @@ class LoadCheckpoint:
                     for line in doubled(source, match, ask, part, ask.states and unit.master is not None)
                 ]
             if unequal:
-                raise Damaged(f"{place} does not fit this engine:\n  " + "\n  ".join(unequal))
+                raise ValueError(f"{place} does not fit this engine:\n  " + "\n  ".join(unequal))
         return Found(place, index, match, ask)
 
     def _wanted(self) -> list[Wanted]:

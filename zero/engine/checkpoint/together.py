@@ -52,11 +52,11 @@ class Together:
             problem = error
         save = None if found is None else f"'{found.index.tag}' saved as {found.index.save}"
         place = None if found is None else str(found.place)
-        told = self._tell([None if problem is None else str(problem), save, place, _host()])
-        self._raise(problem, [text for text, *_ in told])
+        told = self._tell([_said(problem), save, place, _host()])
+        self._raise(problem, [said for said, *_ in told])
         if len({save for _, save, *_ in told}) > 1:
             each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place, _) in enumerate(told))
-            raise Damaged(f"{self._what}: the ranks would load different checkpoints: {each}")
+            raise ValueError(f"{self._what}: the ranks would load different checkpoints: {each}")
         near = len({(place, host) for *_, place, host in told}) == 1
         return None if found is None else found._replace(near=near)
 
@@ -70,9 +70,9 @@ class Together:
             result = work()
         except REFUSALS as error:
             problem = error
-        told = self._tell(None if problem is None else str(problem))
+        told = self._tell(_said(problem))
         if after is not None:
-            after(all(text is None for text in told))
+            after(all(said is None for said in told))
         self._raise(problem, told)
         return result
 
@@ -80,12 +80,18 @@ class Together:
         """What each rank says, by rank."""
         return [json.loads(text) for text in everyone(json.dumps(value), self._axis, self._device)]
 
-    def _raise(self, problem: Exception | None, told: list[str | None]) -> None:
+    def _raise(self, problem: Exception | None, told: list[tuple[str, bool] | None]) -> None:
         if problem is not None:
             raise problem
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise Damaged(f"{self._what}: rank {rank}: {text}")
+        for rank, said in enumerate(told):
+            if said is not None:
+                text, damaged = said
+                raise (Damaged if damaged else ValueError)(f"{self._what}: rank {rank}: {text}")
+
+
+def _said(problem: Exception | None) -> tuple[str, bool] | None:
+    """What the other ranks are told of it: its text, and whether the checkpoint is damaged."""
+    return None if problem is None else (str(problem), isinstance(problem, Damaged))
 
 
 def _host() -> str:

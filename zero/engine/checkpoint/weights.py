@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero.checkpoint.differences import Ask, Match, Wanted, compare
-from zero.checkpoint.index import Damaged, Index
+from zero.checkpoint.index import Index
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.mesh import Axis, local_device
@@ -88,31 +88,32 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path
 
     try:
         ranks.read(read)
-    except Damaged as error:
-        raise Damaged(f"{error}. The module is half loaded") from None
+    except ValueError as error:
+        error.args = (f"{error}. The module is half loaded",)
+        raise
     for line in found.match.warnings:
         rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
     return found.match
 
 
 def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, index: Index, ask: Ask) -> Found:
-    """Raises Damaged where the module cannot take what is there."""
+    """Raises ValueError where the module cannot take what is there."""
     names = names_of_parameters(module)
     wanted = []
     for name, param in params.items():
         owner = owner_of(param)
         if is_lazy(param) or param.is_meta:
-            raise Damaged(
+            raise ValueError(
                 f"load_weights: parameter '{name}' has no memory yet; build the module on a device, or under zero.Init"
             )
         if owner is not None and not owner.unit.opened and owner.unit.state is not State.SHARDED:
-            raise Damaged(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
+            raise ValueError(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
         others = [other for other in names[id(param)] if other != name]
         wanted.append(Wanted((name, *others), tuple(param.shape), dtype_name(param.dtype)))
     match = compare(index, wanted, shapes_of_buffers(module), ask)
     problem = match.problem(ask)
     if problem is not None:
-        raise Damaged(f"{place} does not fit this module:\n  {problem}")
+        raise ValueError(f"{place} does not fit this module:\n  {problem}")
     if match.doubles:
         with Source(place, index) as source:
             unequal = [
@@ -122,7 +123,7 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
                 for line in doubled(source, match, ask, part, False)
             ]
         if unequal:
-            raise Damaged(f"{place} does not fit this module:\n  " + "\n  ".join(unequal))
+            raise ValueError(f"{place} does not fit this module:\n  " + "\n  ".join(unequal))
     return Found(place, index, match, ask)
 
 
