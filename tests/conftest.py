@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ from real_nodes import Nodes, reason
 STDERR = pytest.StashKey[int]()
 UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is said again at the end of the run
 
+# What torch takes at its word: on a CPU without them its kernels end the process.
+FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}}
+
 SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
@@ -41,8 +45,18 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
+def skip_all_without(asked: str, cpuinfo: str) -> None:
+    """End the run well where `asked`, as ATEN_CPU_CAPABILITY says it, is more than the CPU of /proc/cpuinfo has."""
+    has = re.search(r"^flags\s*:(.*)", cpuinfo, re.MULTILINE)
+    if missing := FLAGS.get(asked, set()) - set(has[1].split() if has else ()):
+        why = f"ATEN_CPU_CAPABILITY={asked}, and this CPU lacks {', '.join(sorted(missing))}"
+        pytest.exit(f"all tests are skipped: {why}", returncode=0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # as it is before pytest puts files in its place
+    told = Path("/proc/cpuinfo")
+    skip_all_without(os.environ.get("ATEN_CPU_CAPABILITY", ""), told.read_text() if told.exists() else "")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,7 +104,10 @@ def hosts(real_nodes: Nodes) -> Iterator[Nodes]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say once, at the end, why nothing ran over real nodes; under xdist only the process that prints comes here."""
+    """Say once, at the end, what torch computed with and why nothing ran over real nodes; xdist's workers do not."""
+    asked = os.environ.get("ATEN_CPU_CAPABILITY")
+    how = f"ATEN_CPU_CAPABILITY={asked}" if asked else "ATEN_CPU_CAPABILITY is not set"
+    terminalreporter.write_line(f"torch's CPU kernels: {torch.backends.cpu.get_cpu_capability()} ({how})")
     said = {str(report.longrepr[-1]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())}
     for line in sorted(said):
         if line.startswith(UNTESTED):

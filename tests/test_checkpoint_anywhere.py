@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import FORMATS, MOMENTS, PLACES, Case, differing, engine_of, states, step
+from closeness import allowed, error
 from models import WIDE, batch, make_net
 
 FIRST, MORE = 3, 5  # steps before the first save, and after each
@@ -177,8 +178,8 @@ def loss_of(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Te
 def test_other_ranks_go_on_within_the_rounding_of_plain_torch(pool: Any, tmp_path: Path, world: int) -> None:
     pool.run(world, fp32_run, world, tmp_path, False)
     kept = torch.load(tmp_path / "facts")
-    exact = torch.tensor(plain(kept, torch.float64), dtype=torch.float64)
-    allowed = (torch.tensor(plain(kept, torch.float32), dtype=torch.float64) - exact).abs().max()
+    exact = plain(kept, torch.float64)
+    limit = allowed(plain(kept, torch.float32), exact)
     for other in (1, 2, 3, 4):
-        found = torch.tensor(pool.run(other, fp32_run, other, tmp_path, True)[0], dtype=torch.float64)
-        assert (found - exact).abs().max() <= 2 * allowed, f"{world} to {other}"
+        found = pool.run(other, fp32_run, other, tmp_path, True)[0]
+        assert error(found, exact) <= limit, f"{world} to {other}"

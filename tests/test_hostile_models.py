@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error
 from matrix_models import Base, FrozenMiddle, Tied, Twice
 from models import WIDTH, Block, config
 from torch import nn
@@ -275,16 +276,12 @@ def plain(kind: type[nn.Module], dtype: torch.dtype, accumulation: int) -> dict[
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    return max((found[name].double() - exact[name]).abs().max().item() for name in exact if exact[name].numel())
-
-
 def check(pool: Any, kind: type[nn.Module], loop: Callable[..., None], accumulation: int) -> None:
     exact = plain(kind, torch.float64, accumulation)
-    allowed = 2 * error(plain(kind, torch.float32, accumulation), exact)
+    limit = allowed(plain(kind, torch.float32, accumulation), exact)
     for rank, stages in enumerate(pool.run(2, run_all, kind, loop, accumulation)):
         for stage, found in enumerate(stages):
-            assert error(found, exact) <= allowed, f"stage {stage} on rank {rank}"
+            assert error(found, exact) <= limit, f"stage {stage} on rank {rank}"
 
 
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)

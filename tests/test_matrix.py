@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error
 from matrix_models import CASES, UNITS, build, inputs, loss_of
 from models import config
 
@@ -103,10 +104,6 @@ def plain(name: str, world: int, precision: str, exact: bool, optimizer: Callabl
     return {key: param.detach() for key, param in theirs.items()}
 
 
-def distance(found: Params, exact: Params) -> float:
-    return max((found[key].double() - exact[key].double()).abs().max().item() for key in exact)
-
-
 def check(pool: Any, name: str, world: int, precision: str) -> None:
     stages = pool.run(world, run_stages, name, precision, {})
     first = stages[0][0]
@@ -118,8 +115,7 @@ def check(pool: Any, name: str, world: int, precision: str) -> None:
             for key, value in result["params"].items():
                 assert torch.equal(value, first["params"][key]), f"{place}: '{key}' differs from stage 0, rank 0"
     exact = plain(name, world, precision, True)
-    allowed = 2 * distance(plain(name, world, precision, False), exact)
-    assert distance(first["params"], exact) <= allowed
+    assert error(first["params"], exact) <= allowed(plain(name, world, precision, False), exact)
     start = dict(build(name).named_parameters())
     assert any(not torch.equal(first["params"][key], value) for key, value in start.items()), "nothing was learnt"
     for key, param in start.items():
@@ -154,7 +150,7 @@ def test_gradients_of_a_dict_output_are_divided_by_the_accumulation_count_once(p
 def test_the_default_order_of_sums_divides_once_too(pool):
     """Stages 0 and 1 add micro-batches up before ranks: other roundings, the same mean."""
     exact = plain("DictOutput", 2, "fp32", True)
-    allowed = 2 * distance(plain("DictOutput", 2, "fp32", False), exact)
+    limit = allowed(plain("DictOutput", 2, "fp32", False), exact)
     for stages in pool.run(2, run_stages, "DictOutput", "fp32", {"zero": {}}):
         for stage, result in enumerate(stages):
-            assert distance(result["params"], exact) <= allowed, f"stage {stage}"
+            assert error(result["params"], exact) <= limit, f"stage {stage}"

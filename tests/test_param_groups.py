@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error
 from models import batch, config, make_net
 from torch import nn
 
@@ -75,10 +76,6 @@ def plain_run(world: int, dtype: torch.dtype, half: bool = False) -> list[torch.
     return [param.detach() for param in net.parameters()]
 
 
-def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    return max((a.double() - b).abs().max().item() for a, b in zip(found, exact, strict=True))
-
-
 def net_loss(net: nn.Module, embed: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The Net's forward with the weight `embed`, with its loss in the dtype of the net."""
     x = nn.functional.embedding(tokens, embed).to(net.head.weight.dtype)
@@ -95,19 +92,18 @@ def all_runs(client: bool) -> tuple[list[list[torch.Tensor]], list[list[torch.Te
 
 @pytest.mark.parametrize("client", [False, True], ids=["json", "client"])
 def test_groups_keep_their_settings_and_take_new_ones(pool, client):
-    exact, rough = plain_run(2, torch.float64), plain_run(2, torch.float32)
-    half = plain_run(2, torch.float32, half=True)
-    allowed, allowed_half = distance(rough, exact), distance(half, exact)
+    exact = plain_run(2, torch.float64)
+    limit, limit_half = (allowed(plain_run(2, torch.float32, half), exact) for half in (False, True))
     for runs, mixed in pool.run(2, all_runs, client):
         for run in runs:
             assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-        assert distance(runs[0], exact) <= 2 * allowed
+        assert error(runs[0], exact) <= limit
         for run in mixed:
             assert all(torch.equal(a, b) for a, b in zip(run, mixed[0], strict=True))
         dtypes = [param.dtype for param in mixed[0]]
         assert dtypes[0] == torch.bfloat16
         assert set(dtypes[1:]) == {torch.float32}
-        assert distance(mixed[0][1:], exact[1:]) <= 2 * allowed_half
+        assert error(mixed[0][1:], exact[1:]) <= limit_half
 
 
 def test_a_parameter_in_two_groups_is_named():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error, ulps
 from models import batch, config, make_net, reference, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +82,6 @@ def exact(world: int, mode: str) -> dict[str, torch.Tensor]:
     return reference(make_net(), world, settings(0, world, mode), torch.float64, STEPS)["params"]
 
 
-def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    return max((found[name].double() - truth[name]).abs().max().item() for name in truth)
-
-
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return first["losses"] == second["losses"] and all(
         torch.equal(value, second["params"][name]) for name, value in first["params"].items()
@@ -95,11 +92,11 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("world", [1, 2])
 def test_as_near_to_the_truth_as_plain_torch(pool, world, mode):
     truth = exact(world, mode)
-    allowed = 2 * distance(plain(world, mode, 1024.0 if "fp16" in mode else 1.0), truth)
+    limit = allowed(plain(world, mode, 1024.0 if "fp16" in mode else 1.0), truth)
     ranks = pool.run(world, run_stages, world, mode)
     for stages in ranks:
         for stage in STAGES:
-            assert distance(stages[stage]["params"], truth) <= allowed, f"stage {stage}"
+            assert error(stages[stage]["params"], truth) <= limit, f"stage {stage}"
             assert same(stages[stage], stages[0]), f"stage {stage} differs from stage 0"
             assert stages[stage]["norms"] == stages[0]["norms"]
         assert all(torch.equal(stages[0]["params"][name], value) for name, value in ranks[0][0]["params"].items())
@@ -150,7 +147,7 @@ def test_a_backward_that_nobody_scaled_gives_the_right_gradient(pool, stage, mod
     for found in pool.run(2, train_all_ways, stage, mode):
         assert same({**found[0], "losses": []}, {**found[1], "losses": []}), "scale() is what backward() does"
         for run, scale in zip(found, (1024.0, 1024.0, 1.0, 1.0), strict=True):
-            assert distance(run["params"], truth) <= 2 * distance(plain(2, mode, scale), truth)
+            assert error(run["params"], truth) <= allowed(plain(2, mode, scale), truth)
             # The norm has no scale in it: within the rounding of fp16 it is the same.
             assert run["norms"] == pytest.approx(found[0]["norms"], rel=2**-8)
 
@@ -383,7 +380,7 @@ def divided(stage: int) -> list[bool]:
     for keys in ({"gradient_predivide_factor": 4}, {"prescale_gradients": True}, {"gradient_predivide_factor": 3}):
         found = one_step(stage, **keys)[0]
         exactly = all(torch.equal(a, b) for a, b in zip(found, free, strict=True))
-        nearly = all(torch.allclose(a, b, rtol=0, atol=3 * 2**-24) for a, b in zip(found, free, strict=True))
+        nearly = error(found, free) <= ulps(4, free)
         results.append(exactly if keys.get("gradient_predivide_factor") != 3 else nearly and not exactly)
     return results
 

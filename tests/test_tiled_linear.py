@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error
 from models import WIDTH, Block, config
 from stages import check
 from torch import Tensor, nn
@@ -37,14 +39,14 @@ def gradients(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_splits", [1, 2, 4])
-def test_rows_of_tiles_have_the_bits_of_plain_torch(out_splits: int, bias: bool) -> None:
+def test_rows_of_tiles_are_as_exact_as_plain_torch(out_splits: int, bias: bool) -> None:
     plain, tiled = pair(24, 64, bias, out_splits=out_splits)
     x, grad = torch.randn(5, 16, 24), torch.randn(5, 16, 64)
     ours, theirs = gradients(tiled, x, grad), gradients(plain, x, grad)
-    assert torch.equal(ours[0], theirs[0])
-    assert torch.equal(ours[2], theirs[2])
-    if out_splits == 1:
-        assert all(map(torch.equal, ours, theirs))
+    exact = gradients(copy.deepcopy(plain).double(), x.double(), grad.double())
+    for mine, their, right in zip(ours, theirs, exact, strict=True):
+        assert error([mine], [right]) <= allowed([their], [right])
+        assert torch.equal(mine, their) or out_splits > 1
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 64), (7, 11), (13, 3)])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error
 from models import WIDTH, Block, batch, config, make_net, reference, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -103,12 +104,8 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(pool, world, accumulatio
     settings = wanted(0, world, accumulation)
     exact = reference(make_net(), world, settings, torch.float64)["params"]
     plain = reference(make_net(), world, settings, torch.float32)["params"]
-
-    def distance(found: dict[str, torch.Tensor]) -> float:
-        return max((found[name].double() - exact[name]).abs().max().item() for name in exact)
-
     for result in pool.run(world, trained, (0, 3), accumulation)[0]:
-        assert distance(result["params"]) <= 2 * distance(plain)
+        assert error(result["params"], exact) <= allowed(plain, exact)
 
 
 # --- sums ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import allowed, error
 from models import WIDTH, Block, config
-from stages import error, inputs
+from stages import inputs
 from torch import nn
 
 import zero
@@ -160,9 +161,9 @@ def under_engines(name: str) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_engines_together(pool, name):
     exact = trained_by(name, torch.float64)
-    allowed = 2 * error(trained_by(name, torch.float32), exact)
+    limit = allowed(trained_by(name, torch.float32), exact)
     for stages in pool.run(2, under_engines, name):
-        assert error(stages[0], exact) <= allowed
+        assert error(stages[0], exact) <= limit
         for stage in (1, 2, 3):
             assert all(torch.equal(stages[stage][key], value) for key, value in stages[0].items()), f"stage {stage}"
 
