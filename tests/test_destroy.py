@@ -7,6 +7,7 @@ alive that were there before, which are the module's own whole parameters and bu
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zero
+from zero.engine import Engine
+from zero.engine.queries import Queries
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -187,6 +190,39 @@ def again(stage: int, moment: Callable[[Any], None]) -> bool:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_second_engine_trains_the_same(pool, stage):
     assert pool.run(2, again, stage, after_an_exception) == [True, True]
+
+
+def refused(engine: Any, name: str) -> bool:
+    """Whether the destroyed engine says so when asked for this; whatever else it raises comes out."""
+    try:
+        found = getattr(engine, name)
+        if callable(found):
+            wanted = [item for item in inspect.signature(found).parameters.values() if item.default is item.empty]
+            found(*[None for item in wanted if item.kind is item.POSITIONAL_OR_KEYWORD])
+    except RuntimeError as error:
+        assert str(error) == "this engine was destroyed; make a new one with zero.initialize", name
+        return True
+    return False
+
+
+@pytest.mark.parametrize("more", [{}, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}])
+def test_a_destroyed_engine_says_so_whatever_it_is_asked(more):
+    engine = zero.initialize(model=make_net(), config={**config(0, 1), **more})[0]
+    step = engine.step
+    ours = [base for base in Engine.__mro__ if base.__module__.startswith("zero.")]
+    names = {name for base in ours for name in vars(base) if not name.startswith("_")}
+    engine.destroy()
+    engine.destroy()
+    assert isinstance(engine, Engine)
+    answers = {name for name in names if not refused(engine, name)}
+    others = {"destroy", "was_step_applied", "get_global_grad_norm", "is_gradient_accumulation_boundary"}
+    assert answers == {name for name in vars(Queries) if not name.startswith("_")} | others
+    assert {"forward", "zero_grad", "state_nbytes", "host_nbytes", "is_compiled", "no_sync"} <= names - answers
+    for call in (step, engine, engine.zero_grad):  # looked up before, through the module, by torch's name
+        with pytest.raises(RuntimeError, match="this engine was destroyed"):
+            call()
+    assert engine.eval().module.training is False
+    assert len(list(engine.parameters())) == len(list(engine.module.parameters()))
 
 
 @only_new()

@@ -22,6 +22,7 @@ from zero.engine.accumulation import Accumulation, Window
 from zero.engine.checkpoint.load import LoadCheckpoint
 from zero.engine.checkpoint.save import SaveCheckpoint
 from zero.engine.compiling import Compiling
+from zero.engine.destroyed import destroyed_class
 from zero.engine.feeding import make_loader
 from zero.engine.offload import Offload, Rest
 from zero.engine.precision import Precision, check_loss, scaled
@@ -251,7 +252,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.
 
-        The module is a plain one afterwards, also after an exception. A second call does nothing. After an update in
+        The module is a plain one afterwards, also after an exception. A second call does nothing; other methods raise
+        RuntimeError then, but for those that only tell what the configuration and the counters say. After an update in
         host memory that failed, and after other ranks were given up, it is no collective: what only other ranks hold
         of a parameter that is cut is NaN then. A save that runs beside the training loop is waited for; what it failed
         with is raised at the end, when everything is given back.
@@ -269,6 +271,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
             finally:
                 self._watch.close()
                 self._sharded = None
+                self.__class__ = destroyed_class(type(self))
                 if self.optimizer is not None:
                     self.optimizer.unbind()  # whoever still holds it must not keep the state alive
             if (error := self._saver.error()) is not None:
@@ -303,7 +306,6 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
                 raise AttributeError(f"{who} has no attribute '{name}'", name=name, obj=self) from None
 
     def _alive(self) -> None:
-        self._need_engine()
         if self._torn is None and self.optimizer is not None and self.optimizer.failure is not None:
             self._tear(f"{self.optimizer.failure}, after step {self.global_steps}")
         if self._torn is not None or self._half_loaded is not None:

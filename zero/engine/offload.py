@@ -51,7 +51,6 @@ class Offload:
         while states are offloaded already. Raises ValueError for "nvme" and for unknown names, RuntimeError without
         an optimizer, with `offload_param`, or inside `GatheredParameters`.
         """
-        self._need_engine()
         kind = getattr(device, "value", str(device))
         if kind == "nvme":
             raise ValueError("NVMe offload is not supported for offloading states.")
@@ -92,7 +91,6 @@ class Offload:
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` took, bit by bit; does nothing when nothing is offloaded."""
-        self._need_engine()
         if self.optimizer is None or not self.optimizer.away:
             return
         while self._resting:
@@ -121,10 +119,6 @@ class Offload:
             if "optim_states" in names:
                 yield from (tensor.untyped_storage() for _, _, tensor in self.optimizer.rule.tensors(unit))
             yield from _gradient_storages(unit, names)
-
-    def _need_engine(self) -> None:
-        if self._sharded is None:
-            raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
 
 
 def _gradient_storages(unit: Unit, names: Collection[str]) -> Iterator[torch.UntypedStorage]:

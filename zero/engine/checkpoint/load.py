@@ -81,7 +81,6 @@ class LoadCheckpoint:
         only on reading raises ValueError on all ranks, too, but the engine is half loaded then: another
         `load_checkpoint` repairs it, and `destroy()` is all that it does else.
         """
-        self._need_engine()
         self._saver.join()  # else it would be by chance which checkpoint is there, or the one before that one
         ask = Ask(
             states=load_optimizer_states and not load_module_only and self.optimizer is not None,
@@ -116,7 +115,6 @@ class LoadCheckpoint:
 
     def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
-        self._need_engine()
         self._saver.join()
         ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
         found = ranks.find(lambda: self._fitted(*look(saved_buffers(self.module)), ask))

@@ -62,7 +62,6 @@ class SaveCheckpoint:
         rank makes no progress for `zero.timeout` seconds, or when the engine is of no use; OSError that names rank
         and file; and, without another save, what the last one beside the training loop failed with.
         """
-        self._need_engine()
         saver = self._saver
         saver.join()
         options = Options(bool(save_latest), bool(exclude_frozen_parameters))
@@ -80,7 +79,6 @@ class SaveCheckpoint:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the save that runs beside the training loop, if any, has ended; raises what it failed with."""
-        self._need_engine()
         self._saver.join()
         if (error := self._saver.error()) is not None:
             raise error
