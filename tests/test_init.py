@@ -307,9 +307,8 @@ def test_reading_outside_raises_with_the_full_name(pool):
         assert said.pop("engine's").startswith("ValueError: Init(module=...): parameter 'embed.weight' belongs to")
         first = "RuntimeError: parameter 'embed.weight' is released; read it inside zero.GatheredParameters(...)"
         for name, text in said.items():
-            assert text == first.replace("embed.weight", "head.weight" if name == "initialise" else "embed.weight"), (
-                name
-            )
+            wanted = first.replace("embed.weight", "head.weight" if name == "initialise" else "embed.weight")
+            assert text.startswith(wanted), name
 
 
 def failing() -> tuple[int, list[bool], str]:

@@ -158,7 +158,7 @@ def kept(mode: str) -> dict[str, Any]:
 def test_outputs_stay_valid_and_the_engine_forgets_them(pool, mode):
     for found in pool.run(2, kept, mode):
         said = found.pop("the parameter itself")
-        assert said == "parameter 'blocks.2.weight' is released; read it inside zero.GatheredParameters(...)"
+        assert said.startswith("parameter 'blocks.2.weight' is released; read it inside zero.GatheredParameters(...)")
         assert all(found.values()), found
 
 

@@ -17,7 +17,10 @@ from torch import nn
 import zero
 
 NAME = "blocks.1.up.weight"
-MESSAGE = f"parameter '{NAME}' is released; read it inside zero.GatheredParameters(...)"
+MESSAGE = (
+    f"parameter '{NAME}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
+    "zero.register_forward_method(module, name); engine.module_state_dict() has the weights whole"
+)
 
 
 def weight(model: nn.Module) -> nn.Parameter:

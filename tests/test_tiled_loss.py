@@ -323,4 +323,4 @@ def read_outside() -> str:
 
 def test_a_released_head_outside_of_a_forward_is_named(pool) -> None:
     for text in pool.run(2, read_outside):
-        assert text == "parameter 'head.weight' is released; read it inside zero.GatheredParameters(...)"
+        assert text.startswith("parameter 'head.weight' is released; read it inside zero.GatheredParameters(...)")

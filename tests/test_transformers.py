@@ -29,7 +29,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
 def build(kind: str) -> Any:
-    """Two layers of width 32, seeded: tied embeddings, grouped queries, or four experts of which two run."""
+    """Two layers of width 32, seeded: tied embeddings, grouped queries, four experts of which two run, or pictures."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
     import transformers as hf
 
@@ -48,10 +48,22 @@ def build(kind: str) -> Any:
     }
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **TOKENS))
+    if kind == "blip2":
+        small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **TOKENS}
+        made = hf.Blip2Config(
+            vision_config={**small, "image_size": 8, "patch_size": 4},
+            qformer_config={**small, "encoder_hidden_size": 16, "vocab_size": VOCABULARY},
+            text_config=hf.OPTConfig(**text, vocab_size=VOCABULARY, word_embed_proj_dim=32, dropout=0),
+            num_query_tokens=SEES,
+            image_token_index=IMAGE,
+        )
+        return hf.Blip2ForConditionalGeneration(made)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts, **TOKENS))
 
 
+SEES, IMAGE = 4, 63  # tokens for one picture, and which
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -129,30 +141,40 @@ def test_gradient_checkpointing_changes_no_bit(pool):
         assert_equal(stages[1], stages[0], "stage 3 with checkpointing")
 
 
-def generate(stage: int) -> list[Any]:
-    model, rank, world = build("llama"), dist.get_rank(), dist.get_world_size()
+def generate(kind: str, stage: int) -> list[Any]:
+    """Losses, and texts of different lengths that ranks make between steps; what a forward method sees in pictures."""
+    model, rank, world = build(kind), dist.get_rank(), dist.get_world_size()
     engine, *_ = zero.initialize(model=model, config=config(stage, world, optimizer=OPTIMIZER))
     found: list[Any] = []
-    for step in range(4):
-        tokens = batch(step, rank)
-        loss = engine(input_ids=tokens, labels=tokens).loss
+    given: dict[str, Any] = {}
+    if kind == "blip2":
+        zero.register_forward_method(model, "get_image_features")
+        given["pixel_values"] = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+    for step in range(3):
+        tokens = torch.cat([torch.full((2, len(given) * SEES), IMAGE), batch(step, rank)], dim=1)
+        loss = engine(input_ids=tokens, labels=tokens, **given).loss
         engine.backward(loss)
         engine.step()
         engine.eval()
-        with torch.no_grad():
-            # Every rank makes the same number of forwards: a rank that stops earlier would leave the others waiting.
-            made = engine.generate(tokens[:, :3], max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        length = {"max_new_tokens": 3 + 2 * rank, "min_new_tokens": 3 + 2 * rank}
+        made = engine.generate(input_ids=tokens[:, :-5], **given, **length, do_sample=False)
+        if given:
+            found.append(model.get_image_features(**given).pooler_output.sum().item())
         engine.train()
         found += [loss.item(), made.tolist()]
     engine.destroy()
+    model.eval()
+    assert model.generate(input_ids=tokens[:, :-5], **given, **length, do_sample=False).tolist() == made.tolist()
     return found
 
 
-def generate_all() -> list[list[Any]]:
-    return [generate(stage) for stage in (0, 3)]
+def generate_all(kind: str) -> list[list[Any]]:
+    return [generate(kind, stage) for stage in (0, 3)]
 
 
-def test_generation_between_steps_sees_the_current_weights(pool):
-    for whole, cut in pool.run(2, generate_all):
+@pytest.mark.parametrize("kind", ["llama", "blip2"])
+def test_generation_between_steps_sees_the_current_weights(pool, kind):
+    one, two = pool.run(2, generate_all, kind)
+    for whole, cut in (one, two):
         assert cut == whole
-        assert len(cut[1][0]) == 8
+    assert len(one[1][-1][0]) + 2 == len(two[1][-1][0]), "ranks made texts of the same length"

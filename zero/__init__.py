@@ -19,6 +19,7 @@ _HOMES = {
     "Init": "zero.engine.init",
     "register_external_parameter": "zero.core.external",
     "unregister_external_parameter": "zero.core.external",
+    "register_forward_method": "zero.core.hooks",
     "load_weights": "zero.engine.checkpoint.weights",
     "init_distributed": "zero.core.joining",
     "RepeatingLoader": "zero.data",

@@ -49,6 +49,7 @@ class Gatherer:
         self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
         self._depth = [0] * len(units)  # calls that hold the unit open, nested ones counted
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
+        self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise
         self._live: set[int] = set()  # units used since they were last released
         self._ahead: set[int] = set()  # units fetched ahead and not used yet
         self._reached: dict[int, int] = {}  # unit -> the backward that reached it
@@ -77,6 +78,17 @@ class Gatherer:
             raise
         return call
 
+    def enter_method(self) -> Call:
+        """A method that is to find what it reads starts. Forwards that it calls are as they would be without it."""
+        call = Call(())
+        (self._calls or self._methods).append(call)
+        return call
+
+    @property
+    def inside(self) -> bool:
+        """Whether a hooked module is in its forward, or a backward runs."""
+        return bool(self._calls) or in_backward()
+
     def leave(self, call: Call, output: Any = None) -> None:
         """The module has finished its forward, or raised. What of its parameters it returned, its caller reads."""
         held = self._inside(output)
@@ -93,11 +105,12 @@ class Gatherer:
             self._position = self._resume
 
     def bring(self, unit: Unit) -> bool:
-        """Make a unit readable for the innermost module that is in its forward; False if there is none."""
-        if not self._calls and not in_backward():
+        """Make a unit readable for the innermost module or method that runs; False if there is none."""
+        readers = self._calls or self._methods
+        if not readers and not in_backward():
             return False
-        if self._calls:
-            self._read(self._calls[-1], unit)
+        if readers:
+            self._read(readers[-1], unit)
         self.use([unit])
         return True
 
@@ -172,7 +185,7 @@ class Gatherer:
     def abandon(self) -> None:
         """After an exception: no module is open any more, and the step's order is worth nothing."""
         self._depth = [0] * len(self.units)
-        self._calls = []
+        self._calls, self._methods = [], []
         self._lent = []
         self._uses = []
         self._again = False
@@ -188,8 +201,9 @@ class Gatherer:
             self._position = START
 
     def _close(self, call: Call) -> None:
-        if call in self._calls:
-            self._calls.remove(call)
+        readers = self._calls if call in self._calls else self._methods
+        if call in readers:
+            readers.remove(call)
             for unit in call.units:
                 self._depth[unit.index] -= 1
 
@@ -244,9 +258,9 @@ class Gatherer:
 
     def _hand_on(self, units: Sequence[Unit]) -> None:
         """Keep these for the module that has called the one that returned them, or for the caller of the root."""
-        if self._calls:
+        if readers := self._calls or self._methods:
             for unit in units:
-                self._read(self._calls[-1], unit)
+                self._read(readers[-1], unit)
         elif not in_backward():
             self._lend(units, torch.is_grad_enabled())
 

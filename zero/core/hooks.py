@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,17 +31,50 @@ def attach(
 
     Both the module at which a unit is anchored and every module that owns one of its parameters are hooked:
     the first keeps the unit through a whole block, the others make tied weights, modules called on their
-    own, and losses taken from the middle of a block find their parameters.
+    own, and losses taken from the middle of a block find their parameters. A module that owns none but has some below
+    it is hooked for calls on its own only, in which it may read those.
     """
     handles = {}
     for module, read in reads.items():
         # A copy of the module must neither take the engine along nor ask it for parameters.
-        before, after = _forward_hooks(read, gatherer, begin_backward)
+        before, after, method = _forward_hooks(read, gatherer, begin_backward)
         handles[module] = [
-            module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(Before(before, method), prepend=True, with_kwargs=True),
             module.register_forward_hook(OwnHook(after), always_call=True),
         ]
     return handles
+
+
+class Before(OwnHook):
+    """The hook before a forward. `method(fn, args, kwargs)` calls a method of the module as a forward is called."""
+
+    def __init__(self, hook: Callable[..., None], method: Callable[..., Any]) -> None:
+        super().__init__(hook)
+        self.method = method
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of `module` run as its forward does: what it reads is gathered, and released when it ends.
+
+    For methods that are called outside of a forward and read parameters by themselves, such as `get_image_features`
+    of models that see. Before or after `zero.initialize`; where no parameter is cut, and a second time, it changes
+    nothing. Where parameters are cut, all ranks must call the method. Raises TypeError for what is no module and
+    AttributeError for a method that it does not have.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"register_forward_method(module=...): got {type(module).__name__}, wanted an nn.Module")
+    method = getattr(module, method_name)
+    if getattr(method, "func", None) is not as_forward:
+        made = functools.partial(as_forward, module, method)
+        setattr(module, method_name, functools.update_wrapper(made, method))
+
+
+def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of `module`, or of the one that it belongs to, as its forward is called."""
+    for hook in getattr(method, "__self__", module)._forward_pre_hooks.values():
+        if isinstance(hook, Before):
+            return hook.method(method, args, kwargs)
+    return method(*args, **kwargs)
 
 
 def attach_waits(reads: Mapping[nn.Module, tuple[Unit, ...]]) -> dict[nn.Module, list[RemovableHandle]]:
@@ -65,10 +99,13 @@ def _waiter(units: tuple[Unit, ...]) -> Callable[..., None]:
 
 def _forward_hooks(
     read: Reads, gatherer: Gatherer, begin_backward: Callable[[], None]
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    calls: list[tuple[Call, FrozenCall | None]] = []  # of this module, those that are in their forward
+) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Any]]:
+    calls: list[tuple[Call, FrozenCall | None] | None] = []  # of this module, those that are in their forward
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not read.units and gatherer.inside:
+            calls.append(None)  # whatever it reads belongs to the module that has called it
+            return
         followed = read.frozen is not None and torch.is_grad_enabled() and not in_backward()
         frozen = read.frozen.call((args, kwargs)) if followed else None
         calls.append((gatherer.enter(read.units), frozen))
@@ -76,7 +113,19 @@ def _forward_hooks(
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:
             return  # its parameters could not be gathered, so it has not run
-        call, frozen = calls.pop()
+        call = calls.pop()
+        if call is not None:
+            end(*call, output)
+
+    def method(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call, output = gatherer.enter_method(), None
+        try:
+            output = fn(*args, **kwargs)
+        finally:
+            end(call, None, output)
+        return output
+
+    def end(call: Call, frozen: FrozenCall | None, output: Any) -> None:
         gatherer.leave(call, output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -93,7 +142,7 @@ def _forward_hooks(
         if frozen is not None:
             frozen.reached()
 
-    return before, after
+    return before, after, method
 
 
 def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:

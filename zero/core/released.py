@@ -70,7 +70,10 @@ class Released:
         away = wanted[0]._zero_owner.unit.absence() if wanted else None
         if away is not None:
             raise RuntimeError(f"parameter '{name}': {away}")
-        raise RuntimeError(f"parameter '{name}' is released; read it inside zero.GatheredParameters(...)")
+        raise RuntimeError(
+            f"parameter '{name}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
+            "zero.register_forward_method(module, name); engine.module_state_dict() has the weights whole"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be saved or copied: the values are elsewhere."""

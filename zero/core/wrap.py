@@ -298,7 +298,7 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
 
 
 def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict[nn.Module, Reads]:
-    """What each module reads: the units anchored at it, and those of parameters it owns."""
+    """What each module that has parameters reads: the units anchored at it, and those of parameters it owns."""
     found: dict[nn.Module, list[Unit]] = {module: []}  # the root always: it tells where a forward ends
     frozen: dict[nn.Module, list[Unit]] = {}
     for unit in units:
@@ -307,16 +307,17 @@ def _reads(module: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> dict
         if unit.gradients is None:
             frozen.setdefault(anchor, []).append(unit)
     for child in module.modules():
+        if next(child.parameters(), None) is not None:
+            found.setdefault(child, [])  # none of its own where all are below it
         for param in child._parameters.values():
-            if param is not None and param._zero_owner.unit not in found.setdefault(child, []):
+            if param is not None and param._zero_owner.unit not in found[child]:
                 found[child].append(param._zero_owner.unit)
     reads = {}
     for child, needed in found.items():
-        if needed or child is module:
-            inside = {unit.index: unit for below in child.modules() for unit in found.get(below, ())}
-            trained = [unit for unit in inside.values() if unit.gradients is not None]
-            follow = FrozenUnits(frozen[child], trained, gatherer) if child in frozen else None
-            reads[child] = Reads(tuple(needed), follow)
+        inside = {unit.index: unit for below in child.modules() for unit in found.get(below, ())}
+        trained = [unit for unit in inside.values() if unit.gradients is not None]
+        follow = FrozenUnits(frozen[child], trained, gatherer) if child in frozen else None
+        reads[child] = Reads(tuple(needed), follow)
     return reads
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
 from zero.config import Config
+from zero.core.hooks import as_forward
 from zero.core.wrap import Sharded
 from zero.data import Loader
 from zero.engine.accumulation import Accumulation, Window
@@ -104,17 +107,23 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         An exception, Ctrl-C among them, leaves the engine usable: the gradients of this step are dropped, and its
         micro-batches are counted from the first again. So it is in `backward`.
         """
+        return self._run(self.module, inputs, kwargs)
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module's `generate` as its forward: what it reads by itself is gathered, and released at its end.
+
+        Where parameters are cut, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`, unless the
+        caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for another.
+        Raises AttributeError where the module has none.
+        """
         self._alive()
-        if self._sharded.recover():
-            self._begin_window()
-        try:
-            watched, timed = self._watch.call(Place.FORWARD), self._progress.phase("forward")
-            with watched, timed, self._precision.forward(), self._seeded(), self._recomputing.scope():
-                inputs, kwargs = self._precision.cast((inputs, kwargs))
-                return self.module(*inputs, **kwargs)
-        except BaseException:
-            self._abandon()
-            raise
+        method = getattr(self.module, "generate", None)
+        if method is None:
+            raise AttributeError(f"the module of this engine, a {type(self.module).__name__}, has no method 'generate'")
+        several = self.world_size > 1 and self._sharded.sharding.params
+        if several and _knows_synced_gpus(self.module, method):
+            kwargs.setdefault("synced_gpus", True)
+        return self._run(functools.partial(as_forward, self.module, method), inputs, kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute and reduce gradients; returns loss / gradient_accumulation_steps for logging, detached.
@@ -313,6 +322,19 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         if self.optimizer is not None and self.optimizer.away:
             raise RuntimeError("the engine's states are offloaded; call reload_states() first")
 
+    def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        self._alive()
+        if self._sharded.recover():
+            self._begin_window()
+        try:
+            watched, timed = self._watch.call(Place.FORWARD), self._progress.phase("forward")
+            with watched, timed, self._precision.forward(), self._seeded(), self._recomputing.scope():
+                inputs, kwargs = self._precision.cast((inputs, kwargs))
+                return call(*inputs, **kwargs)
+        except BaseException:
+            self._abandon()
+            raise
+
     def _abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""
         try:
@@ -360,3 +382,12 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self._progress.step(
             self.global_steps, self.skipped_steps, self.get_lr(), self.get_mom(), self.state_nbytes, self.host_nbytes()
         )
+
+
+def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:
+    """Whether a module's `generate`, or that of a part which it hands its keywords to, takes `synced_gpus`."""
+    known = inspect.signature(generate).parameters
+    if "synced_gpus" in known or all(value.kind is not value.VAR_KEYWORD for value in known.values()):
+        return "synced_gpus" in known
+    below = (getattr(each, "generate", None) for each in module.modules() if each is not module)
+    return any("synced_gpus" in inspect.signature(found).parameters for found in below if callable(found))
