@@ -249,6 +249,28 @@ def penalty(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
     return loss.detach()
 
 
+def for_parameters(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
+    """Gradients of named parameters alone, then a penalty on those of all: the backward goes through a backward."""
+    params, loss = dict(model.named_parameters()), model(x, rank)
+    part = model.body(x).sum() if isinstance(model, Blocks) else model.module.body(x).sum()
+    body = torch.autograd.grad(part, params, retain_graph=True, materialize_grads=True)
+    only = torch.autograd.grad(part * 2, next(iter(params.values())))
+    loss = loss * (1 + sum(grad.abs().mean() for grad in (*body.values(), *only)))
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    loss = loss + sum(grad.square().sum() for grad in grads)
+    (loss * factor).backward()
+    return loss.detach()
+
+
+def one_by_one(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
+    """Backward passes that are each for some of the parameters."""
+    params, loss = list(model.parameters()), model(x, rank)
+    (loss * factor).backward(inputs=params[::2], retain_graph=True)
+    torch.autograd.backward(loss * factor, inputs=params[3], retain_graph=True)
+    torch.autograd.backward(loss * factor, inputs=params[1:3] + params[5::2])
+    return loss.detach()
+
+
 def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
     """A generation loop before the training forward."""
     model.eval()
@@ -261,7 +283,7 @@ def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
 
 LOOPS = [
     *(whole_reentrant, whole_not_reentrant, several_forwards, in_between, retained, for_inputs),
-    *(penalty, growing),
+    *(penalty, for_parameters, one_by_one, growing),
 ]
 
 

@@ -99,6 +99,8 @@ def metadata() -> list[tuple[bool, ...]]:
                 found.is_floating_point() and torch.is_floating_point(found),
                 len({found, found}) == 1 and found in {found},
                 found.some_attribute == 1,
+                torch.equal(torch.zeros_like(found), torch.zeros_like(wanted)),
+                found.new_ones(found.shape).stride() == torch.rand_like(found).stride() == wanted.stride(),
             )
         )
     rows.append((sum(p.numel() for p in engine.parameters()) == sum(p.numel() for p in plain.parameters()),))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ _METADATA = frozenset(
         torch.is_complex,
         torch.is_floating_point,
         torch.numel,
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+        *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
         *(
             getattr(Tensor, name).__get__
             for name in (
@@ -62,6 +65,10 @@ class Released:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad and not _released_in((args[0], kwargs)):
+            return _gradients(*args, **kwargs)
+        if func is torch.autograd.backward and not _released_in((args, {**kwargs, "inputs": None})):
+            return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
         # Somebody may know how to bring them, at this moment of the step: each summons leaves a plain parameter.
         wanted = _released_in((args, kwargs))
         if wanted and wanted[0]._zero_owner.unit.summon_all(wanted):
@@ -102,6 +109,23 @@ def _released_in(values: Any) -> list[Any]:
         elif isinstance(value, (tuple, list)):
             stack += reversed(value)
     return found
+
+
+def _edges(inputs: Sequence[Any]) -> list[Any]:
+    """What gradients are asked for by, with each released parameter as the place where its gradient arrives."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [torch.autograd.graph.get_gradient_edge(each) if isinstance(each, Released) else each for each in inputs]
+
+
+def _gradients(
+    outputs: Sequence[Any], inputs: Sequence[Any], *, materialize_grads: bool, create_graph: bool, **more: Any
+) -> tuple[Any, ...]:
+    """`torch.autograd.grad`, where parameters are named only as what to differentiate by; that reads none of them."""
+    found = torch.autograd.grad(outputs, _edges(inputs), create_graph=create_graph, **more)
+    if not materialize_grads:
+        return found
+    pairs = zip(found, inputs, strict=True)
+    return tuple(torch.zeros_like(by, requires_grad=create_graph) if grad is None else grad for grad, by in pairs)
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
