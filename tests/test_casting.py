@@ -128,6 +128,35 @@ def test_autocast_computes_low_and_keeps_parameters(stage, section, dtype):
     assert engine.optimizer.dynamic_loss_scale == engine.dynamic_loss_scale() == (dtype == torch.float16)
 
 
+class Squares(nn.Module):
+    """A product, which autocast computes in 16 bits, and a loss that it computes in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.linear(x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_autocast_of_parameters_in_16_bits(stage, dtype):
+    x, plain = torch.linspace(-1, 1, 8).view(2, 4), Squares().to(dtype)
+    with torch.autocast("cpu", dtype):
+        wanted = plain(x)
+    mode = {"bf16" if dtype == torch.bfloat16 else "fp16": {"enabled": True}}
+    engine, *_ = zero.initialize(model=Squares(), config=config(stage, 1, torch_autocast={"enabled": True}, **mode))
+    assert engine.module.linear.weight.dtype == dtype
+    found = engine(x)
+    assert found.dtype == wanted.dtype == torch.float32 and torch.equal(found, wanted)
+    (wanted * engine.optimizer.loss_scale).backward()
+    grad = plain.linear.weight.grad.float() / engine.optimizer.loss_scale
+    engine.backward(found)
+    assert torch.equal(zero.utils.safe_get_full_grad(engine.module.linear.weight), grad)
+
+
 @pytest.mark.parametrize(
     ("more", "dtype"),
     [({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16), (FP16, torch.float16)],

@@ -61,7 +61,7 @@ def test_frozen():
 
 
 def test_raw_is_a_copy_of_what_was_given():
-    source = {**MICRO, "mine": {"x": [1]}, "gradient_clipping": "auto", "zero_optimization": {"stage": 1.0}}
+    source = {**MICRO, "mine": {"x": [1]}, "zero_optimization": {"stage": 1.0, "reduce_bucket_size": "auto"}}
     before = json.dumps(source)
     config = load(source, 1)
     assert config.raw == source and json.dumps(source) == before
@@ -77,6 +77,7 @@ def test_optimizer_and_scheduler_are_handed_on():
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": "auto"}},
         },
         1,
+        filled=False,
     )
     assert (config.optimizer.type, config.optimizer.params) == ("AdamW", {"lr": 3e-4, "betas": [0.9, 0.95]})
     assert (config.scheduler.type, config.scheduler.params) == ("WarmupLR", {"warmup_num_steps": 10})
@@ -88,12 +89,12 @@ def test_arguments_of_other_optimizers_are_not_checked():
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lion", "SGD", "Adagrad", "adamw", "LION", "sgd"])
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit", "8Bit", "auto", None])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit", "8Bit", None])
 def test_formats_of_the_state(kind, moments):
     params = {"lr": 0.1, "zero": {"master": "remainder", "moments": moments}}
     given = {**MICRO, "bf16": {"enabled": True}, "optimizer": {"type": kind, "params": params}}
     checked = ARGUMENTS[kind.lower()].model_validate(load(given, 1).optimizer.params)
-    wanted = moments.lower() if moments not in (None, "auto") else "fp32"
+    wanted = moments.lower() if moments else "fp32"
     assert (checked.zero.master, checked.zero.moments) == ("remainder", wanted)
 
 
@@ -135,34 +136,45 @@ def test_zero_optimization_as_a_bool(value):
     assert load({**MICRO, "zero_optimization": value}, 1).zero_optimization.stage == int(value)
 
 
-def test_auto_and_null_are_not_given():
-    auto = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "loss_scale": None},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": None,
-            "reduce_bucket_size": "auto",
-            "offload_param": {"device": "none", "nvme_path": None},
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-    }
-    config = load(auto, 2)
-    assert (config.train_batch_size, config.gradient_accumulation_steps) == (4, 1)
-    assert config.gradient_clipping == 1.0 and config.compute_dtype == "fp32"
-    assert config.zero_optimization.reduce_bucket_size == 500_000_000
-    assert config.optimizer.params == {}
+def test_0_and_1_are_false_and_true():
+    given = {**MICRO, "bf16": {"enabled": 1}, "zero_optimization": {"stage": 2, "cpu_offload": 1, "overlap_comm": 0}}
+    config = load(given, 1)
+    assert config.bf16.enabled is True and config.zero_optimization.overlap_comm is False
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+    adam = {"type": "Adam", "params": {"torch_adam": 1}}
+    assert load({**MICRO, "optimizer": adam}, 1) and torch_reason("Adam", adam["params"]) == "'torch_adam' is true"
+    for refused in (
+        {"sparse_gradients": 1},
+        {"comet": {"enabled": 1}},
+        {"zero_optimization": {"ignore_unused_parameters": 0}},
+        {"optimizer": {"type": "Adam", "params": {"amsgrad": 1}}},
+    ):
+        with pytest.raises(ConfigError, match=r"not available|always allowed"):
+            load({**MICRO, **refused}, 1)
+
+
+class Somewhere:
+    """A path of somebody else's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def test_a_file_is_named_by_anything_that_has_a_path(tmp_path):
+    path = written(tmp_path, json.dumps({**MICRO, "zero": {"xyzzy": 1}}))
+    for source in (path, str(path), Somewhere(path)):
+        with pytest.raises(ConfigError, match=re.escape(f"in {path}:")):
+            load(source, 1)
 
 
 def test_a_batch_size_that_nobody_knows_yet():
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     with pytest.raises(ConfigError):
         load(auto, 2)
-    assert load(auto, 2, need_batch=False).train_batch_size == 2
+    assert load(auto, 2, filled=False).train_batch_size == 2
 
 
 def test_integral_floats_are_integers():

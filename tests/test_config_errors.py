@@ -176,8 +176,8 @@ def test_duplicate_keys(tmp_path):
         ),
         ({"zero_optimization": 2}, "zero_optimization: got 2, wanted an object {...}"),
         ({"bf16": True}, "bf16: got true, wanted an object {...}"),
-        ({"bf16": {"enabled": 1}}, "bf16.enabled: got 1, wanted true or false"),
-        ({"bfloat16": {"enabled": 1}}, "bfloat16.enabled: got 1, wanted true or false"),
+        ({"bf16": {"enabled": 2}}, "bf16.enabled: got 2, wanted true or false"),
+        ({"bfloat16": {"enabled": 2}}, "bfloat16.enabled: got 2, wanted true or false"),
         ({"gradient_clipping": -1}, "gradient_clipping: got -1, wanted a number of at least 0"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping: got NaN, wanted a number of at least 0"),
         ({"steps_per_print": 0}, "steps_per_print: got 0, wanted an integer of at least 1, or inf"),
@@ -222,7 +222,7 @@ def adam(**params) -> dict:
             "optimizer.params.betas: got [0.9, 1.0], wanted a list of two numbers in [0, 1)",
         ),
         ({"betas": 0.9}, "optimizer.params.betas: got 0.9, wanted a list of two numbers in [0, 1)"),
-        ({"adam_w_mode": 1}, "optimizer.params.adam_w_mode: got 1, wanted true or false"),
+        ({"adam_w_mode": 2}, "optimizer.params.adam_w_mode: got 2, wanted true or false"),
         ({"amsgrad": True}, "optimizer.params.amsgrad: got true, wanted false; AMSGrad is not available"),
         (
             {"max_grad_norm": 0.5},
@@ -419,9 +419,9 @@ def test_only_rank_zero_speaks(said, monkeypatch):
 
 def test_error_holds_its_lines_and_its_source(tmp_path):
     path = tmp_path / "zero.json"
-    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": 1}}')
+    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": 2}}')
     with pytest.raises(ConfigError) as caught:
         load(path, 1)
-    assert caught.value.errors == ("bf16.enabled: got 1, wanted true or false",)
+    assert caught.value.errors == ("bf16.enabled: got 2, wanted true or false",)
     assert caught.value.source == str(path)
-    assert str(caught.value) == f"in {path}:\nbf16.enabled: got 1, wanted true or false"
+    assert str(caught.value) == f"in {path}:\nbf16.enabled: got 2, wanted true or false"

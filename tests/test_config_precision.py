@@ -21,14 +21,12 @@ NO_MODE = "without fp16.enabled or bf16.enabled they are fp32"
     ("given", "text"),
     [
         (
-            {**FP16, "torch_autocast": {"enabled": True}},
-            "torch_autocast.enabled and fp16.enabled: both are true; set one of them to false "
-            "(under autocast the parameters stay fp32)",
+            {**FP16, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
+            "torch_autocast.dtype: got 'bf16', wanted 'fp16', which fp16.enabled makes the parameters",
         ),
         (
-            {"bfloat16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
-            "torch_autocast.enabled and bf16.enabled: both are true; set one of them to false "
-            "(under autocast the parameters stay fp32)",
+            {"bfloat16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "torch.float16"}},
+            "torch_autocast.dtype: got 'fp16', wanted 'bf16', which bf16.enabled makes the parameters",
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "float32"}},
@@ -71,6 +69,22 @@ def test_precision_that_fits_together():
     off = {"fp16": {"enabled": False, "hysteresis": 0}, "torch_autocast": {"enabled": True}}
     config = load({"train_batch_size": 8, **off}, 1)
     assert (config.autocast_dtype, config.scales_loss, config.compute_dtype) == ("bf16", False, "fp32")
+    for dtype in ("fp16", "bf16"):
+        on = {dtype: {"enabled": True}, "torch_autocast": {"enabled": True}}
+        config = load({"train_batch_size": 8, **on}, 1)
+        assert (config.autocast_dtype, config.scales_loss, config.compute_dtype) == (dtype, dtype == "fp16", dtype)
+
+
+def test_numbers_of_the_loss_scale_that_nothing_reads():
+    given = {"loss_scale_window": -1, "min_loss_scale": -1}
+    for unread in ({"enabled": False}, {"enabled": True, "loss_scale": 128}, {"enabled": True, "loss_scale": " 128.0"}):
+        section = load({"train_batch_size": 8, "fp16": {**given, **unread}}, 1).fp16
+        assert section.loss_scale in (0.0, 128.0) and type(section.loss_scale) is float
+    assert errors({"train_batch_size": 8, "fp16": {"enabled": True, "loss_scale": "0", **given}}).splitlines() == [
+        f"fp16.{name}: got -1, wanted an integer of at least 1 for a dynamic loss scale" for name in given
+    ]
+    for wrong in ("big", "", "nan", "-1", True, [128]):
+        assert "fp16.loss_scale: got" in errors({"train_batch_size": 8, "fp16": {"loss_scale": wrong}})
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,10 @@ def test_config_from_a_file_and_from_arguments(tmp_path: Path):
     for flag in ("--zero_config", "--deepspeed_config"):
         args = parser.parse_args([flag, str(path)])
         assert zero.initialize(args=args, model=make_net())[0].train_batch_size() == 2
+    for given in (str(path), path):  # as scripts with a parser of their own have it
+        args = argparse.Namespace(deepspeed_config=given)
+        assert zero.initialize(args=args, model=make_net())[0].train_batch_size() == 2
+    assert isinstance(parser.parse_args(["--deepspeed_config", "x.json"]).deepspeed_config, str), "as in DeepSpeed"
 
 
 def test_progress_line(caplog):

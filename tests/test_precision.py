@@ -243,7 +243,7 @@ def one_step(stage: int, accumulation: int = 1, **more: Any) -> tuple[list[torch
     """The parameters after one step of SGD with rate 1, and the engine."""
     world, rank, model = dist.get_world_size(), dist.get_rank(), make_net()
     engine = zero.initialize(
-        model=model, config=config(stage, world, accumulation=accumulation, optimizer=SGD, **more)
+        model=model, config=config(stage, world, accumulation=accumulation, **{"optimizer": SGD, **more})
     )[0]
     for step in range(accumulation):
         tokens, targets = batch(step, 2 * world)
@@ -370,7 +370,7 @@ def test_stages_agree_bitwise_where_shards_are_kept_in_bf16(pool):
         assert all(same(stages[stage], stages[0]) for stage in STAGES[1:])
 
 
-# --- division before what travels -----------------------------------------------------------------------------
+# --- what the sum is divided by, and what is divided before it travels --------------------------------------
 
 
 def divided(stage: int) -> list[bool]:
@@ -388,6 +388,19 @@ def divided(stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_dividing_before_changes_nothing_but_rounding(pool, stage):
     assert pool.run(2, divided, stage) == [[True] * 3] * 2
+
+
+def summed(stage: int) -> bool:
+    """Whether half the rate makes up for a sum over two ranks in place of their mean, which rounds nothing."""
+    half = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    mean = one_step(stage, 2)[0]
+    found = one_step(stage, 2, gradient_allreduce_op="Sum", **half)[0]
+    return all(torch.equal(a, b) for a, b in zip(found, mean, strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_sum_over_the_ranks_is_the_mean_times_the_ranks(pool, stage):
+    assert pool.run(2, summed, stage) == [True] * 2
 
 
 class Steep(nn.Module):

@@ -272,7 +272,7 @@ SCRIPT = """
     gc.freeze()
 
     print("hello from the script")
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, dataloader_drop_last="auto"))
     for step in range(int(sys.argv[1])):
         loss = engine(*batch(step, 2))
         if engine.zero_optimization_stage() == 3:

@@ -10,7 +10,7 @@ called. Modules that the JSON names under `zero.recompute` need neither.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _GROUPS = ("get_model_parallel_group", "get_tensor_model_parallel_group")
 
 def configure(
     mpu_: Any,
-    deepspeed_config: str | Path | Mapping[str, Any] | Config | None = None,
+    deepspeed_config: str | PathLike | Mapping[str, Any] | Config | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -135,4 +135,4 @@ def _axis(mpu: Any) -> Axis:
 def _config(source: Any) -> Config:
     if isinstance(source, Config):
         return source
-    return load(source, dist.get_world_size() if dist.is_initialized() else 1, need_batch=False)
+    return load(source, dist.get_world_size() if dist.is_initialized() else 1, filled=False)

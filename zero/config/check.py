@@ -1,8 +1,8 @@
 """From plain values to a `Config`: everything that is wrong is found in one go, and said in lines."""
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from os import PathLike
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,19 +14,22 @@ from zero.config.file import Config, File, autocast_dtype
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
 from zero.config.tidy import Tidy, hint, section_of
-from zero.config.unavailable import idle, lookup, unavailable
+from zero.config.unavailable import idle, lookup, moves_only, unavailable
 from zero.config.values import WANTED, Section
 
 _STATES = "optimizer.params.zero"
 MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 
 
-def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = True) -> Config:
+def load(
+    source: str | PathLike | Mapping, world_size: int, *, filled: bool = True, stand_ins: Collection[str] = ()
+) -> Config:
     """Read and check a config for `world_size` data-parallel ranks.
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
-    that is wrong. With `need_batch=False` a config that names no batch size, which is what Hugging Face has
-    before it knows the size, counts as a micro-batch of 1.
+    that is wrong, also for each `"auto"` that no default can stand for. With `filled=False` the config is one that
+    Hugging Face has not filled in yet: there they count as not given, and so does the batch size, for which a
+    micro-batch of 1 stands. `stand_ins` are sections in whose place the script hands over objects of its own.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -34,9 +37,10 @@ def load(source: str | Path | Mapping, world_size: int, *, need_batch: bool = Tr
     tidy = Tidy(taken.values)
     file, errors = _validated(tidy)
     errors = [*taken.errors, *tidy.errors, *errors, *_optimizer(tidy, file.bf16.enabled)]
+    errors += _autos(tidy, stand_ins) if filled else []
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
-        batch, wrong = _batch(file, world_size, need_batch)
+        batch, wrong = _batch(file, world_size, filled)
         errors += wrong
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, world_size)])
@@ -99,7 +103,18 @@ def _line(found: Any, tidy: Tidy, model: type[BaseModel], prefix: tuple = ()) ->
         wanted = "an object {...}"
     else:
         return f"{dotted(path)}: got {show(found['input'])}; {found['msg']}"
+    if (
+        found["input"] is None
+        and model is File
+        and isinstance(default := _default(found["loc"]), bool | int | float | str)
+    ):
+        wanted += f"; leave it out for {show(default)}"
     return f"{dotted(path)}: got {show(found['input'])}, wanted {wanted}"
+
+
+def _default(path: tuple) -> Any:
+    field = _home(File, path[:-1]).model_fields.get(path[-1])
+    return None if field is None else field.default
 
 
 def _home(model: type[BaseModel], path: tuple) -> type[Section]:
@@ -128,7 +143,7 @@ def _optimizer(tidy: Tidy, bf16: bool) -> list[str]:
     arguments = ARGUMENTS.get(kind.lower())
     if arguments is None:
         return lines
-    if known.get("amsgrad") is True:
+    if known.get("amsgrad") == 1:
         lines.append("optimizer.params.amsgrad: got true, wanted false; AMSGrad is not available")
     try:
         arguments.model_validate(known)
@@ -142,9 +157,20 @@ def _optimizer(tidy: Tidy, bf16: bool) -> list[str]:
     return lines
 
 
-def _batch(file: File, world_size: int, need_batch: bool) -> tuple[Batch | None, list[str]]:
+def _autos(tidy: Tidy, stand_ins: Collection[str]) -> list[str]:
+    """A line for each "auto" that stands for nothing we could know."""
+    known = (TRAIN, MICRO, STEPS, *stand_ins)
+    return [
+        f"{dotted(tidy.written(path))}: got 'auto', which is for Accelerate or Transformers to fill in before this "
+        "is called; write a value"
+        for path in tidy.autos
+        if path[0] not in known and not moves_only(path)
+    ]
+
+
+def _batch(file: File, world_size: int, filled: bool) -> tuple[Batch | None, list[str]]:
     train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
-    if not need_batch and train is None and micro is None:
+    if not filled and train is None and micro is None:
         micro = 1
     try:
         return resolve(train, micro, steps, world_size), []
@@ -158,10 +184,10 @@ def _together(file: File) -> list[str]:
     if file.fp16.enabled and file.bf16.enabled:
         lines.append("fp16.enabled and bf16.enabled: both are true; set one of them to false")
     for section in ("fp16", "bf16"):
-        if file.torch_autocast.enabled and getattr(file, section).enabled:
+        if getattr(file, section).enabled and autocast_dtype(file) not in (None, "fp32", section):
             lines.append(
-                f"torch_autocast.enabled and {section}.enabled: both are true; set one of them to false "
-                "(under autocast the parameters stay fp32)"
+                f"torch_autocast.dtype: got '{autocast_dtype(file)}', wanted '{section}', which {section}.enabled "
+                "makes the parameters"
             )
     if autocast_dtype(file) == "fp32":
         lines.append("torch_autocast.dtype: got 'fp32', wanted one of 'bf16', 'fp16'")
@@ -249,9 +275,9 @@ def _dynamic_scale(file: File) -> list[str]:
     if not (fp16.enabled or autocast_dtype(file) == "fp16") or fp16.loss_scale > 0:
         return []
     lines = [
-        f"fp16.{name}: got 0, wanted an integer of at least 1 for a dynamic loss scale"
+        f"fp16.{name}: got {value}, wanted an integer of at least 1 for a dynamic loss scale"
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale")
-        if getattr(fp16, name) == 0
+        if (value := getattr(fp16, name)) < 1
     ]
     if fp16.initial_scale_power > MAX_SCALE_POWER:
         lines.append(

@@ -162,8 +162,9 @@ class File(Section):
 
 
 def autocast_dtype(file: File) -> str | None:
-    """The dtype of torch.autocast around the forward, bf16 by default; None where it is off."""
-    return (file.torch_autocast.dtype or "bf16") if file.torch_autocast.enabled else None
+    """The dtype of torch.autocast around the forward, by default the parameters' or bf16; None where it is off."""
+    default = "fp16" if file.fp16.enabled else "bf16"
+    return (file.torch_autocast.dtype or default) if file.torch_autocast.enabled else None
 
 
 class Config(File):
@@ -196,6 +197,12 @@ class Config(File):
     def scales_loss(self) -> bool:
         """Whether anything runs in fp16, so that the loss is scaled as the section `fp16` says."""
         return self.fp16.enabled or self.autocast_dtype == "fp16"
+
+    @property
+    def gradient_factor(self) -> float:
+        """What the sum of gradients over all micro-batches of all ranks is multiplied by."""
+        ranks = 1 if self.gradient_allreduce_op == "sum" else self.world_size
+        return 1.0 / (ranks * self.gradient_accumulation_steps)
 
     @property
     def predivide(self) -> float:

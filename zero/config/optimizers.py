@@ -123,4 +123,4 @@ def torch_reason(kind: str, params: Mapping[str, Any]) -> str | None:
     """Why optimizer `kind` with `params` runs as torch's own class; None when our kernels run it."""
     if kind.lower() not in ARGUMENTS:
         return "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"
-    return next((f"{key!r} is true" for key in ONLY_TORCH if params.get(key) is True), None)
+    return next((f"{key!r} is true" for key in ONLY_TORCH if params.get(key) == 1), None)

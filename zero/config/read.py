@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,28 +37,29 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
     return made
 
 
-def read(source: str | Path | Mapping) -> Source:
+def read(source: str | os.PathLike | Mapping) -> Source:
     """The values of a file or a dict, and the keys that stand twice in it."""
     if isinstance(source, Mapping):
         return Source(_plain(source), None, [])
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | os.PathLike):
         raise ConfigError([f"config: got {show(source)} ({type(source).__name__}), wanted {EXPECTED}"])
-    values = _parse(_text(source), str(source))
+    source = os.fsdecode(source)
+    values = _parse(_text(source), source)
     if not isinstance(values, _Object):
-        raise ConfigError([f"got {show(values)}, wanted an object {{...}} at the top"], str(source))
-    return Source(_plain(values), str(source), _repeats(values))
+        raise ConfigError([f"got {show(values)}, wanted an object {{...}} at the top"], source)
+    return Source(_plain(values), source, _repeats(values))
 
 
-def _text(source: str | Path) -> str:
+def _text(source: str) -> str:
     path = Path(source)
     if not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError([f"config: there is no file {str(source)!r}{where}; wanted {EXPECTED}"])
+        raise ConfigError([f"config: there is no file {source!r}{where}; wanted {EXPECTED}"])
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError([f"config: cannot read {str(source)!r}: {why}; wanted {EXPECTED}"]) from error
+        raise ConfigError([f"config: cannot read {source!r}: {why}; wanted {EXPECTED}"]) from error
 
 
 def _parse(text: str, name: str) -> Any:

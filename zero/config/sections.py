@@ -10,10 +10,10 @@ from zero.config.values import (
     Dtype,
     Int,
     Nbytes,
-    NotNegative,
     Number,
     Object,
     Positive,
+    Scale,
     Seconds,
     Section,
     Text,
@@ -51,17 +51,17 @@ class Fp16(Section):
     """Compute in fp16."""
     auto_cast: Bool = False
     """Cast the float inputs of the model to fp16."""
-    loss_scale: NotNegative = 0.0
+    loss_scale: Scale = 0.0
     """A fixed loss scale; 0 means dynamic."""
     initial_scale_power: Count = 16
     """The dynamic scale starts at two to this power."""
-    loss_scale_window: Count = 1000
+    loss_scale_window: Int = 1000
     """Good steps after which the dynamic scale doubles."""
     hysteresis: Count = 2
     """Overflows that are forgiven before the dynamic scale halves."""
     consecutive_hysteresis: Bool = False
     """Forgive anew after each good step."""
-    min_loss_scale: Count = 1
+    min_loss_scale: Int = 1
     """The dynamic scale never goes below this."""
     fp16_master_weights_and_grads: Bool = False
     """Keep the masters in fp16."""
@@ -86,9 +86,9 @@ class TorchAutocast(Section):
     """torch.autocast around the forward pass."""
 
     enabled: Bool = False
-    """Run the forward pass under torch.autocast."""
+    """Run the forward pass under torch.autocast; parameters stay fp32 unless bf16 or fp16 is enabled, too."""
     dtype: Dtype | None = None
-    """The dtype that autocast computes in."""
+    """The dtype that autocast computes in; not given means that of the parameters, bf16 where they are fp32."""
     lower_precision_safe_modules: Texts | None = None
     """Classes whose parameters are communicated in that dtype."""
 

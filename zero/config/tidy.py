@@ -1,4 +1,8 @@
-"""One name for each key: aliases and old names are replaced, `"auto"` and null are taken out."""
+"""One name for each key: aliases and old names are replaced, `"auto"` and null are taken out.
+
+Null counts as not given where the default is nothing, such as 0 or false; elsewhere it could mean the default or its
+opposite, and stays for the check to refuse.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -63,37 +67,37 @@ def hint(key: str, model: type[Section]) -> str:
     return "; `zero schema` lists the known keys"
 
 
-def _absent(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value == "auto")
+def is_auto(value: Any) -> bool:
+    """Whether somebody else, such as Accelerate, is to fill this in."""
+    return isinstance(value, str) and value == "auto"
 
 
 def _says_auto(value: Any, model: type[Section], name: Any) -> bool:
     """Whether "auto" is one of the words that the key may be, and so no gap that somebody else was to fill."""
     field = model.model_fields.get(name)
     words = field.json_schema_extra if field is not None and isinstance(field.json_schema_extra, dict) else {}
-    return value == "auto" and "auto" in (*words.get("enum", ()), *words.get("examples", ()))
+    return is_auto(value) and "auto" in (*words.get("enum", ()), *words.get("examples", ()))
 
 
-def _free(value: Any, keep_null: bool) -> Any:
-    """An object whose keys are not ours, without what counts as not given."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: _free(inner, keep_null)
-        for key, inner in value.items()
-        if not _absent(inner) or (keep_null and inner is None)
-    }
+def _is_nothing(model: type[Section], name: Any) -> bool:
+    """Whether what a key has by default is a section, or the same as nothing."""
+    field = model.model_fields.get(name)
+    if field is None or field.is_required() or section_of(field.annotation) is not None:
+        return True
+    return not field.get_default(call_default_factory=True)
 
 
 class Tidy:
     """The values of a file under one name each, and what was noticed on the way.
 
-    `values` uses the field names of the models; `written(path)` gives a path as the user wrote it.
+    `values` uses the field names of the models; `written(path)` gives a path as the user wrote it. `autos` are the
+    paths, in those names, of what is to be filled in.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
+        self.autos: list[tuple] = []
         self._written: dict[tuple, tuple] = {}
         self.values = self._section(values, File, (), ())
         self._old_zero_keys()
@@ -124,7 +128,9 @@ class Tidy:
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
             self._written[(*path, name)] = at
-            if not _absent(value) or _says_auto(value, model, name):
+            if is_auto(value) and not _says_auto(value, model, name):
+                self.autos.append((*path, name))
+            elif value is not None or not _is_nothing(model, name):
                 made[name] = self._value(value, model, name, (*path, name), at)
         return made
 
@@ -136,7 +142,18 @@ class Tidy:
             return {"stage": int(value)}
         if inner is not None:
             return self._section(value, inner, path, written)
-        return _free(value, keep_null=name in _FREE)
+        return self._free(value, path, keep_null=name in _FREE)
+
+    def _free(self, value: Any, path: tuple, keep_null: bool) -> Any:
+        """An object whose keys are not ours, without what counts as not given."""
+        if not isinstance(value, Mapping):
+            return value
+        self.autos += [(*path, key) for key, inner in value.items() if is_auto(inner)]
+        return {
+            key: self._free(inner, (*path, key), keep_null)
+            for key, inner in value.items()
+            if not is_auto(inner) and (keep_null or inner is not None)
+        }
 
     def _old_zero_keys(self) -> None:
         zero = self.values.get(_ZERO) if isinstance(self.values, dict) else None
@@ -156,9 +173,9 @@ class Tidy:
         value = zero.pop(old)
         if new[0] in zero:
             self.errors.append(f"{at} and {dotted((_ZERO, new[0]))}: an old and a new name of one key; keep the new")
-        elif not isinstance(value, bool):
+        elif value not in (0, 1):
             self.errors.append(f"{at}: got {value!r}, wanted true or false")
         else:
             self.warnings.append(f"{_ZERO}: {old!r} is old; write {name}")
             self._written[(_ZERO, *new)] = (_ZERO, old)
-            zero[new[0]] = value if len(new) == 1 else {new[1]: "cpu" if value else "none"}
+            zero[new[0]] = bool(value) if len(new) == 1 else {new[1]: "cpu" if value else "none"}

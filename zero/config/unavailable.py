@@ -24,12 +24,12 @@ class Idle(NamedTuple):
 
 def true(value: Any) -> bool:
     """Switched on by `true`."""
-    return value is True
+    return value == 1  # which true is, and which JSON people write for it
 
 
 def false(value: Any) -> bool:
     """Switched on by `false`, because the default is true."""
-    return value is False
+    return value == 0
 
 
 def given(value: Any) -> bool:
@@ -42,16 +42,11 @@ def above(limit: float) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int | float) and value > limit
 
 
-def other_than(*allowed: Any) -> Callable[[Any], bool]:
-    """Switched on by any value but these."""
-    return lambda value: value is not None and (value.lower() if isinstance(value, str) else value) not in allowed
-
-
 def enabled(value: Any) -> bool:
     """Switched on by an `enabled: true` anywhere inside."""
     if not isinstance(value, Mapping):
         return False
-    return value.get("enabled") is True or any(enabled(inner) for inner in value.values())
+    return true(value.get("enabled")) or any(enabled(inner) for inner in value.values())
 
 
 _ZERO = "zero_optimization"
@@ -70,11 +65,6 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable("bf16.bf16_optimizer_states", true, "set optimizer.params.zero.moments to 'bf16' instead"),
     Unavailable("amp", enabled, "apex amp is not available; use bf16"),
     Unavailable("msamp", enabled, "MS-AMP is not available; use bf16"),
-    Unavailable(
-        "gradient_allreduce_op",
-        other_than("mean"),
-        "a sum over the ranks is not available in this release; use 'mean' and multiply the loss",
-    ),
     Unavailable("sparse_gradients", true, "is not available in this release; gradients are dense"),
     Unavailable("graph_harvesting", true, "CUDA graphs are not available in this release; leave it out"),
     Unavailable("optimizer.legacy_fusion", true, "is not available; leave it out"),
@@ -178,6 +168,12 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
 )
+
+
+def moves_only(path: tuple[str, ...]) -> bool:
+    """Whether a key says at most what moves when, so that its default gives the same numbers in the same places."""
+    name = ".".join(map(str, path))
+    return name.startswith(f"{_ZERO}.stage3_") or any(name in row.paths or path[0] in row.paths for row in IDLE)
 
 
 def lookup(values: Mapping[str, Any], path: str) -> Any:

@@ -1,5 +1,6 @@
 """The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
 
+import contextlib
 import functools
 import math
 import re
@@ -67,11 +68,14 @@ def integer(low: int | None = None, high: int | None = None, multiple_of: int = 
     return Annotated[int, Field(ge=low, le=high, multiple_of=multiple), BeforeValidator(check)]
 
 
-def number(low: float | None = None, high: float | None = None) -> Any:
-    """A finite number in a range."""
+def number(low: float | None = None, high: float | None = None, text: bool = False) -> Any:
+    """A finite number in a range; with `text` also as a string, such as "128"."""
     wanted = _range("a number", low, high)
 
     def check(value: Any) -> Any:
+        if text and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise refuse(wanted)
         if (low is not None and value < low) or (high is not None and value > high):
@@ -107,9 +111,9 @@ def dtype(*allowed: str) -> Any:
 
 
 def _boolean(value: Any) -> Any:
-    if not isinstance(value, bool):
+    if value not in (0, 1):
         raise refuse("true or false")
-    return value
+    return bool(value)
 
 
 def _text(value: Any) -> Any:
@@ -181,6 +185,7 @@ Count = integer(0)
 Positive = integer(1)
 Number = number()
 NotNegative = number(0)
+Scale = number(0, text=True)
 Fraction = number(0, 1)
 FractionOrAuto: TypeAlias = Annotated[
     Fraction | Literal["auto"], Field(json_schema_extra={"examples": [1.0, "auto"]}), BeforeValidator(_fraction_or_auto)

@@ -17,7 +17,7 @@ class Place(enum.Enum):
     """Where the loop is. COALESCED: behind a block of `coalesce_grad_reduction`, before its step."""
 
     OPEN = "outside of any block"
-    NO_SYNC = "inside no_sync()"
+    NO_SYNC = "inside no_sync context manager"
     COALESCING = "inside coalesce_grad_reduction()"
     COALESCED = "between a coalesce_grad_reduction() block and its step()"
     STEPPING = "inside step()"
@@ -141,7 +141,7 @@ class Accumulation(Queries):
         steps = train_batch_size // per_round
         self._configure(train_batch_size=train_batch_size, gradient_accumulation_steps=steps)
         if self.optimizer is not None:
-            self.optimizer.bind(self._sharded, 1.0 / (self._sharded.mesh.world_size * steps))
+            self.optimizer.bind(self._sharded, self._config.gradient_factor)
         self._sharded.accumulate_over(steps)
         self._window.start = self.micro_steps
         self._mark_boundary()
@@ -158,7 +158,9 @@ class Accumulation(Queries):
         """Around a `step()`: gives whether it is at the boundary, and moves the window on if it succeeds."""
         window, reducer = self._window, self._sharded.reducer
         if window.place in (Place.NO_SYNC, Place.COALESCING):
-            raise RuntimeError(f"It is illegal to call Engine.step() {window.place.value}; leave the block first")
+            raise RuntimeError(
+                f"It is illegal to call Engine.step() {window.place.value}; leave the block first, as with no_sync"
+            )
         window.samples = self.train_batch_size()
         if not self._config.managed_gradient_accumulation:
             window.place = Place.STEPPING
@@ -196,7 +198,9 @@ class Accumulation(Queries):
 
     def _need_open(self, what: str) -> None:
         if self._window.place is not Place.OPEN:
-            raise RuntimeError(f"{what} {self._window.place.value}; blocks do not nest")
+            raise RuntimeError(
+                f"{what} {self._window.place.value}; blocks do not nest (no_sync, coalesce_grad_reduction)"
+            )
 
     def _need_managed(self, what: str) -> None:
         if not self._config.managed_gradient_accumulation:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--zero_config FILE`, and DeepSpeed's spelling of it, to a script's parser; returns the parser."""
     group = parser.add_argument_group("zero")
-    group.add_argument("--zero_config", type=Path, default=None, help="the engine's JSON")
-    group.add_argument("--deepspeed_config", type=Path, default=None, help="the same, as DeepSpeed spells it")
+    group.add_argument("--zero_config", type=str, default=None, help="the engine's JSON")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="the same, as DeepSpeed spells it")
     group.add_argument("--deepspeed", action="store_true", help="accepted for scripts written for DeepSpeed; no effect")
     return parser
 
 
 def resolve_config(
-    args: Any, config: str | Path | Mapping[str, Any] | None, config_params: str | Path | Mapping[str, Any] | None
-) -> str | Path | Mapping[str, Any]:
+    args: Any,
+    config: str | PathLike | Mapping[str, Any] | None,
+    config_params: str | PathLike | Mapping[str, Any] | None,
+) -> str | PathLike | Mapping[str, Any]:
     """The one configuration among `config`, its alias `config_params`, and the script's arguments.
 
     Raises ValueError when there is none or more than one.

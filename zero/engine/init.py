@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -67,8 +67,8 @@ class Init:
         mem_efficient_linear: bool = True,
         remote_device: str | torch.device | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: str | Path | Mapping[str, Any] | None = None,
-        config: str | Path | Mapping[str, Any] | None = None,
+        config_dict_or_path: str | PathLike | Mapping[str, Any] | None = None,
+        config: str | PathLike | Mapping[str, Any] | None = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
@@ -124,9 +124,9 @@ class Init:
             return Builder(mesh_of_one(), self._rest, self._dtype)
         return Builder(make_mesh(Sharding(optim=True, grads=True, params=True)), self._rest, self._dtype)
 
-    def _configure(self, source: str | Path | Mapping[str, Any]) -> None:
+    def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        section = load(source, world_size, need_batch=False).zero_optimization
+        section = load(source, world_size, filled=False).zero_optimization
         self._enabled = Sharding.of_stage(section.stage).params
         place = section.offload_param.device
         if place not in (None, "none"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: str | PathLike | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
-    config_params: str | Path | Mapping[str, Any] | None = None,
+    config_params: str | PathLike | Mapping[str, Any] | None = None,
 ) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
     """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), as DeepSpeed does.
 
@@ -84,10 +84,12 @@ def initialize(
         init_distributed(distributed_port=distributed_port, timeout=_group_timeout(source))
     else:
         refuse_alone(distributed_port)
-    settings = load(source, world_size=dist.get_world_size() if dist.is_initialized() else 1)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    handed = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
     order = order_of_environment()
+    settings = load(source, world_size, filled=order is None, stand_ins=handed)
     if order is not None:
-        settings = load(order.config(settings), settings.world_size)
+        settings = load(order.config(settings), world_size, filled=False)
     if settings.log_level is not None:
         set_level(settings.log_level)
     if order is not None and order.plain:
@@ -134,9 +136,8 @@ def _make_engine(
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     sharded = _wrap(model, groups, sharding, device, settings, formats, recomputing)
     if zero_optimizer is not None:
-        mean = 1.0 / (sharded.mesh.world_size * settings.gradient_accumulation_steps)
         sharded.reducer.divisor = settings.predivide
-        zero_optimizer.bind(sharded, mean)
+        zero_optimizer.bind(sharded, settings.gradient_factor)
     engine = Engine(sharded, zero_optimizer, settings, device, recomputing)
     stage, held = settings.zero_optimization.stage, engine.state_nbytes()
     rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held, formats))
@@ -211,7 +212,7 @@ def _places(settings: Config) -> OffloadSettings:
     )
 
 
-def _group_timeout(source: str | Path | Mapping[str, Any]) -> timedelta:
+def _group_timeout(source: str | PathLike | Mapping[str, Any]) -> timedelta:
     """What a process group of ours gets, so that the watch's own time-out, which has a report, comes first.
 
     The group is made before the file can be checked, for which the world size must be known.

@@ -92,7 +92,7 @@ class Here:
             rule = origin.optimizer.rule
             client = rule._kind(groups, **rule._params)
         if run.kind is not Kind.ENGINE:
-            settings = load(raw, origin.world_size)
+            settings = load(raw, origin.world_size, filled=False)
             return make_plain(model, client, groups, settings, run.kind)
         given = {"optimizer": client} if client is not None else {"model_parameters": groups}
         return self._initialize(model=model, config=raw, dist_init_required=False, **given)[0]

@@ -70,11 +70,10 @@ class PlainEngine(Queries, nn.Module):
         """Run the module, in fp64 where that was asked for."""
         if self._exact:
             inputs, kwargs = _as_fp64(inputs), _as_fp64(kwargs)
-        given = self._config.torch_autocast
-        if self._exact or not given.enabled:
+        dtype = self._config.autocast_dtype
+        if self._exact or dtype is None:
             return self.module(*inputs, **kwargs)
-        dtype = {"fp16": torch.float16, "float16": torch.float16}.get(str(given.dtype), torch.bfloat16)
-        with torch.autocast(self.device.type, dtype=dtype):
+        with torch.autocast(self.device.type, dtype=_DTYPES[dtype]):
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -188,7 +187,6 @@ class PlainEngine(Queries, nn.Module):
 
     def _reduce(self) -> None:
         """Sum over the ranks in their order and take the mean; a parameter without a gradient has one of zeros."""
-        mean = 1.0 / (self.world_size * self.gradient_accumulation_steps())
         names = {param: name for name, param in self.module.named_parameters()}
         for param, grad in self._sums.items():
             master = self.masters[names[param]]
@@ -197,7 +195,7 @@ class PlainEngine(Queries, nn.Module):
                 rows = [torch.empty_like(grad) for _ in range(self.world_size)]
                 dist.all_gather(rows, grad.contiguous())
                 grad = sum(rows[1:], start=rows[0])
-            master.grad = (grad * mean).to(master.dtype)
+            master.grad = (grad * self._config.gradient_factor).to(master.dtype)
         self._sums = dict.fromkeys(self._sums)
 
 
@@ -231,7 +229,7 @@ def _maker(kind: str, params: dict[str, Any]) -> Callable[[Groups], torch.optim.
     for ours in ("zero", "torch_adam", "fp32_optimizer_states"):
         params.pop(ours, None)
     low = kind.lower()
-    if params.pop("bias_correction", True) is False:
+    if not params.pop("bias_correction", True):
         raise ValueError(
             "optimizer.params.bias_correction: torch has no Adam without it, so there is nothing to compare"
         )
