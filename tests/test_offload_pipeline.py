@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from alive import Alive, alive, only_new
 from models import batch, config, make_net, train
 
 import zero
+from zero.core.owner import is_released
+from zero.memory.promise import Promise, Waits
 from zero.memory.threads import host_threads
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -227,3 +230,68 @@ def test_same_bits_as_without_offload(pool, stage, accumulation):
 
 def whole_run(stage: int, accumulation: int, offload: bool) -> dict[str, Any]:
     return train(make_net(), 2, settings_of(stage, accumulation, 0.5, offload))
+
+
+def read_after_steps(settled: bool, **more: Any) -> list[torch.Tensor]:
+    """What parameters that stay whole say right after each step, and after the last update."""
+    section = {"stage": 3, "stage3_param_persistence_threshold": 10**6, **more}
+    engine = zero.initialize(model=make_net(), config=config(3, 2, zero_optimization=section))[0]
+    found = []
+    for step in range(2):
+        micro_step(engine, step)
+        if settled:
+            engine.optimizer.settle()
+        found += [param.detach().clone() for param in reversed(list(engine.parameters()))]
+    engine.destroy()
+    return found
+
+
+def reads_wait(settled: bool) -> bool:
+    return all(map(torch.equal, read_after_steps(settled, **HOST), read_after_steps(settled)))
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_who_reads_what_stays_whole_waits_for_its_update(pool, settled):
+    assert pool.run(2, reads_wait, settled) == [True, True]
+
+
+def test_an_update_begun_while_another_thread_waited_for_the_last_is_not_forgotten():
+    """A reader is held between the end of one update and what it does then; meanwhile the next one begins."""
+    section = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    engine = zero.initialize(model=make_net(), config=config(1, 1, zero_optimization=section))[0]
+    unit, gone_on = engine._sharded.units[0], threading.Event()
+    reached, moved = threading.Event(), threading.Event()
+
+    class First(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            reached.set()
+            gone_on.wait(GUARD)
+            return super().result(timeout)
+
+    class Second(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            moved.set()
+            return super().result(timeout)
+
+    first, second = First(), Second()
+    first.set_result(None)
+
+    def read() -> None:
+        unit.wait()
+        moved.set()
+
+    unit.defer(Promise(first, os.getpid(), Waits()))
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert reached.wait(GUARD)
+    unit.defer(Promise(second, os.getpid(), Waits()))
+    gone_on.set()
+    assert moved.wait(GUARD)
+    assert unit.updating
+    assert not unit.readable
+    assert is_released(unit.params[0])
+    second.set_result(None)
+    reader.join(GUARD)
+    assert unit.readable
+    assert not is_released(unit.params[0])
+    engine.destroy()

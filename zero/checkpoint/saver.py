@@ -65,9 +65,9 @@ class Saver:
 
     def join(self) -> None:
         """Wait until nothing runs beside the caller."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        # Not forgotten then: while one thread waits here, another may begin the next.
+        while (thread := self._thread) is not None and thread.is_alive():
+            thread.join()
 
     def error(self) -> Exception | None:
         """What the last save beside the loop failed with, once; None if it did not, or runs."""

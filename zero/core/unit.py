@@ -75,6 +75,7 @@ class Unit(Edits):
         self._holders = 0  # of the full buffer's memory, before it was filled
         self._mesh = mesh
         self._waiting = threading.RLock()  # several threads may come to read at once
+        self._changing = threading.Lock()  # of `pending`, and with it of what is covered
         self._axis = mesh.shard
         self._transfer: Transfer | None = None
         self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
@@ -203,7 +204,9 @@ class Unit(Edits):
                 self._move("wait")
                 if self.cut:
                     self._show()
-            self._uncover()
+            with self._changing:
+                if self.pending is None:
+                    self._uncover()
 
     @property
     def readable(self) -> bool:
@@ -212,22 +215,23 @@ class Unit(Edits):
 
     def defer(self, pending: Promise) -> None:
         """An update of the shard runs beside us. Where parameters are not cut they look released until it is over."""
-        self.pending = pending
-        if not self.cut:
-            self._veil()
+        with self._changing:
+            self.pending = pending
+            if not self.cut:
+                self._veil()
 
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
-        pending = self.pending  # another thread may come here at the same time
-        if pending is None:
-            return
-        if pending.forked and (self._axis.size > 1 or not pending.future.done()):
-            raise RuntimeError(
-                f"unit '{self.plan.name}' (rank {self._axis.rank}) was being updated when this process was forked, and "
-                "what it waits for comes in the parent process only; read the parameters there, before the fork"
-            )
-        follow(pending.result(), self.full.device)
-        self.pending = None
+        while (pending := self.pending) is not None:
+            if pending.forked and (self._axis.size > 1 or not pending.future.done()):
+                raise RuntimeError(
+                    f"unit '{self.plan.name}' (rank {self._axis.rank}) was being updated when this process was forked, "
+                    "and what it waits for comes in the parent process only; read the parameters there, before the fork"
+                )
+            follow(pending.result(), self.full.device)
+            with self._changing:
+                if self.pending is pending:  # while one thread waited, another may have begun the next update
+                    self.pending = None
 
     def leave(self) -> None:
         """No update runs any more; one that has failed will not be heard of again."""
@@ -310,8 +314,10 @@ class Unit(Edits):
 
     def summon(self) -> bool:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
-        if not self.cut and self.state is not State.AWAY:
-            self.wait()  # for an update that runs; nobody else has to do anything for it
+        # For an update that runs, and what it sends; nobody else has to do anything for it.
+        coming = self.whole and (self.pending is not None or self.state is State.GATHERING)
+        if coming or (not self.cut and self.state is not State.AWAY):
+            self.wait()
         shown = self.state is State.FULL and not self._covered
         return shown or (self.bring is not None and self.bring(self))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -12,11 +13,18 @@ class Waits:
     """Seconds that somebody has waited for updates since the last `take`."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._seconds = 0.0
+        self._counting = threading.Lock()  # several threads may wait at once
+
+    def add(self, seconds: float) -> None:
+        """Somebody has waited so long."""
+        with self._counting:
+            self._seconds += seconds
 
     def take(self) -> float:
         """The seconds so far, which count from 0 again."""
-        taken, self.seconds = self.seconds, 0.0
+        with self._counting:
+            taken, self._seconds = self._seconds, 0.0
         return taken
 
 
@@ -43,4 +51,4 @@ class Promise(NamedTuple):
         try:
             return self.future.result()
         finally:
-            self.waits.seconds += time.perf_counter() - start
+            self.waits.add(time.perf_counter() - start)

@@ -87,7 +87,8 @@ class Watch:
         except RuntimeError as error:
             raise self.explained(waiting, error) from error
         finally:
-            self.standing.waiting = None
+            if self.standing.waiting is waiting:  # else another thread has come to wait
+                self.standing.waiting = None
 
     @contextlib.contextmanager
     def sending(self, collective: Collective) -> Iterator[None]:
