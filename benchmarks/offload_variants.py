@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from variants import ADAMW, Setup, gpt
 
 import zero
-from zero.optim.clip import global_norm
+from zero.optim.clip import Says, global_norm
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Ours(Driven):
     def norm(self) -> None:
         """Compute the global norm once, outside of a step."""
         sharded = self.engine._sharded
-        global_norm(sharded.trained, sharded.mesh, False)
+        global_norm(sharded.trained, sharded.mesh, Says(0))
 
     def close(self) -> None:
         self.settle()

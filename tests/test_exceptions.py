@@ -198,3 +198,32 @@ def lost(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_window_begins_anew(pool, stage):
     assert pool.run(2, lost, stage) == [True, True]
+
+
+def releases_fail() -> tuple[list[str], bool]:
+    """What calls raise when the memory of one unit cannot be given back, and whether the weights outlive it."""
+    net, said = make_net(), []
+    wanted = [param.detach().clone() for param in net.parameters()]
+    engine = zero.initialize(model=net, config=config(3, 2))[0]
+    unit = next(unit for unit in engine._sharded.units if unit.plan.name == "blocks.1")
+
+    def fail(spare: bool) -> None:
+        raise RuntimeError("the storage stays")
+
+    def read() -> None:
+        with zero.GatheredParameters(net.parameters()):
+            pass
+
+    unit._free = fail
+    for call in (read, lambda: engine(*micro_batch(0)), lambda: engine(*micro_batch(0)), engine.step):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    held = [unit.plan.name for unit in engine._sharded.units if unit.holds]
+    engine.destroy()
+    return said + held, all(map(torch.equal, wanted, net.parameters()))
+
+
+def test_a_release_that_failed_is_repeated_and_destroy_works(pool):
+    assert pool.run(2, releases_fail) == [(["the storage stays"] * 4, True)] * 2

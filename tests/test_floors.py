@@ -62,6 +62,7 @@ STEPS_OF_CORE = {
     "zero.core.ratio": 6,
     "zero.core.state": 3,
     "zero.core.edits": 4,
+    "zero.core.updated": 4,
     "zero.core.owner": 4,
     "zero.core.offload": 5,
     "zero.core.unit": 5,

@@ -330,3 +330,43 @@ def test_without_ranks():
     with pytest.raises(ValueError, match="wanted a rank from 0 to 0"):
         zero.GatheredParameters(param, modifier_rank=1)
     assert owner_of(param).unit.exact().eq(2.0).sum() >= param.numel()
+
+
+def train_and_step_inside(alone: bool, disturbed: bool, **more: Any) -> tuple[list[torch.Tensor], list[str]]:
+    """Weights after three steps and what was said; `disturbed`: each step is tried inside the block first."""
+    rank, said = dist.get_rank(), []
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2, zero_optimization={"stage": 3, **more}))
+    last = engine.module.get_parameter(THREE if alone else "blocks.2.up.weight")
+    for index in range(3):
+        tokens, targets = batch(index, 4)
+        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        if disturbed:
+            with zero.GatheredParameters([last] if rank == 0 or not alone else []):
+                try:
+                    engine.step()
+                except RuntimeError as error:
+                    said.append(str(error))
+        engine.step()
+    assert engine.global_steps == 3
+    engine.destroy()
+    return [param.detach() for param in engine.module.parameters()], said
+
+
+def steps_inside(alone: bool, more: dict[str, Any]) -> tuple[bool, list[str]]:
+    weights, said = train_and_step_inside(alone, True, **more)
+    return all(map(torch.equal, weights, train_and_step_inside(alone, False, **more)[0])), said
+
+
+WHOLE = {"stage3_param_persistence_threshold": 10**6}
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+@pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "rank 0 alone"])
+def test_a_step_inside_changes_nothing_and_works_outside(pool, alone, more):
+    """One rank can be inside alone where the parameters stay whole; the other raises, too."""
+    for rank, (same, said) in enumerate(pool.run(2, steps_inside, alone, {**more, **(WHOLE if alone else {})})):
+        here = "" if alone and rank else f"; here ['{'<root>' if alone else 'blocks.2'}']"
+        who = "rank 0" if alone else "ranks 0, 1"
+        text = f"step() while GatheredParameters holds parameters open ({who}{here}); step outside of it"
+        assert said == [text] * 3
+        assert same

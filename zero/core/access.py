@@ -96,8 +96,9 @@ class GatheredParameters:
         for owner, state in zip(self._owners, states, strict=True):
             if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.cut:
                 owner.unit.forget_write(owner.index)
+        for unit in self._units:
+            unit.holds -= 1  # of all, before a release that may fail
         for unit, was_full in zip(self._units, self._were_full, strict=True):
-            unit.holds -= 1
             if not was_full:
                 unit.release()
         if kind is None:

@@ -191,8 +191,8 @@ class Gatherer:
         self._again = False
         self._done.clear()
         self.backwards += 1
-        self.release_all(spare=False)
         self._position = self._resume = START
+        self.release_all(spare=False)
 
     def _begin_forward(self) -> None:
         self._take_back(lambda for_backward: not for_backward)

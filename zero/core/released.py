@@ -71,7 +71,8 @@ class Released:
             return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
         # Somebody may know how to bring them, at this moment of the step: each summons leaves a plain parameter.
         wanted = _released_in((args, kwargs))
-        if wanted and wanted[0]._zero_owner.unit.summon_all(wanted):
+        brought = bool(wanted) and wanted[0]._zero_owner.unit.summon_all(wanted)
+        if brought and not any(isinstance(param, Released) for param in wanted):
             return func(*args, **(kwargs or {}))
         name = wanted[0]._zero_owner.name if wanted else "?"
         away = wanted[0]._zero_owner.unit.absence() if wanted else None

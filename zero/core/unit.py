@@ -29,6 +29,7 @@ from zero.core.owner import Owner, copy_to, owner_of
 from zero.core.released import absent, released_class
 from zero.core.state import LEGAL, State
 from zero.core.tensors import holders_of, memory_of, resizable
+from zero.core.updated import Updated
 from zero.log import logger
 from zero.memory.home import Home
 from zero.memory.lane import follow
@@ -37,7 +38,7 @@ from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
 
-class Unit(Edits):
+class Unit(Edits, Updated):
     """Parameters with one flat buffer, one shard, one gradient.
 
     full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
@@ -147,11 +148,6 @@ class Unit(Edits):
             self.send()
         self._catch_up()
 
-    @property
-    def updating(self) -> bool:
-        """Whether `gather` would have to wait for an update that runs beside us."""
-        return self.pending is not None and not self.pending.future.done()
-
     def read(self) -> bool:
         """Begin to read a shard that rests in a file; False where memory for it, or an update, must be waited for."""
         if self.updating:
@@ -213,32 +209,6 @@ class Unit(Edits):
         """Whether the full parameters are there for everybody to read."""
         return self.state is State.FULL and self.pending is None and not self._covered
 
-    def defer(self, pending: Promise) -> None:
-        """An update of the shard runs beside us. Where parameters are not cut they look released until it is over."""
-        with self._changing:
-            self.pending = pending
-            if not self.cut:
-                self._veil()
-
-    def settle(self) -> None:
-        """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
-        while (pending := self.pending) is not None:
-            if pending.forked and (self._axis.size > 1 or not pending.future.done()):
-                raise RuntimeError(
-                    f"unit '{self.plan.name}' (rank {self._axis.rank}) was being updated when this process was forked, "
-                    "and what it waits for comes in the parent process only; read the parameters there, before the fork"
-                )
-            follow(pending.result(), self.full.device)
-            with self._changing:
-                if self.pending is pending:  # while one thread waited, another may have begun the next update
-                    self.pending = None
-
-    def leave(self) -> None:
-        """No update runs any more; one that has failed will not be heard of again."""
-        if self.pending is not None and self.pending.future.exception() is None:
-            self.settle()
-        self.pending = None
-
     def wait_sent(self) -> None:
         """Wait until the other ranks have what the last update sent them."""
         self.settle()
@@ -263,17 +233,13 @@ class Unit(Edits):
             self._veil()
 
     def invalidate(self) -> None:
-        """The shard is about to change: whatever full copy there is must be gathered again.
+        """The shard is about to change: whatever full copy there is must be gathered again. Nobody may hold it open.
 
         Tells autograd too, so that a graph built before the change raises, as it does in plain torch. What the
         user wrote into parameters until now is in the masters afterwards.
         """
         self.settle()
         if self.cut:
-            if self.holds:
-                raise RuntimeError(
-                    f"unit '{self.plan.name}' is updated while GatheredParameters holds it open; step() outside of it"
-                )
             self._release(True)
             self._versions = [version + 1 for version in self._versions]
             return
@@ -403,8 +369,12 @@ class Unit(Edits):
             return
         self.wait()  # messages on their way still write into the buffer
         self.keep_writes()
-        self._hide()
-        self._free(spare)
+        try:
+            self._hide()
+            self._free(spare)
+        except BaseException:
+            self._show()  # the memory is there as it was
+            raise
         self._move("release")
 
     def _allocate(self) -> None:
@@ -412,11 +382,13 @@ class Unit(Edits):
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
 
     def _free(self, spare: bool) -> None:
+        full, views = self.full, self._views
         if (spare and holders_of(self.full) > self._holders) or not resizable(self.full.untyped_storage()):
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
-                self.full = torch.empty_like(self.full)
-                self._views = self._views_of(self.full)
-        self.full.untyped_storage().resize_(0)
+                full = torch.empty_like(full)
+                views = self._views_of(full)
+        full.untyped_storage().resize_(0)
+        self.full, self._views = full, views
 
     def _move(self, verb: str) -> None:
         after = LEGAL.get((self.state, verb))

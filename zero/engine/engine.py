@@ -34,7 +34,7 @@ from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.weights import Weights
 from zero.log import logger
-from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.plan.host import HostBytes
 from zero.plan.memory import StateBytes
 from zero.plan.whereabouts import Place
@@ -162,7 +162,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
 
         After an exception that came before the first weight was changed the engine is as after one in `backward`.
-        After a later one the weights are half updated, and all that the engine still does is `destroy()`.
+        After a later one the weights are half updated, and all that the engine still does is `destroy()`. Inside
+        `GatheredParameters` of parameters that are cut it raises on all ranks, and may be called again outside.
         """
         self._alive()
         self._sharded.check_parameters()
@@ -369,6 +370,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
                     self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()
                 self._recomputing.after_step(self._sharded.mesh.reduced_over)
+        except HeldOpen:
+            raise  # the gradients are there for the step outside of the block
         except BaseException as error:
             self._step_failed(error)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,15 +16,26 @@ from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.memory.threads import host_threads
 
 
+class Says(enum.IntFlag):
+    """What a rank tells the others with its part of the norm."""
+
+    LATE = 1  # gradients have come that are not reduced yet
+    HELD = 2  # GatheredParameters holds units open
+
+
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, and whether any rank said `late`."""
+    """L2 norm of the reduced gradients over all units and ranks, and what each rank said, in their order."""
 
     value: float
-    late: bool
+    said: list[Says]
+
+    def ranks(self, what: Says) -> list[int]:
+        """The ranks that have said it."""
+        return [rank for rank, word in enumerate(self.said) if what in word]
 
 
-def global_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. `late` of any rank reaches all with it.
+def global_norm(units: Sequence[Unit], mesh: Mesh, says: Says) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. What any rank `says` reaches all with it.
 
     Every rank squares its 1/world_size span of each unit in fp64, whether its shard is that span or, where
     gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
@@ -33,12 +45,12 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
     for squares in _numbers([_squares(unit, mesh) for unit in units]):
         mine += squares
     device = units[0].full.device if units else "cpu"
-    values = torch.tensor([mine, float(late)], dtype=torch.float64, device=device)
-    total, anywhere = 0.0, False
+    values = torch.tensor([mine, float(says)], dtype=torch.float64, device=device)
+    total, said = 0.0, []
     for value, told in comm.gather_scalars(values, mesh.reduced_over).tolist():
         total += value
-        anywhere = anywhere or told != 0
-    return Norm(math.sqrt(total) if total >= 0 else math.nan, anywhere)  # a NaN compares false
+        said.append(Says(int(told)))
+    return Norm(math.sqrt(total) if total >= 0 else math.nan, said)  # a NaN compares false
 
 
 def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:

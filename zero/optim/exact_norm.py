@@ -14,7 +14,7 @@ import torch
 from zero.core import comm
 from zero.core.mesh import Mesh
 from zero.core.unit import Unit
-from zero.optim.clip import Norm
+from zero.optim.clip import Norm, Says
 
 # Each square below 1 is taken as BITS bits, and as many again behind them; 2^22 of the first fill an int64 to 2^62.
 BITS = 40
@@ -24,8 +24,8 @@ LIMB = 31
 LIMBS = 6
 
 
-def exact_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. `late` of any rank reaches all with it.
+def exact_norm(units: Sequence[Unit], mesh: Mesh, says: Says) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. What any rank `says` reaches all with it.
 
     Independent of world size, stage and units. What is cut off is below 2^-80 of the largest square, for each
     element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN when an element is.
@@ -33,21 +33,21 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, late: bool) -> Norm:
     axis = mesh.reduced_over
     device = units[0].full.device if units else torch.device("cpu")
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
-    largest = torch.tensor([largest_of(parts), float(late)], dtype=torch.float64, device=device)
+    largest = torch.tensor([largest_of(parts), float(says)], dtype=torch.float64, device=device)
     # As Python numbers, where NaN has to be looked for: max() would pass it over.
     found, told = zip(*comm.gather_scalars(largest, axis).tolist(), strict=True)
-    late = any(told)
+    said = [Says(int(word)) for word in told]
     if any(math.isnan(value) for value in found):
-        return Norm(math.nan, late)
+        return Norm(math.nan, said)
     bound = max(found)
     if bound == 0 or math.isinf(bound):
-        return Norm(bound, late)
+        return Norm(bound, said)
     exponent = math.frexp(bound)[1]
     limbs = torch.tensor(_limbs(sum_of_squares(parts, exponent)), dtype=torch.int64, device=device)
     total = 0
     for row in comm.gather_scalars(limbs, axis).tolist():
         total += sum(limb << LIMB * index for index, limb in enumerate(row))
-    return Norm(norm_of(total, exponent), late)
+    return Norm(norm_of(total, exponent), said)
 
 
 def largest_of(parts: Iterable[torch.Tensor]) -> float:

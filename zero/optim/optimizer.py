@@ -14,11 +14,16 @@ import torch
 from zero.core.wrap import Sharded
 from zero.log import rank_zero
 from zero.memory.threads import host_threads
-from zero.optim.clip import clip_factor, global_norm
+from zero.optim.clip import Says, clip_factor, global_norm
 from zero.optim.exact_norm import exact_norm
 from zero.optim.rules import Rule
 from zero.optim.scaler import LossScaler
 from zero.optim.updates import Update, Updates, last_words, snapshot
+from zero.plan.whereabouts import ranks_text
+
+
+class HeldOpen(RuntimeError):
+    """A step was asked for inside `GatheredParameters`. Nothing has changed, and it may be asked for outside."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -178,7 +183,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
 
         Skipped, with `overflow` set and the parameter named, when a gradient is inf or NaN. The gradients are
-        used up either way. Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more.
+        used up either way. Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
+        HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
         if closure is not None:
             raise ValueError("step() takes no closure: the gradients are reduced before it is called")
@@ -191,10 +197,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded.check_order()
         factor = self.gradient_factor
         norm_of = exact_norm if sharded.numerics.tree else global_norm
-        found = norm_of(sharded.trained, sharded.mesh, sharded.reducer.late)
-        if found.late:
+        held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
+        says = (Says.LATE if sharded.reducer.late else Says(0)) | (Says.HELD if held else Says(0))
+        found = norm_of(sharded.trained, sharded.mesh, says)
+        if ranks := found.ranks(Says.HELD):
+            there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
+            raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
+        if found.ranks(Says.LATE):
             sharded.reducer.reduce_late()
-            found = norm_of(sharded.trained, sharded.mesh, False)
+            found = norm_of(sharded.trained, sharded.mesh, Says(0))
         norm = found.value * factor
         self.overflow = self._check_overflow and not math.isfinite(norm)
         self.grad_norm = norm
