@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import allowed, error
+from closeness import allowed, error, twice
 from models import batch, config, make_net
 from torch import nn
 
@@ -93,7 +93,8 @@ def all_runs(client: bool) -> tuple[list[list[torch.Tensor]], list[list[torch.Te
 @pytest.mark.parametrize("client", [False, True], ids=["json", "client"])
 def test_groups_keep_their_settings_and_take_new_ones(pool, client):
     exact = plain_run(2, torch.float64)
-    limit, limit_half = (allowed(plain_run(2, torch.float32, half), exact) for half in (False, True))
+    limit = allowed(exact, *twice(lambda: plain_run(2, torch.float32)))
+    limit_half = allowed(exact, *twice(lambda: plain_run(2, torch.float32, half=True)))
     for runs, mixed in pool.run(2, all_runs, client):
         for run in runs:
             assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import allowed, error, ulps
+from closeness import allowed, error, twice, ulps
 from models import batch, config, make_net, reference, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -47,7 +47,6 @@ def run_stages(world: int, mode: str) -> list[dict[str, Any]]:
     return [train(make_net(), world, settings(stage, world, mode, **every), STEPS) for stage in STAGES]
 
 
-@functools.cache
 def plain(world: int, mode: str, scale: float, accumulation: int = 2) -> dict[str, torch.Tensor]:
     """Plain torch in one process: fp32 masters, forward and backward in 16 bits, the loss times `scale`."""
     low = torch.float16 if "fp16" in mode else torch.bfloat16
@@ -82,6 +81,11 @@ def exact(world: int, mode: str) -> dict[str, torch.Tensor]:
     return reference(make_net(), world, settings(0, world, mode), torch.float64, STEPS)["params"]
 
 
+@functools.cache
+def limit(world: int, mode: str, scale: float) -> float:
+    return allowed(exact(world, mode), *twice(lambda: plain(world, mode, scale)))
+
+
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return first["losses"] == second["losses"] and all(
         torch.equal(value, second["params"][name]) for name, value in first["params"].items()
@@ -91,12 +95,11 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_as_near_to_the_truth_as_plain_torch(pool, world, mode):
-    truth = exact(world, mode)
-    limit = allowed(plain(world, mode, 1024.0 if "fp16" in mode else 1.0), truth)
+    truth, scale = exact(world, mode), 1024.0 if "fp16" in mode else 1.0
     ranks = pool.run(world, run_stages, world, mode)
     for stages in ranks:
         for stage in STAGES:
-            assert error(stages[stage]["params"], truth) <= limit, f"stage {stage}"
+            assert error(stages[stage]["params"], truth) <= limit(world, mode, scale), f"stage {stage}"
             assert same(stages[stage], stages[0]), f"stage {stage} differs from stage 0"
             assert stages[stage]["norms"] == stages[0]["norms"]
         assert all(torch.equal(stages[0]["params"][name], value) for name, value in ranks[0][0]["params"].items())
@@ -147,7 +150,7 @@ def test_a_backward_that_nobody_scaled_gives_the_right_gradient(pool, stage, mod
     for found in pool.run(2, train_all_ways, stage, mode):
         assert same({**found[0], "losses": []}, {**found[1], "losses": []}), "scale() is what backward() does"
         for run, scale in zip(found, (1024.0, 1024.0, 1.0, 1.0), strict=True):
-            assert error(run["params"], truth) <= allowed(plain(2, mode, scale), truth)
+            assert error(run["params"], truth) <= limit(2, mode, scale)
             # The norm has no scale in it: within the rounding of fp16 it is the same.
             assert run["norms"] == pytest.approx(found[0]["norms"], rel=2**-8)
 

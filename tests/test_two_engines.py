@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import allowed, error
+from closeness import allowed, error, twice
 from models import WIDTH, Block, config
 from stages import inputs
 from torch import nn
@@ -161,7 +161,7 @@ def under_engines(name: str) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_engines_together(pool, name):
     exact = trained_by(name, torch.float64)
-    limit = allowed(trained_by(name, torch.float32), exact)
+    limit = allowed(exact, *twice(lambda: trained_by(name, torch.float32)))
     for stages in pool.run(2, under_engines, name):
         assert error(stages[0], exact) <= limit
         for stage in (1, 2, 3):

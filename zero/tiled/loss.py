@@ -64,9 +64,9 @@ def tiled_cross_entropy(
     z_loss:          adds that times the squared logarithm of the softmax's denominator to each token's loss
                      (PaLM, arXiv:2204.02311, section 5), which keeps logits from drifting.
 
-    In fp32 and with slices of 16 tokens or more the loss has the bits of plain torch. So has the gradient of `hidden`
-    where a product adds up a slice in the order of the whole, as it does for most sizes, and the gradient of the loss
-    is a power of two. Gradients of weight and bias are sums over slices, in fp32.
+    In fp32 the loss has the bits of plain torch where a product adds up a slice in the order of the whole, as it does
+    on most CPUs for most sizes from 16 tokens on. So has the gradient of `hidden` if that of the loss is a power of
+    two. Gradients of weight and bias are sums over slices, in fp32.
 
     Between forward and backward the gradient of the weight is kept in fp32; the weight itself is read in the forward
     only. There is no second derivative: a backward with `create_graph=True` raises RuntimeError. Raises ValueError for
