@@ -59,6 +59,10 @@ def test_answers_of_the_configuration():
     assert engine.get_lr() == [1e-2]
     assert engine.get_mom() == [(0.9, 0.999)]
     assert engine.get_type() == ["AdamW"]
+    assert (engine.optimizer_name(), engine.scheduler_name(), engine.optimizer_params()["lr"]) == ("AdamW", None, 1e-2)
+    assert engine.get_data_types() == (torch.float32, torch.float32) and engine.torch_autocast_dtype() is None
+    assert (engine.communication_data_type, engine.initial_dynamic_scale()) == (torch.float32, 65536)
+    assert engine.postscale_gradients() and not engine.zero_use_cpu_optimizer() and engine.zero_offload_param() is None
     assert (engine.global_rank, engine.world_size, engine.device.type) == (0, 1, local_type())
     assert engine.config["gradient_clipping"] == 0.7
 

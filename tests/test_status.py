@@ -15,7 +15,9 @@ from models import config, make_net
 
 import zero
 from zero.config import ConfigError, load
+from zero.config.tidy import sections
 from zero.config.unavailable import IDLE, UNAVAILABLE
+from zero.engine.queries import Queries
 
 TEXT = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text()
 STATUSES = {"works", "differs", "idle", "planned", "no"}
@@ -94,3 +96,14 @@ def test_every_key_is_known():
                 load(values, 1)
             except ConfigError as error:
                 assert f"unknown key '{parts[-1]}'" not in str(error), row.name
+
+
+def test_what_answers_with_a_key_answers():
+    """Each getter of the engine that names a key reads one that the configuration has."""
+    engine = zero.initialize(model=make_net(), config=config(0, 1))[0]
+    asked = [name for name, value in vars(Queries).items() if getattr(value, "__name__", None) == "value"]
+    assert len(asked) > 40
+    for name in asked:
+        path = re.findall("`(.+)`", getattr(Queries, name).__doc__)[0].split(".")
+        assert path[-1] in sections()[tuple(path[:-1])].model_fields, name
+        getattr(engine, name)()

@@ -54,7 +54,6 @@ _MONITOR = "is not available in this release; log the loss in the training loop"
 _PLUS = "ZeRO++ is not available in this release; leave it out"
 _MICS = "shard groups smaller than the world are not available in this release; leave it out"
 _MODEL = "is not available in this release; only data parallelism is"
-_UNITS = "is not available in this release; name the modules in zero.units"
 _ONE_GATHER = "another way to gather is not available in this release; leave it out"
 
 UNAVAILABLE: tuple[Unavailable, ...] = (
@@ -74,17 +73,14 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
         "set optimizer.params.zero.moments to 'bf16' or '8bit' instead",
     ),
     Unavailable(f"{_ZERO}.offload_optimizer.super_offload", true, "is not available; leave it out"),
-    Unavailable(f"{_ZERO}.elastic_checkpoint", true, "DeepSpeed's elastic checkpoints are not available; leave it out"),
     Unavailable(
         f"{_ZERO}.ignore_unused_parameters",
         false,
         "parameters without a gradient are always allowed here; leave it out",
     ),
     Unavailable(f"{_ZERO}.legacy_stage1", true, "is gone from DeepSpeed too; leave it out"),
-    Unavailable(f"{_ZERO}.stage3_module_granularity_threshold", above(0), _UNITS),
     Unavailable(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", true, _ONE_GATHER),
     Unavailable(f"{_ZERO}.stage3_allgather_sequential", true, _ONE_GATHER),
-    Unavailable(f"{_ZERO}.pipeline_loading_checkpoint", true, "is not available in this release; leave it out"),
     Unavailable(f"{_ZERO}.zero_hpz_partition_size", above(1), _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_weights", true, _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_nontrainable_weights", true, _PLUS),
@@ -141,10 +137,15 @@ IDLE: tuple[Idle, ...] = (
                 "overlap_comm",
                 "sub_group_size",
                 "round_robin_gradients",
+                "stage3_module_granularity_threshold",
             )
         ),
     ),
     Idle("not used yet", ("timers",)),
+    Idle(
+        "every rank reads its own part of a checkpoint, of any world size",
+        (f"{_ZERO}.elastic_checkpoint", f"{_ZERO}.pipeline_loading_checkpoint"),
+    ),
     Idle("a tag that differs between ranks is an error on all of them", ("checkpoint.tag_validation",)),
     Idle("blocks go to the drive together, while others are on their way", ("aio.single_submit", "aio.overlap_events")),
     Idle(

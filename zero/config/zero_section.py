@@ -150,7 +150,7 @@ class ZeroOptimization(Section):
     """Keep a unit whole if it is used again within this many elements. DeepSpeed's default is 1e9, with which a model
     below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
     stage3_module_granularity_threshold: Count = 0
-    """Treat modules smaller than this as one."""
+    """Treat modules smaller than this as one; here units do that, see zero.units."""
     stage3_use_all_reduce_for_fetch_params: Bool = False
     """Gather by an all-reduce over zeros."""
     stage3_allgather_sequential: Bool = False
@@ -160,7 +160,7 @@ class ZeroOptimization(Section):
     override_module_apply: Bool = True
     """Gather parameters inside `Module.apply`."""
     pipeline_loading_checkpoint: Bool = False
-    """Let the ranks of a machine load one after the other."""
+    """Let the ranks of a machine load one after the other; here none loads more than its part."""
     log_trace_cache_warnings: Bool = False
     """Say when the order of the modules changes between steps."""
     enable_sanity_checks: Bool = False

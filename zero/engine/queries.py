@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from zero.config import Config
+from zero.core.wrap import DTYPES
+
+
+def _key(path: str) -> Callable[[Any], Any]:
+    """A method that answers with a key of the configuration, None where a section above it is not there."""
+
+    def value(self: Any) -> Any:
+        return functools.reduce(lambda here, name: getattr(here, name, None), path.split("."), self._config)
+
+    value.__doc__ = f"The key `{path}`."
+    return value
 
 
 class Queries:
@@ -18,6 +31,57 @@ class Queries:
     world_size: int
     global_rank: int
     global_steps: int
+
+    bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
+    bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
+    cpuadam_cores_perc = _key("zero_optimization.offload_optimizer.cpuadam_cores_perc")
+    dataloader_drop_last = _key("dataloader_drop_last")
+    dump_state = _key("dump_state")
+    fp16_auto_cast = _key("fp16.auto_cast")
+    fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
+    gradient_predivide_factor = _key("gradient_predivide_factor")
+    is_sanity_checks_enabled = _key("zero_optimization.enable_sanity_checks")
+    load_universal_checkpoint = _key("checkpoint.load_universal")
+    log_level = _key("log_level")
+    managed_gradient_accumulation = _key("managed_gradient_accumulation")
+    memory_breakdown = _key("memory_breakdown")
+    optimizer_legacy_fusion = _key("optimizer.legacy_fusion")
+    optimizer_params = _key("optimizer.params")
+    scheduler_name = _key("scheduler.type")
+    scheduler_params = _key("scheduler.params")
+    super_offload = _key("zero_optimization.offload_optimizer.super_offload")
+    use_node_local_storage = _key("checkpoint.use_node_local_storage")
+    wall_clock_breakdown = _key("wall_clock_breakdown")
+    zero_allgather_bucket_size = _key("zero_optimization.allgather_bucket_size")
+    zero_allgather_partitions = _key("zero_optimization.allgather_partitions")
+    zero_allgather_sequential = _key("zero_optimization.stage3_allgather_sequential")
+    zero_allow_untested_optimizer = _key("zero_allow_untested_optimizer")
+    zero_contiguous_gradients = _key("zero_optimization.contiguous_gradients")
+    zero_elastic_checkpoint = _key("zero_optimization.elastic_checkpoint")
+    zero_force_ds_cpu_optimizer = _key("zero_force_ds_cpu_optimizer")
+    zero_hpz_partition_size = _key("zero_optimization.zero_hpz_partition_size")
+    zero_ignore_unused_parameters = _key("zero_optimization.ignore_unused_parameters")
+    zero_legacy_stage1 = _key("zero_optimization.legacy_stage1")
+    zero_load_from_fp32_weights = _key("zero_optimization.load_from_fp32_weights")
+    zero_log_trace_cache_warnings = _key("zero_optimization.log_trace_cache_warnings")
+    zero_max_live_parameters = _key("zero_optimization.stage3_max_live_parameters")
+    zero_max_reuse_distance = _key("zero_optimization.stage3_max_reuse_distance")
+    zero_model_persistence_threshold = _key("zero_optimization.stage3_model_persistence_threshold")
+    zero_module_granularity_threshold = _key("zero_optimization.stage3_module_granularity_threshold")
+    zero_multi_rank_bucket_allreduce = _key("zero_optimization.use_multi_rank_bucket_allreduce")
+    zero_overlap_comm = _key("zero_optimization.overlap_comm")
+    zero_param_persistence_threshold = _key("zero_optimization.stage3_param_persistence_threshold")
+    zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
+    zero_prefetch_bucket_size = _key("zero_optimization.stage3_prefetch_bucket_size")
+    zero_quantized_gradients = _key("zero_optimization.zero_quantized_gradients")
+    zero_quantized_nontrainable_weights = _key("zero_optimization.zero_quantized_nontrainable_weights")
+    zero_quantized_weights = _key("zero_optimization.zero_quantized_weights")
+    zero_reduce_bucket_size = _key("zero_optimization.reduce_bucket_size")
+    zero_reduce_scatter = _key("zero_optimization.reduce_scatter")
+    zero_round_robin_gradients = _key("zero_optimization.round_robin_gradients")
+    zero_save_muon_momentum_buffer_in_memory = _key("zero_optimization.save_muon_momentum_buffer_in_memory")
+    zero_sub_group_size = _key("zero_optimization.sub_group_size")
+    zenflow_config = _key("zero_optimization.zenflow")
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -86,6 +150,54 @@ class Queries:
     def steps_per_print(self) -> float:
         """Optimizer steps between progress lines; inf for none."""
         return self._config.steps_per_print
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of torch.autocast around the forward; None where it is off."""
+        return DTYPES.get(self._config.autocast_dtype)
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """What gradients are rounded to before they travel; fp32 where nothing is said."""
+        return DTYPES[self._config.communication_data_type or "fp32"]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes that the model computes in and that gradients add up in."""
+        return DTYPES[self._config.compute_dtype], DTYPES[self._config.data_types.grad_accum_dtype or "fp32"]
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided after they were added up, not before."""
+        return not self._config.prescale_gradients
+
+    def initial_dynamic_scale(self) -> int:
+        """Where a dynamic loss scale starts."""
+        return 2**self._config.fp16.initial_scale_power
+
+    def zero_offload_optimizer(self) -> Any:
+        """The section `offload_optimizer`; None where state rests on the device."""
+        section = self._config.zero_optimization.offload_optimizer
+        return section if section.device != "none" else None
+
+    def zero_offload_param(self) -> Any:
+        """The section `offload_param`; None where parameters rest on the device."""
+        section = self._config.zero_optimization.offload_param
+        return section if section.device != "none" else None
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the CPU updates: state rests in main memory or in files."""
+        return self.zero_offload_optimizer() is not None
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether state rests in main memory."""
+        return self._config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether state rests in files."""
+        return self._config.zero_optimization.offload_optimizer.device == "nvme"
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's type in the configuration, or its class where torch or the script has one; or None."""
+        kind = getattr(getattr(self.optimizer, "rule", None), "_kind", None)
+        return kind.__name__ if kind is not None else _key("optimizer.type")(self)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
