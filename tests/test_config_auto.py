@@ -23,6 +23,7 @@ AUTO = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bfloat16": {"enabled": "auto"},
+    "autotuning": {"enabled": False, "arg_mappings": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": None},
     "zero_optimization": {
         "stage": 3,

@@ -142,17 +142,18 @@ class Tidy:
             return {"stage": int(value)}
         if inner is not None:
             return self._section(value, inner, path, written)
-        return self._free(value, path, keep_null=name in _FREE)
+        return self._free(value, path, handed_on=name in _FREE)
 
-    def _free(self, value: Any, path: tuple, keep_null: bool) -> Any:
+    def _free(self, value: Any, path: tuple, handed_on: bool) -> Any:
         """An object whose keys are not ours, without what counts as not given."""
         if not isinstance(value, Mapping):
             return value
-        self.autos += [(*path, key) for key, inner in value.items() if is_auto(inner)]
+        if handed_on:  # nothing reads the others
+            self.autos += [(*path, key) for key, inner in value.items() if is_auto(inner)]
         return {
-            key: self._free(inner, (*path, key), keep_null)
+            key: self._free(inner, (*path, key), handed_on)
             for key, inner in value.items()
-            if not is_auto(inner) and (keep_null or inner is not None)
+            if not is_auto(inner) and (handed_on or inner is not None)
         }
 
     def _old_zero_keys(self) -> None:
