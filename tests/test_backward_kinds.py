@@ -252,7 +252,7 @@ def penalty(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
 def for_parameters(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
     """Gradients of named parameters alone, then a penalty on those of all: the backward goes through a backward."""
     params, loss = dict(model.named_parameters()), model(x, rank)
-    part = model.body(x).sum() if isinstance(model, Blocks) else model.module.body(x).sum()
+    part = getattr(model, "module", model).body(x).sum()
     body = torch.autograd.grad(part, params, retain_graph=True, materialize_grads=True)
     only = torch.autograd.grad(part * 2, next(iter(params.values())))
     loss = loss * (1 + sum(grad.abs().mean() for grad in (*body.values(), *only)))
@@ -271,6 +271,35 @@ def one_by_one(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.T
     return loss.detach()
 
 
+def weights(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
+    """Terms of the loss on weights that are whole for them only, before and after the forward, one on one rank."""
+    params = list(model.parameters())
+    with zero.GatheredParameters(params):
+        term = sum(param.square().sum() for param in params)
+        square = [param for param in params if param.dim() == 2]
+        with zero.GatheredParameters(square):
+            term = term + sum((param.t() @ param).tanh().sum() for param in square)
+    loss = model(x, rank) + 1e-2 * term
+    with zero.GatheredParameters(params[3:]):
+        late = sum(param.detach().cos() @ param.pow(3) for param in params[3:] if param.dim() == 1)
+    loss = loss + late if rank == 1 else loss
+    (loss * factor).backward()
+    return loss.detach()
+
+
+def adapted(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
+    """Learning to learn: the loss after a step on another, which the backward goes through."""
+    inner = getattr(model, "module", model)
+    names, params = zip(*inner.named_parameters(), strict=True)
+    with zero.GatheredParameters(params):
+        grads = torch.autograd.grad(model(x, rank), params, create_graph=True)
+        moved = [param - 0.1 * grad for param, grad in zip(params, grads, strict=True)]
+        values = dict(zip(names, moved, strict=True))
+        loss = torch.func.functional_call(inner, values, (x * 2, rank))
+    (loss * factor).backward()
+    return loss.detach()
+
+
 def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
     """A generation loop before the training forward."""
     model.eval()
@@ -283,7 +312,7 @@ def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
 
 LOOPS = [
     *(whole_reentrant, whole_not_reentrant, several_forwards, in_between, retained, for_inputs),
-    *(penalty, for_parameters, one_by_one, growing),
+    *(penalty, for_parameters, one_by_one, weights, adapted, growing),
 ]
 
 

@@ -255,6 +255,41 @@ def test_data_may_be_replaced_by_its_like_only(pool):
                 assert ("(25, 12)" in said) == (rank == 1), case
 
 
+def kept_for_graphs() -> dict[str, Any]:
+    """A graph that reads weights finds them until they change; where there is none, nothing is kept."""
+    engine, found = start(master=""), {}
+    params = list(engine.module.parameters())
+    whole = sum(param.numel() * 4 for param in params)
+
+    def shown() -> int:
+        """Bytes of memory behind parameters that look released."""
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = [param.untyped_storage() for param in params]
+        return (
+            sum({each.data_ptr(): each.nbytes() for each in memory}.values()) if all(map(is_released, params)) else -1
+        )
+
+    with zero.GatheredParameters(params):
+        sum(param.square().sum() for param in params).item()
+    found["no graph"] = 0 < shown() < whole / 2
+    with zero.GatheredParameters(params):
+        term = sum(param.square().sum() for param in params)
+    found["a graph"] = shown() >= whole
+    term.backward(retain_graph=True)
+    engine.step()
+    found["after the step"] = 0 < shown() < whole / 2
+    try:
+        term.backward()
+    except RuntimeError as error:
+        found["stale"] = "modified by an inplace operation" in str(error)
+    return found
+
+
+def test_what_a_graph_reads_is_kept_until_it_changes(pool):
+    for found in pool.run(2, kept_for_graphs):
+        assert list(found.values()) == [True] * 4, found
+
+
 def refused() -> list[str]:
     engine = start()
     params, said = list(engine.module.parameters()), []

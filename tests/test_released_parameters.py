@@ -182,11 +182,15 @@ def test_parameters_of_two_engines_with_one_name(pool):
 
 def backward_too_early() -> str:
     """A graph that reaches freed memory without passing an output of any hooked module."""
-    engine = engine_at_rest()
-    with zero.GatheredParameters(weight(engine.module)):
-        loss = (torch.ones(1, weight(engine.module).shape[0], requires_grad=True) @ weight(engine.module)).sum()
+    engine, losses = engine_at_rest(), []
+
+    def stash(module: nn.Linear, args: Any, output: torch.Tensor) -> None:
+        losses.append((torch.ones(1, module.out_features, requires_grad=True) @ module.weight).sum())
+
+    engine.module.blocks[1].up.register_forward_hook(stash)
+    engine(*batch(0, 4))
     try:
-        loss.backward()
+        losses[0].backward()
         return "nothing"
     except RuntimeError as error:
         return str(error)

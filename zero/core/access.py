@@ -59,6 +59,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._were_full: list[bool] = []
         self._versions: list[int] = []
+        self._references: list[tuple[int, ...]] = []
         self._known: list[list[torch.Tensor]] = []
         for param in given if enabled and fwd_module is not None else ():
             register_external_parameter(fwd_module, param)
@@ -77,6 +78,7 @@ class GatheredParameters:
             unit.wait()
             unit.take_edits()  # whoever wrote before the block did so by other rules
         self._versions = [owner.param._version for owner in self._owners]
+        self._references = [unit.references() for unit in self._units]
         if self._modifier_rank is not None:
             self._known = [owner.unit.known(owner.index) for owner in self._owners]
             for owner in self._owners:
@@ -96,7 +98,10 @@ class GatheredParameters:
         for owner, state in zip(self._owners, states, strict=True):
             if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.cut:
                 owner.unit.forget_write(owner.index)
-        for unit in self._units:
+        for unit, before in zip(self._units, self._references, strict=True):
+            if unit.cut and torch.is_grad_enabled():
+                # A term of the loss, perhaps: its backward, outside, finds the values. Ranks need not agree on that.
+                unit.graph |= any(now > then for now, then in zip(unit.references(), before, strict=True))
             unit.holds -= 1  # of all, before a release that may fail
         for unit, was_full in zip(self._units, self._were_full, strict=True):
             if not was_full:

@@ -256,6 +256,7 @@ class Edits:
         if not self.cut or self.state is State.FULL:
             self._views[index].view(-1).copy_(values)
         if self.cut and self.state is State.SHARDED:
+            self.forget_graph()
             self._versions[index] += 1
         elif not self.holds:  # GatheredParameters would take it for a change that is lost
             torch.autograd.graph.increment_version((self.params[index],))

@@ -116,7 +116,8 @@ class Gatherer:
 
     def use(self, units: Sequence[Unit]) -> None:
         """Make these units readable now."""
-        fresh = [unit for unit in units if unit.index not in self._live]
+        # The end of a reader's block may have released one that is used.
+        fresh = [unit for unit in units if unit.index not in self._live or unit.state is State.SHARDED]
         for unit in fresh:
             unit.gather()  # may refuse, and has not been used then
             self._live.add(unit.index)
@@ -167,6 +168,9 @@ class Gatherer:
         if again:  # the next one goes through this one
             self._lend([unit for unit in self.units if unit.state is State.FULL], True)
         self.release_all(spare=False)
+        for unit in self.units:
+            if unit.gradients is None:  # others when their values change
+                unit.forget_graph()
         self._done.clear()
         self._reached.clear()
         if self._uses:

@@ -114,6 +114,10 @@ class Piece(Unit):
         if not self.opened:
             super().release(spare)
 
+    def references(self) -> tuple[int, ...]:
+        """Of what is being built no graph is kept."""
+        return ()
+
     def lay_down(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
         """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
         if self.state is not State.SHARDED:

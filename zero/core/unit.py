@@ -49,6 +49,7 @@ class Unit(Edits, Updated):
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
     home:   where its shard, its state and its gradient rest;
     pending: the update of the last step, while it may still run beside us, or None;
+    graph:  a graph that was built by a reader may find the parameters where they are, also while they look released;
     whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
     optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
     """
@@ -70,7 +71,7 @@ class Unit(Edits, Updated):
         self.edited: list[int] = []
         self.bring: Callable[[Unit], bool] | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
-        self.whole = False
+        self.whole = self.graph = False
         self._covered = False  # full, but the parameters look released
         self._late = False  # gathering, but nothing is on its way yet
         self._holders = 0  # of the full buffer's memory, before it was filled
@@ -240,6 +241,7 @@ class Unit(Edits, Updated):
         """
         self.settle()
         if self.cut:
+            self.forget_graph()
             self._release(True)
             self._versions = [version + 1 for version in self._versions]
             return
@@ -254,6 +256,7 @@ class Unit(Edits, Updated):
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
         self.settle()
+        self.forget_graph()
         self._release(True)
         if not self.cut:
             self.wait()
@@ -286,6 +289,17 @@ class Unit(Edits, Updated):
             self.wait()
         shown = self.state is State.FULL and not self._covered
         return shown or (self.bring is not None and self.bring(self))
+
+    def references(self) -> tuple[int, ...]:
+        """Numbers of which one grows when a graph comes to hold a parameter, or anybody a view of one."""
+        return holders_of(self.full), *(param._use_count() for param in self.params)
+
+    def forget_graph(self) -> None:
+        """No graph reads the values any more that a reader has left; one that does all the same raises."""
+        if self.graph and self.state in (State.SHARDED, State.GATHERING):
+            with torch._C.DisableTorchFunctionSubclass():
+                self._blank()
+        self.graph = False
 
     @property
     def memory(self) -> int | None:
@@ -383,7 +397,8 @@ class Unit(Edits, Updated):
 
     def _free(self, spare: bool) -> None:
         full, views = self.full, self._views
-        if (spare and holders_of(self.full) > self._holders) or not resizable(self.full.untyped_storage()):
+        held = self.graph or (spare and holders_of(full) > self._holders)
+        if held or not resizable(full.untyped_storage()):
             with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
                 full = torch.empty_like(full)
                 views = self._views_of(full)
@@ -421,7 +436,12 @@ class Unit(Edits, Updated):
 
     def _hide(self) -> None:
         self._versions = [param._version for param in self.params]
-        torch.autograd.graph.increment_version(self.params)
-        for param, nothing, kind in zip(self.params, self._absent, self._kinds, strict=True):
-            param.data = nothing
+        if not self.graph:
+            self._blank()
+        for param, kind in zip(self.params, self._kinds, strict=True):
             param.__class__ = self._away(kind)
+
+    def _blank(self) -> None:
+        torch.autograd.graph.increment_version(self.params)
+        for param, nothing in zip(self.params, self._absent, strict=True):
+            param.data = nothing
