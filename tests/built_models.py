@@ -154,6 +154,7 @@ class Together(nn.Module):
         self.out = nn.Linear(3, 3)
         self.out.weight = nn.Linear(3, 3).weight
         self.renewed = nn.Linear(3, 3)
+        self.layers[1].requires_grad_(False)  # trained, it could not share memory with another
         self.renewed.weight = nn.Parameter(self.layers[1].weight, requires_grad=False)
         self.first = self.layers[3].weight.detach()
 

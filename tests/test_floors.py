@@ -66,6 +66,7 @@ STEPS_OF_CORE = {
     "zero.core.owner": 4,
     "zero.core.offload": 5,
     "zero.core.unit": 5,
+    "zero.core.refusals": 5,
     "zero.core.piece": 6,
     "zero.core.building": 7,
     "zero.core.reading": 6,

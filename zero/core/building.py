@@ -30,6 +30,7 @@ from zero.core import comm
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import owner_of
 from zero.core.piece import Piece, Rest, manageable
+from zero.core.refusals import sharing
 
 # What is open where: threads that build models of their own are left alone.
 _running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_builder", default=None)
@@ -166,12 +167,18 @@ class Builder:
         self._open = []
 
     def _name_all(self) -> None:
-        """Give parameters the names that they have in the outermost modules that were built here."""
+        """Give parameters the names that they have in the outermost modules that were built here.
+
+        Raises ValueError for two that share memory, which shards would part.
+        """
         for root in [module for module in self._homes if module not in self._children]:
             for name, param in root.named_parameters():
                 owner = owner_of(param)
                 if owner is not None and owner.unit in self._pieces:
                     owner.unit.rename(name)
+            if refused := sharing(root.named_parameters()):
+                self._let_go()
+                raise ValueError(f"zero.Init: {refused[0]}")
 
     def _home(self, module: nn.Module) -> int:
         if module not in self._homes:

@@ -277,8 +277,8 @@ def _specs(
 
 
 def _dtype_name(param: nn.Parameter, name: str, compute_dtype: str) -> str:
-    if param.layout is not torch.strided or param.is_meta:
-        raise ValueError(f"parameter '{name}' is {param.layout} on {param.device}; wanted a dense one with values")
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter '{name}' is {param.layout}; wanted a dense one")
     if compute_dtype != "fp32" and param.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return compute_dtype
     if param.dtype not in _NAMES or (param.requires_grad and param.dtype == torch.float64):

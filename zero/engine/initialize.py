@@ -20,6 +20,7 @@ from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import local_device, make_mesh
 from zero.core.offload import OffloadSettings
+from zero.core.refusals import in_channels_last, refusals
 from zero.core.wrap import Numerics, Sharded, wrap
 from zero.data import Loader
 from zero.engine.agreement import description
@@ -117,10 +118,6 @@ def _loader(data: Dataset | None, collate_fn: Any, settings: Config, device: tor
 def _check(model: Any, **unsupported: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(
-            f"initialize() got a {type(model).__name__}, which moves data or gradients itself; pass model=model.module"
-        )
     for name, value in unsupported.items():
         if value is not None:
             raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
@@ -167,7 +164,7 @@ def _wrap(
         buffers=settings.data_types.buffer_dtype,
         tree=settings.zero.reduce == "tree",
     )
-    params = [group["params"] for group in groups]
+    params, places = [group["params"] for group in groups], _places(settings)
     section = settings.zero_optimization
     leaf = section.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
@@ -183,9 +180,15 @@ def _wrap(
     try:
         with mesh.watch.call(Place.INITIALIZE):
             what = "the ranks do not initialize the same engine"
-            agree(description(model, groups, settings), mesh.reduced_over, device, what)
+            refused = refusals(model, bool(groups), sharding.params or places.enabled)
+            agree(refused or description(model, groups, settings), mesh.reduced_over, device, what)
+            if refused:
+                raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
+            if names := in_channels_last(model):
+                text = "%d parameter(s) in channels_last, the first '%s', become contiguous; inputs may stay"
+                rank_zero(logging.WARNING, text, len(names), names[0])
             recomputing.apply(model)
-            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, _places(settings))
+            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
     except BaseException:
         recomputing.undo()
         mesh.watch.close()

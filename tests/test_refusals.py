@@ -1,0 +1,237 @@
+"""The promise: what no engine can train, `initialize` refuses on all ranks by name and with the remedy, untouched.
+
+What looks alike and is right goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Block, config
+from torch import nn
+
+import zero
+from zero.core.owner import owner_of
+
+Make = Callable[[], nn.Module]
+
+
+class Chain(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[1](self.blocks[0](x))).square().mean()
+
+
+def changed(change: Callable[[Chain], Any]) -> nn.Module:
+    model = Chain()
+    change(model)
+    return model
+
+
+def shared(model: Chain) -> None:
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+
+
+def overlapping(model: Chain) -> None:
+    memory = torch.randn(WIDTH + 1)
+    model.blocks[0].norm.weight.data, model.head.bias.data = memory[1:], memory[:-1]
+
+
+def interleaved(model: Chain) -> None:
+    """Columns of one matrix, as of a fused one, and rows of one buffer."""
+    columns = torch.randn(WIDTH, 2, WIDTH) / 8
+    model.head.weight.data, model.extra = columns[:, 0], nn.Parameter(columns[:, 1])
+    rows = torch.randn(2, WIDTH)
+    model.head.bias.data, model.blocks[0].norm.bias.data = rows[0], rows[1]
+
+
+def frozen(model: Chain) -> None:
+    shared(model)
+    model.blocks.requires_grad_(False)
+
+
+def part(kind: Make) -> Make:
+    return lambda: changed(lambda model: setattr(model, "head", kind()))
+
+
+def under(context: Callable[[], Any]) -> Make:
+    def make() -> nn.Module:
+        with context():
+            return Chain()
+
+    return make
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(linear())
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "shared": (
+        lambda: changed(shared),
+        r"'blocks.0.up.weight' and 'blocks.1.up.weight' share memory .* tie the Parameter itself \(b = a\), or .*clone",
+    ),
+    "overlapping": (lambda: changed(overlapping), r"'head.bias' and 'blocks.0.norm.weight' share memory"),
+    "buffer": (
+        lambda: changed(lambda model: model.register_buffer("copy", model.head.bias.data)),
+        "'head.bias' and 'copy' share memory",
+    ),
+    "lazy": (
+        part(lambda: nn.LazyLinear(WIDTH)),
+        r"parameter 'head.weight' of module 'head' \(LazyLinear\) has no shape .*; run .* once .* \(and 1 more\)",
+    ),
+    "lazy buffer": (part(lambda: nn.LazyBatchNorm1d(affine=False)), r"buffer 'head.running_mean' of module 'head'"),
+    "meta": (under(lambda: torch.device("meta")), r"parameter 'blocks.0.norm.weight' is on meta .* zero.Init\(\)"),
+    "meta buffer": (
+        lambda: changed(lambda model: model.register_buffer("far", torch.ones(2, device="meta"))),
+        "buffer 'far' is on meta",
+    ),
+    "inference": (
+        under(torch.inference_mode),
+        r"parameter 'blocks.0.norm.weight' was made under torch.inference_mode\(\), .* torch.no_grad\(\)",
+    ),
+    "wrapped": (part(lambda: nn.DataParallel(linear())), "module 'head' is a DataParallel, .*; pass .* its .module"),
+}
+HOOKED: dict[str, tuple[Make, str]] = {
+    "scripted part": (part(scripted), "module 'head' is a RecursiveScriptModule, .*; train it as the module"),
+    "scripted": (lambda: torch.jit.script(Chain()), "model is a RecursiveScriptModule"),
+}
+RIGHT: dict[str, Make] = {
+    "interleaved": lambda: changed(interleaved),
+    "traced": part(lambda: torch.jit.trace(linear(), torch.ones(2, WIDTH))),
+    "frozen and shared": lambda: changed(frozen),
+}
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return config(stage, dist.get_world_size(), **more)
+
+
+def refusal(model: nn.Module, stage: int, **more: Any) -> str:
+    """What `initialize` says of the model, which it must leave as it was; nothing if it takes it."""
+    before = [(id(param), param.requires_grad) for param in model.parameters()]
+    try:
+        zero.initialize(model=model, config=settings(stage, **more))[0].destroy()
+    except (RuntimeError, ValueError) as error:
+        assert before == [(id(param), param.requires_grad) for param in model.parameters()]
+        assert all(owner_of(param) is None for param in model.parameters())
+        return str(error)
+    return ""
+
+
+def refuse_all() -> dict[str, dict[str, str]]:
+    said: dict[str, dict[str, str]] = {}
+    for stage in (0, 3):
+        cases = REFUSED | HOOKED if stage == 3 else REFUSED
+        said[f"stage {stage}"] = {name: refusal(make(), stage) for name, (make, _) in cases.items()}
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    said["offload"] = {name: refusal(make(), 1, zero_optimization=offload) for name, (make, _) in HOOKED.items()}
+    return said
+
+
+def test_what_no_engine_can_train_is_refused_by_name(pool: Any) -> None:
+    for ranks in pool.run(2, refuse_all):
+        for where, said in ranks.items():
+            for name, text in said.items():
+                with pytest.raises(RuntimeError, match=(REFUSED | HOOKED)[name][1]):
+                    raise RuntimeError(f"{where}, {name}: {text}")
+
+
+def trained(make: Make, stage: int) -> tuple[list[float], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = make()
+    engine = zero.initialize(model=model, config=settings(stage))[0]
+    losses = []
+    for number in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses, [param.detach().clone() for param in model.parameters()]
+
+
+def train_right() -> list[bool]:
+    """Each on stage 3 as on stage 0; and what is refused there only, below it as the plain module."""
+    same = []
+    for make in RIGHT.values():
+        cases = [trained(make, stage) for stage in (0, 3)]
+        same.append(all(torch.equal(*pair) for pair in zip(cases[0][1], cases[1][1], strict=True)))
+        same.append(cases[0][0] == cases[1][0] and len(set(cases[0][0])) == 3)
+    below = trained(part(scripted), 2), trained(part(linear), 2)
+    return [*same, all(torch.equal(*pair) for pair in zip(below[0][1], below[1][1], strict=True))]
+
+
+def test_what_looks_alike_and_is_right_goes_on(pool: Any) -> None:
+    for same in pool.run(2, train_right):
+        assert all(same), same
+
+
+def on_one_rank() -> str:
+    return refusal(part(lambda: nn.LazyLinear(WIDTH))() if dist.get_rank() else Chain(), 3)
+
+
+def test_what_one_rank_cannot_train_is_refused_on_all(pool: Any) -> None:
+    said = pool.run(2, on_one_rank)
+    assert said[0] == said[1]
+    assert "rank 1: parameter 'head.weight' of module 'head' (LazyLinear)" in said[0]
+
+
+def inside() -> list[str]:
+    """Under inference mode: with an optimizer, and only to evaluate; and shared memory under `zero.Init`."""
+    said = []
+    with torch.inference_mode(False):
+        model = Chain()
+    with torch.inference_mode():
+        said.append(refusal(model, 3))
+        engine = zero.initialize(model=model, config={**settings(3), "optimizer": None})[0]
+        said.append(str(engine(torch.ones(2, WIDTH)).isfinite().item()))
+        engine.destroy()
+    try:
+        with zero.Init():
+            model = Chain()
+            shared(model)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_inference_mode_and_construction(pool: Any, world: int) -> None:
+    for mode, evaluated, built in pool.run(world, inside):
+        assert "called under torch.inference_mode()" in mode
+        assert evaluated == "True"
+        assert "zero.Init: 'blocks.0.up.weight' and 'blocks.1.up.weight' share memory" in built
+
+
+def convolutions(form: torch.memory_format) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1), nn.Conv2d(5, 2, 3)).to(memory_format=form)
+    x = torch.randn(2, 3, 8, 8)
+    engine = zero.initialize(model=model, config=config(0, 1))[0]
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    engine.destroy()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_channels_last_is_given_up_and_said_once(caplog: Any) -> None:
+    plain = convolutions(torch.contiguous_format)
+    assert "channels_last" not in caplog.text
+    assert torch.equal(convolutions(torch.channels_last), plain)
+    assert caplog.text.count("2 parameter(s) in channels_last, the first '0.weight', become contiguous") == 1
