@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,8 @@ from stages import inputs
 from torch import nn
 
 import zero
+from zero.core.mesh import make_mesh
+from zero.watch.watch import Watch
 
 STEPS = 3
 
@@ -200,3 +204,57 @@ def both_orders() -> bool:
 
 def test_updates_of_two_engines_may_come_in_another_order_on_each_rank(pool):
     assert pool.run(2, both_orders) == [True, True]
+
+
+def offloaded(stage: int) -> dict[str, Any]:
+    # The sum, because the JSON is read for all ranks, whatever the size of the group.
+    settings = config(stage, dist.get_world_size(), gradient_allreduce_op="sum")
+    settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return settings
+
+
+def trained_in_turn(engines: list[tuple[Any, dist.ProcessGroup]]) -> list[list[torch.Tensor]]:
+    for step in range(2):
+        for engine, group in engines:
+            engine.backward(engine(inputs(step, dist.get_rank(group))).square().mean())
+        for engine, _ in engines:
+            engine.step()
+    for engine, _ in engines:
+        engine.destroy()
+    return [[param.detach() for param in engine.module.parameters()] for engine, _ in engines]
+
+
+def one_of_two_ranks(stage: int) -> list[list[torch.Tensor]]:
+    made = [(zero.initialize(model=net(seed), config=offloaded(stage))[0], dist.group.WORLD) for seed in (1, 2)]
+    return trained_in_turn(made)
+
+
+def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
+    """Two engines in each of two groups, of which rank 1 is in both; rank 0 has begun one that nobody came to."""
+    pairs = {"a": dist.new_group([0, 1]), "b": dist.new_group([1, 2])}
+    mine = {name: group for name, group in pairs.items() if dist.get_rank(group) >= 0}
+    made, module = {}, importlib.import_module("zero.engine.initialize")
+    if dist.get_rank() == 0:
+        watch = Watch(0)
+        watch.start(2, pairs["a"], 60.0, False)
+        watch.close()
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in (1, 2):
+            for name, group in reversed(mine.items()):
+                patch.setattr(module, "make_mesh", functools.partial(make_mesh, group=group))
+                made[f"{name}{seed}"] = zero.initialize(model=net(seed), config=offloaded(stage))[0], group
+    numbers = {name: engine._watch.number for name, (engine, _) in made.items()}
+    prefixes = [engine._watch.prefix for engine, _ in made.values()]
+    assert numbers == {name: int(name[1]) + (name[0] == "a") for name in made}, "the group's own count"
+    assert len(set(prefixes)) == len(prefixes)
+    return dict(zip(made, trained_in_turn(list(made.values())), strict=True))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_overlapping_groups_may_own_different_numbers_of_engines(pool, stage):
+    wanted = pool.run(2, one_of_two_ranks, stage)[0]
+    found = pool.run(3, in_groups, stage)
+    assert [sorted(each) for each in found] == [["a1", "a2"], ["a1", "a2", "b1", "b2"], ["b1", "b2"]]
+    for each in found:
+        for name, params in each.items():
+            assert all(map(torch.equal, wanted[int(name[1]) - 1], params)), name

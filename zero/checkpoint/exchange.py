@@ -39,11 +39,12 @@ class Lost(RuntimeError):
 class Exchange:
     """Rounds of values (whatever JSON holds) among the ranks of one engine. Of one rank nothing leaves the process.
 
+    prefix:   of the keys in the store that are this engine's;
     timeout:  seconds that a rank may take without any progress.
     progress: what this rank has got done, in bytes; others see it about once a second while they wait for this rank.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout: float = 600.0) -> None:
+    def __init__(self, rank: int, world_size: int, prefix: str, timeout: float = 600.0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
@@ -54,8 +55,7 @@ class Exchange:
             # The original goes when the group does, and with it, on rank 0, the server.
             self._kept = dist.distributed_c10d._get_default_store()
             self._store = self._kept.clone() if hasattr(self._kept, "clone") else self._kept
-            # Engines are made in one order on all ranks, so the n-th of each rank belong together.
-            self._prefix = f"zero/saves/{self._store.add(f'zero/saves/{rank}', 1)}"
+            self._prefix = f"{prefix}saves"
 
     def moved(self, nbytes: int) -> None:
         """This rank has got on; from any thread."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zero.plan.sharding import Sharding
+from zero.plan.whereabouts import Place
 from zero.watch.watch import Watch
 
 
@@ -56,21 +57,46 @@ class Mesh:
         return self.shard.watch
 
 
-def make_mesh(sharding: Sharding, timeout: float = math.inf, check_order: bool = False) -> Mesh:
-    """The mesh of the default process group (one process without one) under `sharding`.
+def make_mesh(
+    sharding: Sharding,
+    timeout: float = math.inf,
+    check_order: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Mesh:
+    """The mesh of a process group, by default that of all (one process without one), under `sharding`; collective.
 
     `timeout`: seconds that a wait for other ranks may last; `check_order`: note the order of collectives.
     """
     if not dist.is_initialized():
         return mesh_of_one()
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    watch, native = Watch(rank), dist.get_backend() == "nccl"
+    group = group or dist.group.WORLD
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    watch, native = Watch(rank), dist.get_backend(group) == "nccl"
     if size > 1:
         watch.start(size, group, timeout, native)
+        try:
+            watch.renumber(_highest(watch, group, native))
+        except BaseException:
+            watch.close()
+            raise
         watch.order = [] if check_order else None
     line, point = Axis(group, size, rank, native, watch), Axis(None, 1, 0, native, watch)
     shard, replica = (line, point) if sharding.optim else (point, line)
     return Mesh(rank, size, shard, replica)
+
+
+def _highest(watch: Watch, group: dist.ProcessGroup, native: bool) -> int:
+    """The highest number that a rank of the group has for the engine that is being made.
+
+    A rank may have begun one that others never came to; and ranks of one group may be in different other ones.
+    """
+    number = torch.tensor(watch.number, device=local_device() if native else "cpu")
+    with watch.call(Place.INITIALIZE):
+        collective = watch.begin("comparison")
+        with watch.sending(collective):
+            work = dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
+        watch.wait((work,), collective)
+    return int(number)
 
 
 def mesh_of_one() -> Mesh:

@@ -83,7 +83,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self._window = Window()
         saving = config.zero.checkpoint
         self._saver = Saver(
-            Exchange(sharded.mesh.rank, sharded.mesh.world_size, config.zero.timeout),
+            Exchange(sharded.mesh.rank, sharded.mesh.world_size, sharded.mesh.watch.prefix, config.zero.timeout),
             Retention(saving.keep, saving.keep_optimizer),
             saving.asynchronous,
             device.type == "cuda",

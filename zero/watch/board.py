@@ -26,7 +26,8 @@ WRITES = 300  # per second that the store sees of all ranks together, at most
 class Board(threading.Thread):
     """Writes this rank's record, and reads those of the others while `reading` is set.
 
-    number: of this engine among those of its process group, from 1, the same on all ranks;
+    number: of this engine among those of its process group, from 1; the same on all ranks once they have agreed;
+    prefix: of the keys in the store that belong to this engine alone;
     asks:   how often ranks have said that they wait; a change tells a rank that it may be waited for.
     """
 
@@ -38,7 +39,7 @@ class Board(threading.Thread):
         self.read_at = -math.inf  # time.monotonic() of the last complete reading
         self._standing = standing
         self._size = size
-        self._group = group
+        self._world = dist.group.WORLD
         self._period, self._hurry = max(PERIOD, size / WRITES), max(HURRY, size / WRITES / 2)
         self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
         self._beat = self._fault = 0
@@ -50,9 +51,22 @@ class Board(threading.Thread):
         store = dist.distributed_c10d._get_default_store()
         self._store = store.clone() if hasattr(store, "clone") else store
         self._keeper = _keeper(store)
-        # Engines are made in one order on all ranks, so the n-th of each rank belong together.
-        self.number = self._store.add(f"zero/engines/{standing.rank}", 1)
-        self._prefix = f"zero/engine/{self.number}/"
+        # Of the group, because in another one another process has this rank. In each, engines are made in one order.
+        self._keys = f"zero/{group.group_name}/"
+        self.number = self._count(1)
+
+    @property
+    def prefix(self) -> str:
+        """See the class."""
+        return f"{self._keys}engine/{self.number}/"
+
+    def renumber(self, number: int) -> None:
+        """Take the number that the ranks have agreed about, not below this rank's own, and count on from there."""
+        if number != self.number:
+            self.number = self._count(number - self.number)
+
+    def _count(self, more: int) -> int:
+        return self._store.add(f"{self._keys}engines/{self._standing.rank}", more)
 
     @property
     def silence(self) -> float:
@@ -90,7 +104,7 @@ class Board(threading.Thread):
         while True:
             ended = self._ended
             # A store whose group was destroyed may block for minutes.
-            if not dist.is_initialized() or dist.group.WORLD is not self._group:
+            if not dist.is_initialized() or dist.group.WORLD is not self._world:
                 return
             try:
                 self._turn()
@@ -106,13 +120,13 @@ class Board(threading.Thread):
     def _turn(self) -> None:
         standing = self._standing
         if standing.failing and not self._fault:
-            self._fault = self._store.add(self._prefix + "faults", 1)
+            self._fault = self._store.add(self.prefix + "faults", 1)
         elif not standing.failing:
             self._fault = 0
         self._beat += 1
         self._store.set(self._key(standing.rank), standing.record(self._beat, self._fault).to_json())
         asked = self._asked
-        self.asks = self._store.add(self._prefix + "asks", asked - self._told)
+        self.asks = self._store.add(self.prefix + "asks", asked - self._told)
         self._told = asked
         if self.reading or self.listeners:
             self._read()
@@ -134,7 +148,7 @@ class Board(threading.Thread):
         self.read_at = now
 
     def _key(self, rank: int) -> str:
-        return f"{self._prefix}{rank}"
+        return f"{self.prefix}{rank}"
 
 
 def _keeper(store: dist.Store) -> int | None:

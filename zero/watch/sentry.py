@@ -54,6 +54,7 @@ class Sentry(threading.Thread):
         self._standing = standing
         self._board = board
         self._group = group
+        self._world = dist.group.WORLD
         self._timeout = timeout
         self._native = native
         self._said: Waiting | None = None  # the wait that the last line was about
@@ -76,7 +77,7 @@ class Sentry(threading.Thread):
     def run(self) -> None:
         """Until the end, or until the process group is gone."""
         looked = time.monotonic()
-        while not self._ended and dist.is_initialized() and dist.group.WORLD is self._group:
+        while not self._ended and dist.is_initialized() and dist.group.WORLD is self._world:
             now = time.monotonic()
             if now - looked > STOPPED:
                 self._resumed = now

@@ -60,6 +60,15 @@ class Watch:
         """Of this engine among all of its process group, the same on all ranks; 0 where nothing is sent."""
         return 0 if self._board is None else self._board.number
 
+    @property
+    def prefix(self) -> str:
+        """Of keys in the store that belong to this engine alone, the same on all ranks; "" where nothing is sent."""
+        return "" if self._board is None else self._board.prefix
+
+    def renumber(self, number: int) -> None:
+        """See `Board.renumber`."""
+        self._board.renumber(number)
+
     def began(self, tag: int) -> Collective:
         """This rank begins the collective of a message's tag: three per unit, one for each direction."""
         index, direction = divmod(tag, len(DIRECTIONS))
