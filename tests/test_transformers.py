@@ -7,6 +7,7 @@ object that they return, and they generate text between steps while their parame
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from typing import Any
 
@@ -17,6 +18,7 @@ from closeness import allowed, error, twice
 from models import config
 
 import zero
+from zero import log
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (it needs Python 3.11)"
@@ -29,7 +31,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
 def build(kind: str) -> Any:
-    """Two layers of width 32, seeded: tied embeddings, grouped queries, four experts of which two run, or pictures."""
+    """Two layers of width 32, seeded: tied embeddings, grouped queries, four experts, pictures."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
     import transformers as hf
 
@@ -48,6 +50,9 @@ def build(kind: str) -> Any:
     }
     if kind == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **TOKENS))
+    if kind == "bloom":
+        sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "hidden_dropout": 0}
+        return hf.BloomForCausalLM(hf.BloomConfig(**sizes, **TOKENS))
     if kind == "blip2":
         small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
         text = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **TOKENS}
@@ -74,11 +79,13 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return start[:, None] + torch.arange(8)
 
 
-def train(kind: str, stage: int, checkpointing: bool) -> dict[str, Any]:
+def train(kind: str, stage: int, checkpointing: bool, recompute: dict[str, Any] | None = None) -> dict[str, Any]:
     model, rank, world = build(kind), dist.get_rank(), dist.get_world_size()
     if checkpointing:
         model.gradient_checkpointing_enable()
-    engine, *_ = zero.initialize(model=model, config=config(stage, world, optimizer=OPTIMIZER, gradient_clipping=1.0))
+    more = {"zero": {"recompute": recompute}} if recompute else {}
+    settings = config(stage, world, optimizer=OPTIMIZER, gradient_clipping=1.0, **more)
+    engine, *_ = zero.initialize(model=model, config=settings)
     losses = []
     for step in range(STEPS):
         tokens = batch(step, rank)
@@ -139,6 +146,39 @@ def test_a_model_agrees_with_plain_torch(pool):
 def test_gradient_checkpointing_changes_no_bit(pool):
     for stages in pool.run(2, train_all, "llama", True, [0, 3]):
         assert_equal(stages[1], stages[0], "stage 3 with checkpointing")
+
+
+def recompute_all(kind: str, block: str) -> list[dict[str, Any]]:
+    """With a key-value cache, which models have by default: without recomputation, then with."""
+    ways = [{}, {"every": 2}, {"policy": "selective"}, {"policy": "auto", "budget": "20 KB"}]
+    base = train(kind, 0, False)
+    return [base, *(train(kind, stage, False, {"modules": [block], **way}) for stage in (0, 3) for way in ways)]
+
+
+@pytest.mark.parametrize(("kind", "block"), [("bloom", "BloomBlock"), ("llama", "LlamaDecoderLayer")])
+def test_recomputation_changes_no_bit_though_the_model_keeps_a_cache(pool, kind, block):
+    for base, *others in pool.run(2, recompute_all, kind, block):
+        for found in others:
+            assert_equal(found, base, "recomputed")
+
+
+def test_a_filled_cache_is_refused_and_an_empty_one_warned_of(caplog):
+    log._said.cache_clear()
+    model, tokens = build("llama"), batch(0, 0)
+    more = {"zero": {"recompute": {"modules": ["LlamaDecoderLayer"]}}}
+    engine, *_ = zero.initialize(model=model, config=config(0, 1, **more))
+    with torch.no_grad():
+        filled = engine(input_ids=tokens).past_key_values
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        assert engine(input_ids=tokens).past_key_values.get_seq_length() == 0
+        engine(input_ids=tokens)
+    assert [record.getMessage().partition(" that")[0] for record in caplog.records] == ["a LlamaDecoderLayer"]
+    with pytest.raises(
+        ValueError, match="a LlamaDecoderLayer that is recomputed is given a key-value cache that is fi"
+    ):
+        engine(input_ids=tokens, past_key_values=filled)
+    engine.destroy()
 
 
 def generate(kind: str, stage: int) -> list[Any]:

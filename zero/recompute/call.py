@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero.recompute.buffers import Found, as_of, changed, found_in
+from zero.recompute.caches import without_caches
 from zero.recompute.holder import HOLDER, Scope
 from zero.recompute.rest import Rest, restored
 from zero.recompute.selective import Contexts
@@ -29,10 +30,11 @@ def recomputed(
     Random numbers (CPU, the current CUDA device, the named streams), autocast and the buffers of `module` are in the
     recomputation as they were, and so are tuples, lists and dicts among the arguments, whatever was done to them
     since. Tensors inside of other objects are kept as they are. `rest` says where inputs go meanwhile, `contexts`
-    surround the forward and the recomputations. Without gradients it is a plain call.
+    surround the forward and the recomputations. Key-value caches are left out. Without gradients it is a plain call.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
+    args, kwargs = without_caches(args, kwargs, module)
     if torch.compiler.is_compiling():  # the compiler has its own recomputation, and its own memory
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
     # Inputs of what lies inside of another call are recomputed with the rest of it; torch's own checkpoint wants to see
