@@ -300,6 +300,23 @@ def adapted(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
     return loss.detach()
 
 
+def transformed(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
+    """Transforms of torch.func by own weights, by parameters, by the input; the backward goes through the last."""
+    inner = getattr(model, "module", model)
+    params = dict(inner.named_parameters())
+
+    def call(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(inner, values, (x, rank))
+
+    with zero.GatheredParameters(params.values()):
+        own = {name: param.detach().clone() for name, param in params.items()}
+        found = [torch.func.grad(call)(own, x), torch.func.vmap(torch.func.grad(call), (None, 0))(params, x[:, None])]
+    loss = 1 + sum(grad.detach().square().sum() for grads in found for grad in grads.values())
+    loss = loss * (model(x, rank) + torch.func.grad(lambda x: model(x, rank))(x).square().sum())
+    (loss * factor).backward()
+    return loss.detach()
+
+
 def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
     """A generation loop before the training forward."""
     model.eval()
@@ -312,7 +329,7 @@ def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
 
 LOOPS = [
     *(whole_reentrant, whole_not_reentrant, several_forwards, in_between, retained, for_inputs),
-    *(penalty, for_parameters, one_by_one, weights, adapted, growing),
+    *(penalty, for_parameters, one_by_one, weights, adapted, transformed, growing),
 ]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.finite import FirstNotFinite
+from zero.core.tensors import untransformed
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
@@ -68,6 +69,7 @@ class Reducer:
         """Have `call` run with its number when a backward ends that ran inside another; it says what it released."""
         self._on_inner_end = call
 
+    @untransformed
     def begin(self) -> None:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
         if not self.open:
@@ -164,6 +166,7 @@ class Reducer:
         self.open = False
         self._scaled = None
 
+    @untransformed
     def _ended(self, task: int) -> None:
         """A backward has ended; only the outermost one ends the round."""
         node = torch._C._current_autograd_node()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,3 +67,16 @@ def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
     return one.contiguous().view(bits) != other.contiguous().view(bits)
+
+
+def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work` on our own tensors as it is, also where a transform of `torch.func` runs: that would make them its own."""
+
+    @functools.wraps(work)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return work(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return work(*args, **kwargs)
+
+    return called

@@ -28,7 +28,7 @@ from zero.core.mesh import Mesh
 from zero.core.owner import Owner, copy_to, owner_of
 from zero.core.released import absent, released_class
 from zero.core.state import LEGAL, State
-from zero.core.tensors import holders_of, memory_of, resizable
+from zero.core.tensors import holders_of, memory_of, resizable, untransformed
 from zero.core.updated import Updated
 from zero.log import logger
 from zero.memory.home import Home
@@ -160,6 +160,7 @@ class Unit(Edits, Updated):
         """Give up what `read` has begun."""
         self.home.kept.unfetch()
 
+    @untransformed
     def send(self, pushed: bool = False) -> None:
         """Start the gather whatever still updates: for `gather`, and for an update that has ended and `pushed`."""
         up, tag = self.home.up, 3 * self.index
@@ -186,6 +187,7 @@ class Unit(Edits, Updated):
         self._move("wait")
         self._uncover()
 
+    @untransformed
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
         if self.readable:
@@ -378,6 +380,7 @@ class Unit(Edits, Updated):
         self._filled = self.home.up.mark()
         self.home.kept.flush(written=False, after=self._filled)
 
+    @untransformed
     def _release(self, spare: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
