@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import allowed, error, twice
+from closeness import allowed, error, twice, ulps
 from models import batch, config, make_net, reference, train
 from torch import nn
 
@@ -83,6 +83,13 @@ def test_the_yardstick_has_a_floor_and_no_holes():
     assert not error({**far, "large": torch.tensor([1.0, torch.nan])}, exact) <= allowed(exact, far)
     with pytest.raises(ValueError, match="longer"):
         error([1.0], [1.0, 2.0])
+
+    def plain() -> dict[str, torch.Tensor]:
+        return reference(make_net(), 1, settings(0, 1, 1, 0.0, False, False), torch.float32, 2)["params"]
+
+    once, again = twice(plain)
+    assert error(once, plain()) == 0, "only the second run has other roundings"
+    assert ulps(0.1, once) < error(again, once) < ulps(100, once)
 
 
 @pytest.mark.parametrize("world", [2, 3])
