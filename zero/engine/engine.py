@@ -235,8 +235,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         Collective. The copies start from the weights and random numbers of now with a new optimizer state, and train
         for `steps` steps with each of `accumulations` micro-batches on `batch`, this rank's: a tuple
         (`engine(*batch)`), a dict (`engine(**batch)`), one argument, or a list of such, taken in turn. The engine
-        itself stays as it is. There must be room for the whole model and its optimizer on each rank. The learning
-        rate stays that of now.
+        itself stays as it is. There must be room for the whole model and its optimizer on each rank, and in host memory
+        for gradients and weights of all steps of up to four runs. The learning rate stays that of now.
 
         loss_fn: from (engine, one batch) to the loss, where what the model returns is not it and does not hold it as
         `.loss`, `["loss"]` or `[0]`. offload: also with optimizer state and parameters in host memory, on the stages

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from zero.engine.check.recording import Outcome
+from zero.engine.check.recording import Outcome, Values
 from zero.engine.check.runs import Run
 
 _EPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
-_MASTER_EPS = 2.0**-23
+_AMPLE = 8  # times what a nudge of one rounding does, or one unit in the last place, passes as rounding
 
 
 class Difference(NamedTuple):
@@ -24,11 +25,11 @@ class Difference(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table; the differences are from plain torch with the same accumulation."""
+    """One line of the table; the differences are those that come up in one step, from plain torch beside it."""
 
     run: Run
     loss: Difference | None
-    norm: Difference | None
+    grads: Difference | None
     params: Difference | None
     verdict: str
     good: bool
@@ -59,43 +60,49 @@ class Report:
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         texts = ["  ".join([*map(str.ljust, line[:4], widths), line[4]]) for line in lines]
         texts.insert(1, "-" * max(map(len, texts)))
-        return "\n".join(["Largest differences from plain torch, absolute (relative):", *texts, *self.closing])
+        return "\n".join(
+            ["Largest differences from plain torch in one step, absolute (relative):", *texts, *self.closing]
+        )
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The table as text, its head first."""
-    head = ("run", "loss", "gradient norm", "parameters", "verdict")
+    head = ("run", "loss", "gradients", "parameters", "verdict")
     return [
         head,
-        *((row.run.name, _shown(row.loss), _shown(row.norm), _shown(row.params), row.verdict) for row in rows),
+        *((row.run.name, _shown(row.loss), _shown(row.grads), _shown(row.params), row.verdict) for row in rows),
     ]
 
 
 class Yardstick(NamedTuple):
-    """What rounding alone does: `off` is a run that differs from `centre` by rounding only.
+    """What rounding alone does to the loss and to the gradient of each parameter.
 
-    Runs are judged by their distance from `centre`, which is the fp64 run, or the plain run where there is none.
+    share: to the gradient of the parameter in the median, as a share of its largest element: a floor for those that a
+           nudge did not move by chance.
     """
 
-    centre: Outcome
-    off: Outcome
+    loss: float
+    grads: dict[str, float]
+    share: float
 
 
-def yardstick(plain: Outcome, exact: Outcome | None, nudged: Outcome | None) -> Yardstick | None:
-    """The better of the two that is there: fp64, unless it ran something else, such as other random numbers.
+def yardstick(plain: Outcome, nudged: Outcome) -> Yardstick | None:
+    """By how much a nudge of the weights moves loss and gradients.
 
-    None when no other plain run begins as the first one did: then nothing can be said about anything.
+    None when the nudged run does not begin as the plain one did: then nothing can be said about anything.
     """
-    if exact is not None and follows(plain, exact):
-        return Yardstick(exact, plain)
-    return Yardstick(plain, nudged) if nudged is not None and follows(plain, nudged) else None
-
-
-def follows(plain: Outcome, exact: Outcome) -> bool:
-    """Whether the losses before the first update agree as far as the precision goes."""
-    firsts = [(mine[0], theirs[0]) for mine, theirs in zip(plain.losses, exact.losses, strict=True) if mine and theirs]
+    firsts = [(mine[0], theirs[0]) for mine, theirs in zip(plain.losses, nudged.losses, strict=True) if mine and theirs]
     near = math.sqrt(_EPS[plain.dtype])
-    return all(abs(mine - theirs) <= near * max(1e-6, abs(theirs)) for mine, theirs in firsts)
+    if not all(abs(mine - theirs) <= near * max(1e-6, abs(theirs)) for mine, theirs in firsts):
+        return None
+    loss = _difference(_flat(nudged.losses), _flat(plain.losses))
+    grads, shares = {}, [0.0]
+    for name in plain.steps[0].grads:
+        pairs = [(one.grads[name], other.grads[name]) for one, other in zip(plain.steps, nudged.steps, strict=True)]
+        grads[name] = max(_distance(*pair) for pair in pairs)
+        size = max(_size(grad) for grad, _ in pairs)
+        shares += [grads[name] / size] if size else []
+    return Yardstick(loss.absolute if loss is not None else 0.0, grads, statistics.median(shares))
 
 
 def failed(run: Run, why: str) -> Row:
@@ -103,99 +110,97 @@ def failed(run: Run, why: str) -> Row:
     return Row(run, None, None, None, f"FAILED: {why}", False)
 
 
-def judge(run: Run, found: Outcome, plain: Outcome, measure: Yardstick | None) -> Row:
-    """The row of one run of the engine.
+def judge(run: Run, found: Outcome, beside: Outcome, measure: Yardstick | None) -> Row:
+    """The row of one run of the engine; `beside` is the plain run that took each step from its weights.
 
-    "within rounding" means: at most twice as far from the yardstick's centre as the yardstick's other run is, or, where
-    that is more, as its parameters are in the median, or as one rounding per step would bring it.
+    "within rounding" means: loss and gradients are at most eight times as far off as a nudge of each weight by one unit
+    in its last place moves them, or eight such units; and so is what the step made of the gradient, where it does not
+    carry rounding any further.
     """
-    ours, theirs = _flat(found.losses), _flat(plain.losses)
-    loss, norm = _difference(ours, theirs), _difference(found.norms, plain.norms)
-    params = _largest(found, plain)
-    wrong = _shape(found, plain) or _begin(found, plain)
+    wrong = _shape(found, beside) or _begin(found, beside)
     if wrong is None and measure is None:
         wrong = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
     if wrong is None and found.stray is not None:
         wrong = f"parameter {found.stray} is not what it is on rank 0"
     if wrong is None:
-        wrong = _first_parameter(found, measure, run.steps) or _first_number(found, measure)
+        wrong = _first_tensor(found, beside, measure) or _first_number(found, beside, measure)
+    loss = _difference(_flat(found.losses), _flat(beside.losses))
+    alike = _shape(found, beside) is None
+    grads, params = (_largest(found, beside, kind) if alike else None for kind in ("grads", "params"))
     if wrong is not None:
-        return Row(run, loss, norm, params, f"DIFFERS: {wrong}", False)
-    # The norm is a report: torch adds its squares up in another order.
-    same = ours == theirs and params is not None and params.absolute == 0
-    return Row(run, loss, norm, params, "same bits" if same else "within rounding", True)
+        return Row(run, loss, grads, params, f"DIFFERS: {wrong}", False)
+    # The norm is a report, and its squares are added up in another order.
+    same = found.bits == beside.bits
+    return Row(run, loss, grads, params, "same bits" if same else "within rounding", True)
 
 
-def same_bits(outcomes: Sequence[Outcome]) -> bool:
-    """Whether the runs ended with the same losses and weights, bit by bit."""
-    first = outcomes[0]
-    return all(
-        other.losses == first.losses
-        and all(torch.equal(other.params[name], first.params[name]) for name in first.params)
-        for other in outcomes[1:]
-    )
-
-
-def _shape(found: Outcome, plain: Outcome) -> str | None:
-    if found.params.keys() != plain.params.keys():
-        return "the parameters have other names"
-    counts = [len(losses) for losses in found.losses], [len(losses) for losses in plain.losses]
-    if counts[0] != counts[1] or len(found.norms) != len(plain.norms):
+def _shape(found: Outcome, beside: Outcome) -> str | None:
+    counts = [[len(losses) for losses in one.losses] for one in (found, beside)]
+    if counts[0] != counts[1] or len(found.norms) != len(beside.norms) or len(found.steps) != len(beside.steps):
         return f"{counts[0]} losses on the ranks, where plain torch has {counts[1]}"
-    for name, value in found.params.items():
-        if value.shape != plain.params[name].shape:
-            return f"parameter '{name}' has shape {tuple(value.shape)}, not {tuple(plain.params[name].shape)}"
+    for mine, theirs in zip(found.steps, beside.steps, strict=True):
+        if mine.params.keys() != theirs.params.keys() or mine.grads.keys() != theirs.grads.keys():
+            return "the parameters have other names"
+        for name, value in mine.params.items():
+            if value.shape != theirs.params[name].shape:
+                return f"parameter '{name}' has shape {tuple(value.shape)}, not {tuple(theirs.params[name].shape)}"
     return None
 
 
-def _begin(found: Outcome, plain: Outcome) -> str | None:
-    # Without this, two runs that have nothing in common are far apart, and all that lies between counts as rounding.
-    for name, value in plain.begin.items():
+def _begin(found: Outcome, beside: Outcome) -> str | None:
+    # Said before all else, since everything differs then.
+    for name, value in beside.begin.items():
         if found.begin.get(name) != value:
             return f"parameter '{name}' before the first step; does the script seed its random numbers?"
     return None
 
 
-def _first_parameter(found: Outcome, measure: Yardstick, steps: int) -> str | None:
-    errors = {name: _distance(value, measure.off.params[name]) for name, value in measure.centre.params.items()}
-    moved = sorted(errors.values())
-    median = moved[len(moved) // 2] if moved else 0.0
-    for name, centre in measure.centre.params.items():
-        size = float(centre.abs().max()) if centre.numel() else 0.0
-        allowed = 2 * max(errors[name], median, (steps + 1) * _MASTER_EPS * size)
-        if not _distance(found.params[name], centre) <= allowed:  # a NaN compares false
-            return f"first parameter '{name}'"
+def _first_tensor(found: Outcome, beside: Outcome, measure: Yardstick) -> str | None:
+    before: Values = {}
+    for number, (mine, theirs) in enumerate(zip(found.steps, beside.steps, strict=True), 1):
+        for name, grad in theirs.grads.items():
+            floor = max(measure.share, _EPS[found.dtype]) * _size(grad)
+            if not _distance(mine.grads[name], grad) <= _AMPLE * max(measure.grads[name], floor):  # a NaN is false
+                return f"first in the gradient of '{name}' at step {number}"
+        for name, value in theirs.params.items():
+            moved = _distance(value, before[name]) if name in before else 0.0
+            floor = _AMPLE * _EPS["fp32"] * max(_size(value), moved)
+            allowed = theirs.slack.get(name, 0.0) + floor  # the slack is of single elements
+            if not bool(((mine.params[name].double() - value.double()).abs() <= allowed).all()):
+                return f"first in the update of '{name}' at step {number}, of a right gradient"
+        before = mine.params
     return None
 
 
-def _first_number(found: Outcome, measure: Yardstick) -> str | None:
-    pairs = {
-        "the loss": (_flat(found.losses), _flat(measure.centre.losses), _flat(measure.off.losses)),
-        "the gradient norm": (found.norms, measure.centre.norms, measure.off.norms),
-    }
-    for what, (mine, centre, off) in pairs.items():
-        error, other = _difference(mine, centre), _difference(off, centre)
-        floor = 4 * _EPS[found.dtype] * max((abs(value) for value in centre), default=0.0)
-        if error is not None and other is not None and not error.absolute <= 2 * max(other.absolute, floor):
-            return f"{what}, while the parameters agree"
+def _first_number(found: Outcome, beside: Outcome, measure: Yardstick) -> str | None:
+    for what, mine, theirs, eps, noise in (
+        ("gradient norm", found.norms, beside.norms, _EPS["fp32"], 0.0),
+        ("loss", _flat(found.losses), _flat(beside.losses), _EPS[found.dtype], measure.loss),
+    ):
+        for one, other in zip(mine, theirs, strict=True):
+            if one != other and not abs(one - other) <= _AMPLE * max(noise, eps * abs(other)):
+                return f"the {what} is {one:.9g}, where that of plain torch is {other:.9g}; the parameters agree"
     return None
+
+
+def _size(value: torch.Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    same = one.numel() == 0 or torch.equal(one, other)  # infinite gradients may be
+    return 0.0 if same else _size(one.double() - other.double())
 
 
-def _largest(found: Outcome, plain: Outcome) -> Difference | None:
-    if _shape(found, plain) is not None:
-        return None
+def _largest(found: Outcome, beside: Outcome, kind: str) -> Difference:
     absolute = relative = 0.0
-    for name, value in plain.params.items():
-        distance = _distance(found.params[name], value)
-        size = float(value.abs().max()) if value.numel() else 0.0
-        # Not max(): a NaN must win.
-        absolute = absolute if distance <= absolute else distance
-        ratio = distance / size if size else distance
-        relative = relative if ratio <= relative else ratio
+    for mine, theirs in zip(found.steps, beside.steps, strict=True):
+        for name, value in getattr(theirs, kind).items():
+            distance, size = _distance(getattr(mine, kind)[name], value), _size(value)
+            # Not max(): a NaN must win.
+            absolute = absolute if distance <= absolute else distance
+            ratio = distance / size if size else distance
+            relative = relative if ratio <= relative else ratio
     return Difference(absolute, relative)
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import load
-from zero.engine.check.compare import Report, failed, follows, judge, same_bits, yardstick
+from zero.engine.check.compare import Report, Row
+from zero.engine.check.course import Failed, rows_of
 from zero.engine.check.order import make_plain
 from zero.engine.check.recording import Outcome, Recorder, Values, find_loss, hashes, stray, weights
 from zero.engine.check.runs import Kind, Run, check_counts, engine_runs, overridden
@@ -36,47 +37,42 @@ class Here:
 
     def report(self, steps: int, stages: Sequence[int], accumulations: Sequence[int], offload: bool) -> Report:
         """Run everything and judge it."""
-        rows, notes = [], []
+        rows: list[Row] = []
+        notes: list[str] = []
         for accumulation in accumulations:
-            plain = self.outcome(Run(Kind.PLAIN, accumulation, steps))
-            exact = nudged = None
-            try:
-                exact = self.outcome(Run(Kind.EXACT, accumulation, steps))
-            except Exception as error:
-                notes.append(f"There is no run in fp64 to measure rounding by ({type(error).__name__}: {error}).")
-            if exact is None or not follows(plain, exact):
-                nudged = self.outcome(Run(Kind.NUDGED, accumulation, steps))
-                notes.append("Rounding is measured by a plain run whose weights are off by one rounding.")
-            measure = yardstick(plain, exact, nudged)
-            outcomes = []
-            for run in engine_runs(stages, accumulation, steps, offload):
-                try:
-                    outcomes.append(self.outcome(run))
-                except Exception as error:
-                    rows.append(failed(run, f"{type(error).__name__}: {error}"))
-                else:
-                    rows.append(judge(run, outcomes[-1], plain, measure))
-            if len(outcomes) > 1 and same_bits(outcomes):
-                notes.append(f"The stages that ran agree among themselves in every bit (accumulation {accumulation}).")
-        return Report(tuple(rows), tuple(dict.fromkeys(notes)))
+            runs = engine_runs(stages, accumulation, steps, offload)
+            rows += rows_of(runs, accumulation, steps, self.outcome, notes)
+        return Report(tuple(rows), tuple(notes))
 
-    def outcome(self, run: Run) -> Outcome:
-        """Train a copy as `run` says, from the weights and random numbers that the check began with."""
+    def outcome(self, run: Run, lead: Outcome | None) -> Outcome:
+        """Train a copy as `run` says, from the weights and random numbers that the check began with.
+
+        Raises `Failed` where the engine does; what plain torch raises goes on to the caller.
+        """
+        try:
+            return self._outcome(run, lead)
+        except Exception as error:
+            if run.kind is not Kind.ENGINE:
+                raise
+            raise Failed(f"{type(error).__name__}: {error}") from error
+
+    def _outcome(self, run: Run, lead: Outcome | None) -> Outcome:
         _restore(self._random)
         model = copy.deepcopy(self._model)
         engine = self._build(model, run)
         recorder = Recorder(engine)
+        if lead is not None:
+            engine.follow(lead.steps)
         try:
             for micro in range(run.steps * run.accumulation):
                 loss = self._loss_fn(engine, self._batches[micro % len(self._batches)])
                 engine.backward(loss)
                 engine.step()
-            values = weights(engine)
         finally:
             engine.destroy()
-        rows = _all_ranks((recorder.losses, hashes(values)))
+        rows = _all_ranks((recorder.losses, hashes(recorder.steps[-1].params)))
         losses, found = [losses for losses, _ in rows], [found for _, found in rows]
-        return Outcome(losses, recorder.norms, values, stray(found), recorder.dtype)
+        return Outcome(losses, recorder.norms, recorder.steps, stray(found), recorder.dtype)
 
     def _build(self, model: nn.Module, run: Run) -> Any:
         origin = self._engine

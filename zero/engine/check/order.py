@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zero.config import Config
 from zero.core.mesh import local_device
 from zero.engine.check.plain import PlainEngine, plain_optimizer
-from zero.engine.check.recording import Recorder, save
+from zero.engine.check.recording import Recorder, load, save
 from zero.engine.check.runs import Kind, Run, overridden
 from zero.log import rank_zero
 
@@ -25,11 +25,12 @@ VARIABLE = "ZERO_CHECK"
 
 
 class Order:
-    """What `zero check` wants of this process: one run, and its outcome in a folder."""
+    """What `zero check` wants of this process: one run, and its outcome in a folder; `lead` is that of another run."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
+    def __init__(self, run: Run, folder: Path, lead: Path | None = None) -> None:
         self.run = run
         self.folder = folder
+        self._lead = load(lead) if lead is not None else None
         self._recorders: list[Recorder] = []
         atexit.register(self._came_short)
 
@@ -47,10 +48,16 @@ class Order:
         recorder = Recorder(engine)
         recorder.after_step = self._stepped
         recorder.look_at_begin()
+        if self._lead is not None and engine.optimizer is not None:
+            engine.follow(self._lead.of_engine(len(self._training)))
         self._recorders.append(recorder)
 
+    @property
+    def _training(self) -> list[Recorder]:
+        return [recorder for recorder in self._recorders if recorder.engine.optimizer is not None]
+
     def _stepped(self) -> None:
-        training = [recorder for recorder in self._recorders if recorder.engine.optimizer is not None]
+        training = self._training
         if any(recorder.engine.global_steps < self.run.steps for recorder in training):
             return
         save(self.folder, training[0].engine.global_rank, training)
@@ -74,13 +81,13 @@ def order_of_environment() -> Order | None:
         return None
     given = json.loads(text)
     run = Run(Kind(given["kind"]), given["accumulation"], given["steps"], given["stage"], given["places"])
-    return Order(run, Path(given["folder"]))
+    return Order(run, Path(given["folder"]), Path(given["lead"]) if given["lead"] else None)
 
 
-def environment(run: Run, folder: Path) -> dict[str, str]:
+def environment(run: Run, folder: Path, lead: Path | None) -> dict[str, str]:
     """What the script's processes need to find their order."""
     given = {**dataclasses.asdict(run), "kind": run.kind.value}
-    return {VARIABLE: json.dumps({**given, "folder": str(folder)})}
+    return {VARIABLE: json.dumps({**given, "folder": str(folder), "lead": str(lead) if lead is not None else None})}
 
 
 def make_plain(model: Any, client: Any, model_parameters: Any, settings: Config, kind: Kind) -> PlainEngine:

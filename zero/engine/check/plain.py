@@ -1,29 +1,47 @@
 """The other side of a check: the same training in plain torch, with no code of the core.
 
-Nothing is cut. Gradients are summed in the order of ranks, averaged once, clipped by torch, and a class of
-`torch.optim` takes the step. Under 16-bit parameters it updates fp32 copies of them.
+Nothing is cut. Gradients are summed in the order of ranks, averaged once, clipped by their norm in fp64, and a
+class of `torch.optim` takes the step. Under 16-bit parameters it updates fp32 copies of them.
+
+It may follow another run: its gradient is then that of the other's weights at each step, and its update that of the
+other's gradient. So no difference grows from step to step, and none from a gradient to an update of Adam's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero.config import Config
-from zero.core.tensors import tensors_in
 from zero.data import Loader
 from zero.engine.check.runs import Kind
 from zero.engine.feeding import make_loader
 from zero.engine.queries import Queries
 
 Groups = list[dict[str, Any]]
+Values = dict[str, torch.Tensor]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NUDGE = 1e-6  # of a gradient, to see whether the update makes more of it
+
+
+class Step(NamedTuple):
+    """Of one optimizer step, by name and on the CPU.
+
+    grads:  the gradient of each trained parameter before it was clipped;
+    params: the exact weights after the step;
+    slack:  how far a gradient that is larger or smaller by 1e-6 moves them, where that was tried.
+    """
+
+    grads: Values
+    params: Values
+    slack: Values
 
 
 class PlainEngine(Queries, nn.Module):
@@ -43,14 +61,14 @@ class PlainEngine(Queries, nn.Module):
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.last: Step | None = None
         self._config = settings
-        self._exact = kind is Kind.EXACT
+        self._nudged = kind is Kind.NUDGED
+        self._lead: Sequence[Step] | None = None
         self._boundary: bool | None = None
         self._norm: float | None = None
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
         self._broadcast()
-        if kind is Kind.NUDGED:
-            self._nudge(_DTYPES[settings.compute_dtype])
         self.masters = self._make_masters(_DTYPES[settings.compute_dtype])
 
     def bind(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -66,14 +84,20 @@ class PlainEngine(Queries, nn.Module):
             self._sums |= dict.fromkeys(trained)
             group["params"] = [masters[param] for param in trained]
 
+    def follow(self, lead: Sequence[Step]) -> None:
+        """Take each step from the weights and with the gradients of `lead`."""
+        self._lead = lead
+        self._nudge()
+
+    def weights(self) -> Values:
+        """The exact weights by name, on the CPU."""
+        return {name: master.detach().cpu().clone() for name, master in self.masters.items()}
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, in fp64 where that was asked for."""
-        if self._exact:
-            inputs, kwargs = _as_fp64(inputs), _as_fp64(kwargs)
-        dtype = self._config.autocast_dtype
-        if self._exact or dtype is None:
+        """Run the module."""
+        if self._config.autocast_dtype is None:
             return self.module(*inputs, **kwargs)
-        with torch.autocast(self.device.type, dtype=_DTYPES[dtype]):
+        with torch.autocast(self.device.type, dtype=self._dtype):
             return self.module(*inputs, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -90,16 +114,15 @@ class PlainEngine(Queries, nn.Module):
         """See `Engine.step`."""
         if self.is_gradient_accumulation_boundary():
             self._reduce()
-            trained = [param for group in self.optimizer.param_groups for param in group["params"]]
-            limit = self.gradient_clipping() or math.inf
-            self._norm = float(nn.utils.clip_grad_norm_(trained, limit))
+            grads = self._grads()
+            if self._lead is not None:
+                self._put({name: self._lead[self.global_steps].grads[name] for name in grads})
+            self._norm = self._clip()
             applied = math.isfinite(self._norm)
-            if applied:
-                self.optimizer.step()
+            slack = self._update() if applied else {}
             self.optimizer.zero_grad()
-            for name, param in self.module.named_parameters():
-                if self.masters[name] is not param:
-                    param.data.copy_(self.masters[name].data)
+            self.last = Step(grads, self.weights(), slack)
+            self._load()
             self.global_steps += 1
             self.skipped_steps += not applied
             self.global_samples += self.train_batch_size()
@@ -153,34 +176,91 @@ class PlainEngine(Queries, nn.Module):
             if self.world_size > 1 and tensor.numel():
                 dist.broadcast(tensor.data, 0)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What forward and backward compute in."""
+        return _DTYPES[self._config.autocast_dtype or self._config.compute_dtype]
+
     @torch.no_grad()
-    def _nudge(self, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        for param in self.module.parameters():
+    def _nudge(self) -> None:
+        """Where that is asked for, move each weight by as much as its last bit is worth, up or down."""
+        generator = torch.Generator().manual_seed(self.global_steps)
+        for param in self.module.parameters() if self._nudged else ():
             if param.is_floating_point():
                 signs = torch.randint(0, 2, param.shape, generator=generator).to(param) * 2 - 1
-                param.mul_(1 + torch.finfo(dtype).eps * signs)
+                param.mul_(1 + torch.finfo(self._dtype).eps * signs)
 
     @torch.no_grad()
     def _make_masters(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
         masters = {}
         for name, param in self.module.named_parameters():
-            if self._exact and param.is_floating_point():
-                param.data = param.data.double()
-            elif dtype != torch.float32 and param.dtype in _DTYPES.values():
+            if dtype != torch.float32 and param.dtype in _DTYPES.values():
                 if param.requires_grad:
                     masters[name] = nn.Parameter(param.data.float())
                 param.data = param.data.to(dtype)
             masters.setdefault(name, param)
-        for module in self.module.modules() if self._exact else ():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = buffer.double()
         return masters
+
+    def _grads(self) -> Values:
+        trained = (name for name, param in self.module.named_parameters() if param in self._sums)
+        return {name: self.masters[name].grad.cpu().clone() for name in trained}
+
+    def _put(self, grads: Values) -> None:
+        for name, grad in grads.items():
+            self.masters[name].grad = grad.to(self.masters[name]).clone()
+
+    @torch.no_grad()
+    def _set(self, values: Values) -> None:
+        for name, value in values.items():
+            self.masters[name].copy_(value)
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        """Let the module compute with what the step brought, or with the weights of the run that is followed."""
+        if self._lead is not None:
+            self._set(self._lead[self.global_steps].params)
+        for name, param in self.module.named_parameters():
+            if self.masters[name] is not param:
+                param.data.copy_(self.masters[name].data)
+        self._nudge()
+
+    def _clip(self) -> float:
+        """Clip as torch does; returns the norm, added up in fp64, since fp32 sums of many squares are far off."""
+        grads = [param.grad for group in self.optimizer.param_groups for param in group["params"]]
+        norm = math.hypot(*(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for grad in grads))
+        limit = self.gradient_clipping()
+        if limit and norm > limit - 1e-6:
+            for grad in grads:
+                grad.mul_(limit / (norm + 1e-6))
+        return norm
+
+    def _update(self) -> Values:
+        """One step of the optimizer; returns how far rounding of the gradient would move it, in a run that follows."""
+        ends = [self._tried(factor) for factor in (1 - _NUDGE, 1 + _NUDGE)] if self._lead is not None else []
+        self.optimizer.step()
+        found = self.weights()
+        return {name: sum((end[name] - value).abs() for end in ends) for name, value in found.items() if ends}
+
+    def _tried(self, factor: float) -> Values:
+        """The weights after a step of a gradient `factor` times as large; it leaves everything as it was."""
+        before, grads = self.weights(), self._grads()
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        state = {param: copy.deepcopy(own) for param, own in self.optimizer.state.items()}
+        self._put({name: grad * factor for name, grad in grads.items()})
+        self.optimizer.step()
+        after = self.weights()
+        self._put(grads)
+        self._set(before)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
+        for group, old in zip(self.optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(old)
+        return after
 
     def _take(self, param: nn.Parameter) -> None:
         """Add a gradient up in the masters' precision, as it lands."""
-        grad = param.grad.to(torch.float64 if self._exact else torch.float32)
+        grad = param.grad.to(torch.float32)
         known = self._sums[param]
         self._sums[param] = grad if known is None else known + grad
         param.grad = None
@@ -261,16 +341,3 @@ class Lion(torch.optim.Optimizer):
                 direction = (mean * beta1 + param.grad * (1 - beta1)).sign()
                 param.mul_(1 - lr * group["weight_decay"]).sub_(lr * direction)
                 mean.mul_(beta2).add_(param.grad, alpha=1 - beta2)
-
-
-def _as_fp64(value: Any) -> Any:
-    """Floating tensors in nested tuples, lists and dicts as fp64; what else holds tensors must not."""
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _as_fp64(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_as_fp64(item) for item in value)
-    if any(tensor.is_floating_point() for tensor in tensors_in(value)):
-        raise ValueError(f"no fp64 copy can be made of a {type(value).__name__}")
-    return value

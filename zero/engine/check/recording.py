@@ -12,30 +12,41 @@ import torch
 
 from zero.core import comm
 from zero.core.access import GatheredParameters
+from zero.core.owner import owner_of
 from zero.core.unit import Unit
-from zero.engine.check.plain import PlainEngine
-
-Values = dict[str, torch.Tensor]
+from zero.engine.check.plain import PlainEngine, Step, Values
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run: losses[rank][micro-step], norms[step], and the exact weights by name.
+    """Of one run: losses[rank][micro-step], norms[step], and the steps.
 
-    stray: the first weight that is not the same on all ranks; dtype: what forward and backward computed in.
-    begin: checksums of the weights before the first step, where they were taken.
+    stray: the first weight that is not the same on all ranks; dtype: the coarsest that gradients go through.
+    begin: checksums of the weights before the first step, where they were taken; folder: where it was read from.
     """
 
     losses: list[list[float]]
     norms: list[float]
-    params: Values
+    steps: list[Step]
     stray: str | None
     dtype: str
     begin: dict[str, int] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def of_engine(self, index: int) -> list[Step]:
+        """The steps of one of the engines of a script, under the names of its parameters."""
+        prefix = _prefix(index)
+        cut = [Step(*(_without(prefix, values) for values in step)) for step in self.steps]
+        return [step for step in cut if step.params] or self.steps
+
+    @property
+    def bits(self) -> tuple[Any, ...]:
+        """Equal for runs with the same losses, gradients and weights, bit by bit."""
+        return self.losses, [(hashes(step.grads), hashes(step.params)) for step in self.steps]
 
 
 class Recorder:
-    """Listens to an engine: the loss of each backward and the norm of each step.
+    """Listens to an engine: the loss of each backward; norm, gradient and weights of each step.
 
     Losses are what `engine.backward` got; where it is never called, what the engine returned.
     """
@@ -43,6 +54,7 @@ class Recorder:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.norms: list[float] = []
+        self.steps: list[Step] = []
         self._losses: list[float] = []
         self._returned: list[float] = []
         self._backward, self._step = engine.backward, engine.step
@@ -64,11 +76,11 @@ class Recorder:
 
     @property
     def dtype(self) -> str:
-        """What forward and backward compute in: fp32, bf16 or fp16."""
+        """The coarsest of the dtypes that losses and gradients are computed, sent and added up in."""
         settings = self.engine._config
-        if not settings.torch_autocast.enabled:
-            return settings.compute_dtype
-        return {"fp16": "fp16", "float16": "fp16"}.get(str(settings.torch_autocast.dtype), "bf16")
+        found = {settings.compute_dtype, settings.autocast_dtype, settings.communication_data_type}
+        found.add(settings.data_types.grad_accum_dtype)
+        return next((dtype for dtype in ("bf16", "fp16") if dtype in found), "fp32")
 
     def _heard_forward(self, module: Any, args: Any, output: Any) -> None:
         loss = find_loss(output)
@@ -81,11 +93,13 @@ class Recorder:
         return self._backward(loss, *args, **kwargs)
 
     def _heard_step(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.engine.global_steps
+        before, plain = self.engine.global_steps, isinstance(self.engine, PlainEngine)
+        grads = {} if plain or not self.engine.is_gradient_accumulation_boundary() else gradients(self.engine)
         result = self._step(*args, **kwargs)
         if self.engine.global_steps > before:
             norm = self.engine.get_global_grad_norm()
             self.norms.append(float("nan") if norm is None else float(norm))
+            self.steps.append(self.engine.last if plain else Step(grads, weights(self.engine), {}))
             if self.after_step is not None:
                 self.after_step()
         return result
@@ -106,25 +120,46 @@ def find_loss(output: Any) -> torch.Tensor | None:
 def weights(engine: Any) -> Values:
     """The exact weights by name, on the CPU: masters where there are such; collective, one unit at a time."""
     if isinstance(engine, PlainEngine):
-        return {name: master.detach().cpu().clone() for name, master in engine.masters.items()}
+        return engine.weights()
     found: Values = {}
     for unit in engine._sharded.units:
-        found |= _of_unit(unit, engine._sharded.mesh.shard)
+        if unit.master is not None:
+            found |= _whole(unit, unit.exact())
+        else:
+            with torch.no_grad(), GatheredParameters(unit.params):
+                found |= {owner_of(param).name: param.detach().cpu().clone() for param in unit.params}
     return {name: found[name] for name, _ in engine.module.named_parameters()}
 
 
-def _of_unit(unit: Unit, axis: Any) -> Values:
-    names = [spec.name for spec in unit.plan.params]
-    if unit.master is None:
-        with torch.no_grad(), GatheredParameters(unit.params):
-            return {name: param.detach().cpu().clone() for name, param in zip(names, unit.params, strict=True)}
+@torch.no_grad()
+def gradients(engine: Any) -> Values:
+    """The gradient of each trained parameter as the step will take it, before it is clipped, on the CPU; collective.
+
+    What the step would reduce first is reduced now.
+    """
+    found: Values = {}
+    if engine.optimizer is None:
+        return found
+    sharded = engine._sharded
+    sharded.reducer.before_step()
+    late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
+    if bool(comm.gather_scalars(late, sharded.mesh.reduced_over).any()):
+        sharded.reducer.reduce_late()
+    for unit in sharded.trained:
+        whole = _whole(unit, unit.gradients.shard.float())
+        found |= {name: value * engine.optimizer.gradient_factor for name, value in whole.items()}
+    return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
+
+
+def _whole(unit: Unit, own: torch.Tensor) -> Values:
+    """The tensors of which `own` [numel / shard axis] is this rank's part, on the CPU; collective."""
     layout = unit.plan.layout
-    full = torch.empty(layout.numel, dtype=torch.float32, device=unit.full.device)
-    full.narrow(0, *unit.window).copy_(unit.exact())
-    comm.gather(full, axis, 3 * unit.index).wait()
+    full = torch.empty(layout.numel, dtype=own.dtype, device=unit.full.device)
+    full.narrow(0, *unit.window).copy_(own)
+    comm.gather(full, unit.mesh.shard, 3 * unit.index).wait()
     shapes = [param.shape for param in unit.params]
-    pairs = zip(names, layout.spans.values(), shapes, strict=True)
-    return {name: full.narrow(0, *span).view(shape).cpu().clone() for name, span, shape in pairs}
+    pairs = zip(layout.spans.items(), shapes, strict=True)
+    return {name: full.narrow(0, *span).view(shape).cpu().clone() for (name, span), shape in pairs}
 
 
 def hashes(values: Values) -> dict[str, int]:
@@ -145,21 +180,28 @@ def stray(of_ranks: list[dict[str, int]]) -> str | None:
 
 
 def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
-    """Write this rank's part of the outcome, and on rank 0 the weights; collective."""
+    """Write this rank's part of the outcome, and on rank 0 the steps; collective."""
     from safetensors.torch import save_file
 
-    values: Values = {}
     begin: dict[str, int] = {}
+    last: dict[str, int] = {}
+    steps = [Step({}, {}, {}) for _ in range(max(len(recorder.steps) for recorder in recorders))]
     for index, recorder in enumerate(recorders):
-        prefix = f"engine {index}: " if len(recorders) > 1 else ""
-        values |= {prefix + name: value for name, value in weights(recorder.engine).items()}
+        prefix = _prefix(index) if len(recorders) > 1 else ""
         begin |= {prefix + name: value for name, value in recorder.begin.items()}
-    if rank == 0:
-        save_file(values, folder / "weights.safetensors")
+        last |= {prefix + name: value for name, value in hashes(recorder.steps[-1].params).items()}
+        for step, own in zip(steps, recorder.steps, strict=False):
+            for values, news in zip(step, own, strict=True):
+                values |= {prefix + name: value for name, value in news.items()}
+    for number, step in enumerate(steps if rank == 0 else ()):
+        named = zip(Step._fields, step, strict=True)
+        values = {f"{kind} {name}": value.contiguous() for kind, values in named for name, value in values.items()}
+        save_file(values, folder / f"step{number}.safetensors")
     record = {
         "losses": [loss for recorder in recorders for loss in recorder.losses],
         "norms": [norm for recorder in recorders for norm in recorder.norms],
-        "hashes": hashes(values),
+        "names": [[list(values) for values in step] for step in steps],
+        "hashes": last,
         "dtype": recorders[0].dtype,
         "begin": begin,
     }
@@ -171,12 +213,26 @@ def load(folder: Path) -> Outcome | None:
     from safetensors.torch import load_file
 
     paths = [folder / f"rank{rank}.json" for rank in range(len(list(folder.glob("rank*.json"))))]
-    if not paths or not all(path.exists() for path in paths) or not (folder / "weights.safetensors").exists():
+    if not paths or not all(path.exists() for path in paths):
         return None
     records = [json.loads(path.read_text()) for path in paths]
-    params = load_file(folder / "weights.safetensors")
-    # In the model's order, so that "first" means what the user thinks.
-    params = {name: params[name] for name in records[0]["hashes"]}
+    first, steps = records[0], []
+    for number, names in enumerate(first["names"]):
+        path = folder / f"step{number}.safetensors"
+        if not path.exists():
+            return None
+        values = load_file(path)
+        # In the model's order, so that "first" means what the user thinks.
+        kinds = zip(Step._fields, names, strict=True)
+        steps.append(Step(*({name: values[f"{kind} {name}"] for name in named} for kind, named in kinds)))
     losses = [record["losses"] for record in records]
-    first, strayed = records[0], stray([record["hashes"] for record in records])
-    return Outcome(losses, first["norms"], params, strayed, first["dtype"], first["begin"])
+    strayed = stray([record["hashes"] for record in records])
+    return Outcome(losses, first["norms"], steps, strayed, first["dtype"], first["begin"], folder)
+
+
+def _prefix(index: int) -> str:
+    return f"engine {index}: "
+
+
+def _without(prefix: str, values: Values) -> Values:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

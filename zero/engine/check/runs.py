@@ -1,4 +1,4 @@
-"""What a check runs: every stage and accumulation count, beside plain torch in the same precision and in fp64."""
+"""What a check runs: every stage and accumulation count, and plain torch in the same precision."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Kind(enum.Enum):
 
     ENGINE: the engine, under the stage of the run;
     PLAIN:  plain torch, nothing cut, in the precision that the config says;
-    EXACT:  plain torch in fp64, from which the rounding of the plain run is measured;
-    NUDGED: plain torch from weights that are off by one rounding, for models that fp64 does not run.
+    NUDGED: plain torch from the weights of PLAIN at each step, off by one rounding: what rounding does to gradients;
+    BESIDE: plain torch from the weights and with the gradients of a run of the engine at each step.
     """
 
     ENGINE = "engine"
     PLAIN = "plain"
-    EXACT = "exact"
     NUDGED = "nudged"
+    BESIDE = "beside"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run of `steps` optimizer steps; `stage` is that of ENGINE, None elsewhere.
+    """One training run of `steps` optimizer steps; `stage` is that of ENGINE, or which BESIDE follows, None elsewhere.
 
     `places`: a key of PLACES, where state rests in this run; None leaves that to the config.
     """
@@ -44,9 +44,10 @@ class Run:
     @property
     def name(self) -> str:
         """What the table calls it."""
-        what = {Kind.PLAIN: "plain torch", Kind.EXACT: "plain torch, fp64", Kind.NUDGED: "plain torch, nudged"}
+        plain = {Kind.PLAIN: "plain torch", Kind.NUDGED: "plain torch, nudged", Kind.BESIDE: "plain torch beside "}
+        stage = f"stage {self.stage}" if self.stage is not None else ""
         where = f", {self.places}" if self.places else ""
-        return f"{what.get(self.kind, f'stage {self.stage}')}{where}, accumulation {self.accumulation}"
+        return f"{plain.get(self.kind, '')}{stage}{where}, accumulation {self.accumulation}"
 
 
 def engine_runs(stages: Sequence[int], accumulation: int, steps: int, offload: bool = False) -> Iterator[Run]:
@@ -87,7 +88,7 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     micro = settings.train_micro_batch_size_per_gpu
     raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
     raw |= {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
-    if run.stage is not None:
+    if run.kind is Kind.ENGINE:
         section = raw.get("zero_optimization")
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)
     if settings.fp16.enabled:

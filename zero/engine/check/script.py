@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-from zero.engine.check.compare import Report, Row, failed, follows, judge, same_bits, yardstick
+from zero.engine.check.compare import Report, Row
+from zero.engine.check.course import Failed, rows_of
 from zero.engine.check.order import environment
 from zero.engine.check.recording import Outcome, load
-from zero.engine.check.runs import Kind, Run, check_counts, engine_runs
+from zero.engine.check.runs import Run, check_counts, engine_runs
 from zero.engine.check.table import show
 from zero.launch.args.check import CheckRequest
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
 _GRACE = 20  # seconds for the launcher to end its ranks
-
-
-class Failure(NamedTuple):
-    """Why a run left no outcome, in one line, and the end of what it printed."""
-
-    why: str
-    tail: str
 
 
 def run(request: CheckRequest) -> int:
@@ -37,43 +32,18 @@ def run(request: CheckRequest) -> int:
     notes: list[str] = []
     if request.stray_options:
         say(f"{', '.join(request.stray_options)} behind the script: given to it; options of zero check go before it")
-    for accumulation in request.accumulations:
-        found = _of_accumulation(request, accumulation, notes)
-        if found is None:
-            return 1
-        rows += found
-    report = Report(tuple(rows), tuple(dict.fromkeys(notes)))
+    with tempfile.TemporaryDirectory(prefix="zero-check-") as folder:
+        for accumulation in request.accumulations:
+            runs = engine_runs(request.stages, accumulation, request.steps, request.offload)
+            train = functools.partial(_outcome, request, Path(folder))
+            try:
+                rows += rows_of(runs, accumulation, request.steps, train, notes)
+            except Failed:
+                say("there is nothing to compare with, since plain torch does not run the script")
+                return 1
+    report = Report(tuple(rows), tuple(notes))
     show(report)
     return 0 if report.ok else 1
-
-
-def _of_accumulation(request: CheckRequest, accumulation: int, notes: list[str]) -> list[Row] | None:
-    """The rows of one accumulation count; None when there is nothing to compare with."""
-    plain = _outcome(request, Run(Kind.PLAIN, accumulation, request.steps))
-    if isinstance(plain, Failure):
-        say("there is nothing to compare with, since plain torch does not run the script")
-        return None
-    exact = _outcome(request, Run(Kind.EXACT, accumulation, request.steps))
-    nudged = None
-    if isinstance(exact, Failure) or not follows(plain, exact):
-        nudged = _outcome(request, Run(Kind.NUDGED, accumulation, request.steps))
-        why = "fp64 does not run here" if isinstance(exact, Failure) else "the run in fp64 begins with other losses"
-        notes.append(f"Rounding is measured by a plain run whose weights are off by one rounding, as {why}.")
-    if isinstance(nudged, Failure):
-        say("there is nothing to measure rounding by")
-        return None
-    measure = yardstick(plain, None if isinstance(exact, Failure) else exact, nudged)
-    rows, outcomes = [], []
-    for one in engine_runs(request.stages, accumulation, request.steps, request.offload):
-        found = _outcome(request, one)
-        if isinstance(found, Failure):
-            rows.append(failed(one, found.why))
-        else:
-            outcomes.append(found)
-            rows.append(judge(one, found, plain, measure))
-    if len(outcomes) > 1 and same_bits(outcomes):
-        notes.append(f"The stages that ran agree among themselves in every bit (accumulation {accumulation}).")
-    return rows
 
 
 def say(text: str) -> None:
@@ -81,32 +51,30 @@ def say(text: str) -> None:
     print(f"zero check: {text}", file=sys.stderr, flush=True)
 
 
-def _outcome(request: CheckRequest, one: Run) -> Outcome | Failure:
-    """Run the script as `one` says; what went wrong is said at once."""
-    with tempfile.TemporaryDirectory(prefix="zero-check-") as name:
-        folder, begin = Path(name), time.monotonic()
-        status, output = _launch(request, one, folder)
-        found = load(folder)
-        seconds = time.monotonic() - begin
-        if status == 0 and found is not None:
-            say(f"{one.name}: {seconds:.1f} s")
-            return found
-        failure = Failure(_why(request, one, folder, status), "\n".join(output.splitlines()[-_TAIL:]))
-    say(
-        f"{one.name}: {failure.why}"
-        + (f"; the end of its output:\n{failure.tail}" if failure.tail else ", and it printed nothing")
-    )
-    return failure
+def _outcome(request: CheckRequest, folder: Path, one: Run, lead: Outcome | None) -> Outcome:
+    """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
+    folder, begin = folder / one.kind.value, time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
+    folder.mkdir()
+    status, output = _launch(request, one, folder, lead.folder if lead is not None else None)
+    found = load(folder)
+    seconds = time.monotonic() - begin
+    if status == 0 and found is not None:
+        say(f"{one.name}: {seconds:.1f} s")
+        return found
+    why, tail = _why(request, one, folder, status), "\n".join(output.splitlines()[-_TAIL:])
+    say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
+    raise Failed(why)
 
 
-def _launch(request: CheckRequest, one: Run, folder: Path) -> tuple[int | None, str]:
+def _launch(request: CheckRequest, one: Run, folder: Path, lead: Path | None) -> tuple[int | None, str]:
     """The exit status, None when the time was over, and everything printed."""
     command = [sys.executable, "-m", "zero", *request.command()]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A session of its own, so that Ctrl-C comes here first and the launcher is asked to end once.
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environment(one, folder)},
+            env={**os.environ, **environment(one, folder, lead)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -8,7 +8,9 @@ from zero.launch.args.run import LaunchError
 
 _ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
 
-The script runs once for each line of the table, and once or twice more for the plain runs that it is compared with.
+The script runs once for each line of the table, and some times more in plain torch: alone, with weights that are moved
+by their last bit, which shows what rounding does, and beside each run of a stage that differs from those before. There
+it takes each step from the weights of that run, so differences do not grow from step to step.
 It runs as it is, with stage and accumulation of its config replaced, until it has taken the steps; then it is ended.
 Its output is shown only when it fails. It must seed its random numbers, and must not depend on the time or on earlier
 runs. The micro-batch stays what the config says, and the global batch follows the accumulation. The exit status is 0
