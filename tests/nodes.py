@@ -36,7 +36,7 @@ class Nodes:
         (folder / "hosts").write_text("".join(f"{name} slots={count}\n" for name, count in hosts.items()))
         (folder / "script.py").write_text(textwrap.dedent(text))
         port = free_port()
-        self._environment = environment(GLOO_SOCKET_IFNAME="lo")
+        self._environment = environment(GLOO_SOCKET_IFNAME="lo", ZERO_SECRET="of the test")
         tie = [] if tied is None else [f"--tied={tied}"]
         self.processes = {
             name: self._start(

@@ -89,8 +89,8 @@ def test_openmpi_is_a_part_for_each_host() -> None:
     assert words_of("--launcher", "openmpi", "--launcher_args=--allow-run-as-root", "t.py") == [
         [
             "mpirun", "--allow-run-as-root", "--bind-to", "none",
-            "-n", "1", "--host", "n1", "sh", "-c", node_line("0", "t.py"), ":",
-            "-n", "1", "--host", "n3", "sh", "-c", node_line("1", "t.py"),
+            "-n", "1", "--host", "n1", "-x", "ZERO_SECRET", "sh", "-c", node_line("0", "t.py"), ":",
+            "-n", "1", "--host", "n3", "-x", "ZERO_SECRET", "sh", "-c", node_line("1", "t.py"),
         ]
     ]  # fmt: skip
 
@@ -215,7 +215,10 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_dry_run_prints_what_would_run_where(hosts: str, capsys: pytest.CaptureFixture[str], launcher: str) -> None:
+def test_dry_run_prints_what_would_run_where(
+    hosts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setenv("ZERO_SECRET", "of a job that this one is part of")
     spec = ["--include", "n3:2,0@n1"]
     assert main(["run", "-H", hosts, *spec, "--launcher", launcher, "--dry-run", "t.py", "a b"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -226,7 +229,7 @@ def test_dry_run_prints_what_would_run_where(hosts: str, capsys: pytest.CaptureF
     for line in commands:
         assert re.search(r"--world=(\S+)", line) and "n2" not in line
         assert decode(re.search(r"--world=(\S+)", line)[1]).hosts == (Host("n1", ("0", "1")), Host("n3", ("0", "2")))
-        assert "--master_addr=n1" in line
+        assert "--master_addr=n1" in line and "of a job" not in line
 
 
 def test_dry_run_inside_an_allocation(
@@ -251,7 +254,8 @@ def test_a_node_of_srun_knows_its_place(
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x3)")
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    assert main(["run", "--launcher", "slurm", "--no_ssh", "--num_gpus", "2", "--dry-run", "t.py"]) == 0
+    words = ["--launcher", "slurm", "--no_ssh", "--num_gpus", "2", "--min_nodes", "2", "--dry-run", "t.py"]
+    assert main(["run", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines] == [
         ["RANK=2", "LOCAL_RANK=0", "WORLD_SIZE=6"], ["RANK=3", "LOCAL_RANK=1", "WORLD_SIZE=6"],

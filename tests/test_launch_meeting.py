@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -24,6 +27,11 @@ from zero.launch.node.member import Member
 from zero.launch.node.verdict import Failure, cause, of
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
+SECRET = "of this job"
+
+
+def terms(**more: int) -> Terms:
+    return Terms(WORLD, secret=SECRET, **more)
 
 
 def until(holds: Callable[[], object]) -> object:
@@ -33,14 +41,22 @@ def until(holds: Callable[[], object]) -> object:
     return found
 
 
+def linked(connection: socket.socket, connects: bool = True) -> Link:
+    """A connection whose other end has shown that it has the secret."""
+    link = Link(connection, SECRET, connects)
+    assert until(lambda: link.receive() or link.known)
+    return link
+
+
 @contextlib.contextmanager
 def met(
-    terms: Terms, nodes: tuple[int, ...] = (0, 1, 2), patience: float = 120
+    given: Terms, nodes: tuple[int, ...] = (0, 1, 2), patience: float = 120
 ) -> Iterator[tuple[Meeting, list, list]]:
     said: list[str] = []
     port = free_port()
-    meeting = Meeting(terms, port, lambda: 4711, said.append, patience)
-    members = [Member(terms, node, ("127.0.0.1", port), said.append) for node in nodes]
+    where = ("127.0.0.1", port)
+    meeting = Meeting(given, where, lambda: 4711, said.append, patience)
+    members = [Member(given, node, where, said.append) for node in nodes]
     meeting.start()
     for member in members:
         member.start(patience)
@@ -54,7 +70,7 @@ def met(
 
 def test_all_start_alike_and_hear_the_same_verdict(monkeypatch):
     monkeypatch.setattr(meetings, "SETTLE", 60.0)
-    with met(Terms(WORLD, restarts=1)) as (meeting, members, said):
+    with met(terms(restarts=1)) as (meeting, members, said):
         assert until(lambda: all(member.met for member in members))
         assert len({member.run_id for member in members}) == 1 and members[0].run_id
         members[0].ready(0)
@@ -82,7 +98,7 @@ def test_all_start_alike_and_hear_the_same_verdict(monkeypatch):
 
 
 def test_who_does_not_come_is_named():
-    with met(Terms(WORLD), nodes=(0, 2)) as (meeting, members, _said):
+    with met(terms(), nodes=(0, 2)) as (meeting, members, _said):
         assert until(lambda: len(meeting._here) == 2)
         meeting._patience = 0.1
         assert until(lambda: all(member.end for member in members))
@@ -92,7 +108,7 @@ def test_who_does_not_come_is_named():
 
 def test_a_first_host_that_does_not_answer_is_named():
     port = free_port()
-    member = Member(Terms(WORLD), 1, ("127.0.0.1", port), print)
+    member = Member(terms(), 1, ("127.0.0.1", port), print)
     member.start(0.3)
     assert until(lambda: member.end)
     assert member.end.text == f"host a, at 127.0.0.1:{port}, did not answer within 0 s"
@@ -100,7 +116,7 @@ def test_a_first_host_that_does_not_answer_is_named():
 
 
 def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_end_the_job():
-    with met(Terms(WORLD, restarts=1, min_nodes=2)) as (_, members, said):
+    with met(terms(restarts=1, min_nodes=2)) as (_, members, said):
         assert until(lambda: all(member.met for member in members))
         for member in members:
             member.ready(0)
@@ -119,11 +135,11 @@ def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_e
 
 
 def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
-    with met(Terms(WORLD), nodes=(0, 1)) as (_, members, _said):
+    with met(terms(), nodes=(0, 1)) as (_, members, _said):
         where = members[1]._where
         with socket.create_connection(where) as silent:
-            link = Link(silent)
-            link.send(kind="hello", node=2, terms=Terms(WORLD).word())
+            link = linked(silent)
+            link.send(kind="hello", node=2, terms=terms().word())
             assert until(lambda: all(member.met for member in members))
             assert until(lambda: all(member.end for member in members))
             (found,) = {member.end for member in members}
@@ -132,28 +148,26 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
 
 def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        member = Member(Terms(WORLD), 1, mute.getsockname(), print)
+        member = Member(terms(), 1, mute.getsockname(), print)
         member.start(30)
-        assert until(lambda: member.end)
+        link = linked(mute.accept()[0], connects=False)
+        assert until(lambda: member.end) and not link.gone
         assert (member.end.status, member.end.node) == (LOST, 1)
         member.close()
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
-    with met(Terms(WORLD), nodes=(0, 1)) as (meeting, members, _):
+    with met(terms(), nodes=(0, 1)) as (meeting, members, _):
         port = members[1]._where[1]
-        stranger = Member(Terms(WORLD, restarts=5), 2, ("127.0.0.1", port), print)
-        twin = Member(Terms(WORLD), 1, ("127.0.0.1", port), print)
-        with socket.create_connection(("127.0.0.1", port)) as scanner:
-            scanner.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            assert until(lambda: len(meeting._here) == 2)
-            for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
-                other.start(60)
-                assert until(lambda other=other: other.end)
-                assert text in other.end.text and other.end.status == 2
-                other.close()
-            assert scanner.recv(100) == b""
-        late = Member(Terms(WORLD), 2, ("127.0.0.1", port), print)
+        stranger = Member(terms(restarts=5), 2, ("127.0.0.1", port), print)
+        twin = Member(terms(), 1, ("127.0.0.1", port), print)
+        assert until(lambda: len(meeting._here) == 2)
+        for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
+            other.start(60)
+            assert until(lambda other=other: other.end)
+            assert text in other.end.text and other.end.status == 2
+            other.close()
+        late = Member(terms(), 2, ("127.0.0.1", port), print)
         late.start(60)
         assert until(lambda: all(member.met for member in (*members, late)))
         late.close()
@@ -166,11 +180,10 @@ def kinds(heard: list[dict], after: str) -> list[str]:
 
 def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
     monkeypatch.setattr(meetings, "SETTLE", 0.0)
-    terms = Terms(WORLD, restarts=1)
-    with met(terms, nodes=(0, 1)) as (_, members, _said):
+    with met(terms(restarts=1), nodes=(0, 1)) as (_, members, _said):
         with socket.create_connection(members[1]._where) as connection:
-            link, heard = Link(connection), []
-            link.send(kind="hello", node=2, terms=terms.word())
+            link, heard = linked(connection), []
+            link.send(kind="hello", node=2, terms=terms(restarts=1).word())
             assert until(lambda: all(member.met for member in members))
             link.send(kind="end", text="stopped", status=143, quiet=False)
             link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
@@ -179,11 +192,157 @@ def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkey
         assert [one["verdict"]["text"] for one in heard if one["kind"] == "verdict"] == ["stopped"]
 
 
+NOTHING = re.compile(rb"[0-9a-f]{32}\n([0-9a-f]{64} \{\}\n)?")  # of the job: a number, and a signature
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All that comes until the other end has closed the connection."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(65536):
+            found += data
+    return found
+
+
+def flooded(connection: socket.socket) -> bool:
+    """Whether somebody takes a hundred megabytes without the end of a line."""
+    with contextlib.suppress(OSError):
+        for _ in range(1600):
+            connection.sendall(bytes(65536))
+        return True
+    return False
+
+
+def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int], list[bytes]]:
+    """Someone between a host and the first: a thread that ends with them, where to connect, what the host sends."""
+    server, sent = socket.create_server(("127.0.0.1", 0)), []
+
+    def carry() -> None:
+        with server, server.accept()[0] as host, socket.create_connection(where) as first:
+            while True:
+                ready = meetings.readable([host, first], 60)
+                for one, other in ((host, first), (first, host)):
+                    if one in ready:
+                        if not (data := one.recv(65536)):
+                            return
+                        other.sendall(data)
+                        sent.extend([data] if one is host else [])
+
+    thread = threading.Thread(target=carry)
+    thread.start()
+    return thread, server.getsockname(), sent
+
+
+def test_strangers_end_nothing_and_learn_nothing():
+    with met(terms(min_nodes=2), nodes=(0, 1)) as (meeting, members, said):
+        where = members[1]._where
+        between, there, sent = recorded(where)
+        spied = Member(terms(min_nodes=2), 2, there, said.append)
+        spied.start(60)
+        assert until(lambda: all(member.met for member in (*members, spied)))
+        replayed, proof, hello = b"".join(sent).split(b"\n")[:3]
+        spied.leave("it goes", 1)
+        spied.close()
+        between.join()
+        forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "quiet": False}).encode()
+        greedy = [
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"\n\n\n",
+            b"\0\xff" * 9000,
+            replayed + b"\n" + forged + b"\n",
+            replayed + b"\n" + 64 * b"0" + b" " + forged + b"\n",
+            b"\n".join([replayed, proof, hello, b""]),
+            b"".join(sent),
+        ]
+        with contextlib.ExitStack() as stack:
+            others = [stack.enter_context(socket.create_connection(where)) for _ in range(len(greedy) + 3)]
+            for one, data in zip(others, greedy, strict=False):
+                one.sendall(data)
+            spoken, mute, slow, flooding = others[: len(greedy)], *others[len(greedy) :]
+            assert not flooded(flooding)
+            liar = Link(stack.enter_context(socket.create_connection(where)), "of another job", connects=True)
+            liar.send(kind="hello", node=2, terms=terms().word())
+            assert until(lambda: liar.receive() or liar.gone) and not liar.known
+            liar.close()
+            assert all(NOTHING.fullmatch(heard(one)) for one in [*spoken, flooding])
+            # Those who say too little have as long as a host that is silent.
+            slow.sendall(b"5")
+            assert until(lambda: sum(not link.known for link in meeting._links) == 2)
+            for link in meeting._links:
+                link.heard -= 0 if link.known else 60
+            assert [NOTHING.fullmatch(heard(one)) is not None for one in (mute, slow)] == [True, True]
+            # And those who are many do not keep out a host of the job.
+            crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
+            assert until(lambda: sum(not link.known for link in meeting._links) == meetings._UNKNOWN)
+            linked(stack.enter_context(socket.create_connection(where)))
+            assert NOTHING.fullmatch(heard(crowd[0]))
+            for member in members:
+                member.ready(0)
+            assert until(lambda: all(member.started for member in members))
+            for member in members:
+                member.done(0)
+            assert until(lambda: all(member.over for member in members))
+        assert said == ["host c is lost: it goes; going on with 2 of 3 hosts"]
+
+
+def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed():
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as posing:
+        where = posing.getsockname()
+        member = Member(terms(), 1, where, said.append)
+        member.start(60)
+        told = b"1" * 32 + b"\n" + 64 * b"0" + b' {"kind": "over"}\n'
+        for data in (b"HTTP/1.0 200 OK\r\n\r\n\r\n", told, bytes(4096)):
+            with posing.accept()[0] as connection:
+                connection.sendall(data)
+                assert NOTHING.fullmatch(heard(connection))
+    meeting = Meeting(terms(), where, free_port, said.append, 60)
+    others = [Member(terms(), node, where, said.append) for node in (0, 2)]
+    meeting.start()
+    for other in others:
+        other.start(60)
+    assert until(lambda: all(one.met for one in (member, *others)))
+    assert said == [
+        f"waiting for host a, at 127.0.0.1:{where[1]}; who answers there does not show that it has this job's secret "
+        "(ZERO_SECRET)"
+    ]
+    for one in (member, *others, meeting):
+        one.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_line_counts_once_and_in_one_direction(again):
+    (one, here), (there, other) = socket.socketpair(), socket.socketpair()
+    with one, here, there, other:
+        first, second = Link(one, SECRET, connects=False), Link(other, SECRET, connects=True)
+        for _ in range(2):
+            there.sendall(here.recv(9999))
+            here.sendall(there.recv(9999))
+            assert first.receive() == second.receive() == []
+        assert first.known and second.known
+        first.send(kind="alive")
+        second.send(kind="alive")
+        line, own = there.recv(9999), here.recv(9999)
+        if again:
+            here.sendall(line)
+            assert first.receive() == [{"kind": "alive"}] and not first.gone
+        here.sendall(line if again else own)
+        assert first.receive() == [] and first.gone
+
+
+def test_the_first_host_listens_where_the_others_come():
+    names = {"127.0.0.1": "127.0.0.1", "localhost": "", "no.such.host.invalid": "", "192.0.2.1": ""}
+    for name, address in names.items():
+        meeting = Meeting(terms(), (name, free_port()), free_port, print, 1)
+        assert meeting._server.getsockname()[0].strip(":0.") == address.strip(":0."), name
+        meeting.close()
+
+
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--master_port: cannot listen on {port} "):
-            Meeting(Terms(WORLD), port, free_port, print, 1)
+            Meeting(terms(), ("127.0.0.1", port), free_port, print, 1)
 
 
 def test_the_cause_and_its_words():

@@ -235,6 +235,10 @@ def test_lines_of_a_file() -> None:
         ("A=\0", "A: no value can have a zero byte in it"),
         ("WORLD_SIZE=2", "WORLD_SIZE is set by the launcher; use --num_nodes"),
         ("CUDA_VISIBLE_DEVICES=1", "CUDA_VISIBLE_DEVICES is set by the launcher; use --include"),
+        (
+            "ZERO_SECRET=1",
+            "ZERO_SECRET is set by the launcher; use the environment of each host's launcher, with --no_ssh",
+        ),
     ],
 )
 def test_bad_lines_and_what_is_said(line: str, problem: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from zero.watch.signed import Signed
+
 POLL = (0.005, 0.25)  # seconds between two looks at the store, at first and after a while
 PERIOD = 1.0  # seconds between two words about progress
 STOPPED = 10.0  # seconds between two looks from which on this process, or the store, was stopped
@@ -40,6 +42,7 @@ class Courier(threading.Thread):
         self._rank = rank
         self._world_size = world_size
         self._progress = progress
+        self._signed = Signed(rank)
         self._state = threading.Condition()
         self._posts: list[Mail] = []
         self._unread: list[str] = []  # counters of what was posted and not read by all
@@ -132,7 +135,7 @@ class Courier(threading.Thread):
         slow = now - self._told > PERIOD
         if slow or fresh:
             self._told = now
-            self._store.set(self._key(f"progress/{self._rank}"), str(self._moves()))
+            self._set(self._key(f"progress/{self._rank}"), self._moves().encode())
         self._collect(now, slow, fresh)
         for counter in list(self._unread):
             if not self._store.check([counter]):
@@ -153,8 +156,8 @@ class Courier(threading.Thread):
                 self._take(key)
                 continue
             place = self._key(f"progress/{rank}")
-            moves = self._store.get(place) if self._store.check([place]) else None
             before, since = self._seen[rank]
+            moves = (self._get(place) if self._store.check([place]) else None) or before
             self._seen[rank] = (moves, now if fresh or moves != before else since)
 
     def _moves(self) -> str:
@@ -169,15 +172,20 @@ class Courier(threading.Thread):
             self._store.set(f"{key}/unread", str(mail.readers))
             self._unread.append(f"{key}/unread")
         for index, part in enumerate(parts[1:], 1):
-            self._store.set(f"{key}/{index}", part)
-        self._store.set(key, f"{len(parts)} {mail.readers} ".encode() + parts[0])  # last: who sees it reads the others
+            self._set(f"{key}/{index}", part)
+        self._set(key, f"{len(parts)} {mail.readers} ".encode() + parts[0])  # last: who sees it reads the others
 
     def _take(self, key: str) -> None:
-        """Read a value; who reads it last takes it away."""
+        """Read a value; who reads it last takes it away. What no rank has put down is as if it were not there."""
         place = self._key(key)
-        count, readers, data = bytes(self._store.get(place)).split(b" ", 2)
+        if (first := self._get(place)) is None:
+            return
+        count, readers, data = first.split(b" ", 2)
         keys = [place, *(f"{place}/{index}" for index in range(1, int(count)))]
-        value = json.loads(zlib.decompress(data + b"".join(bytes(self._store.get(each)) for each in keys[1:])))
+        parts = [data, *map(self._get, keys[1:])]
+        if any(part is None for part in parts):
+            return
+        value = json.loads(zlib.decompress(b"".join(parts)))
         if int(readers) == 1 or self._store.add(f"{place}/unread", -1) == 0:
             for each in keys:
                 self._store.delete_key(each)
@@ -185,6 +193,12 @@ class Courier(threading.Thread):
                 self._store.delete_key(f"{place}/unread")
         with self._state:
             self._found[key] = value
+
+    def _set(self, place: str, value: bytes) -> None:
+        self._store.set(place, self._signed.sign(place, value))
+
+    def _get(self, place: str) -> bytes | None:
+        return self._signed.read(place, bytes(self._store.get(place)))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zero.core.launched import PORT, Launched, launched
 from zero.core.mesh import local_device
-from zero.core.rendezvous import met
+from zero.core.rendezvous import met, own_store
 from zero.log import rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in
@@ -125,4 +125,6 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
             )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    kept = None if explicit else own_store(os.environ, timeout)
     dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None, **explicit)
+    del kept

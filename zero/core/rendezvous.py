@@ -1,19 +1,21 @@
-"""The port of rank 0, told to the other ranks on its host where no launcher has chosen one.
+"""Where ranks meet: the store that rank 0 keeps, and its port, told to the others on its host where none was chosen.
 
-Rank 0 lets its store listen on a port that the kernel gives it, and writes the port into a file in a folder of this
-user. The file's name comes from what only the ranks of one job have in common, and it names the process that wrote it:
-one that a killed job left behind is not believed. It is gone once all have come.
+For that rank 0 lets its store listen on a port that the kernel gives it, and writes the port into a file in a folder
+of this user. The file's name comes from what only the ranks of one job have in common, and it names the process that
+wrote it: one that a killed job left behind is not believed. It is gone once all have come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import os
+import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,13 +42,37 @@ def met(job: str, meeting: int, rank: int, world_size: int, timeout: timedelta) 
     if rank:
         yield _read(path, rank, timeout)
         return
-    # Shared: the process group's own store finds this one by its port, and does not listen anew.
-    store = dist.TCPStore("127.0.0.1", 0, world_size, True, timeout, wait_for_workers=False, multi_tenant=True)
+    store = _store("127.0.0.1", 0, world_size, timeout)
     _write(path, store.port)
     try:
         yield store.port
     finally:
         path.unlink(missing_ok=True)
+
+
+def own_store(environment: Mapping[str, str], timeout: timedelta) -> dist.TCPStore | None:
+    """On rank 0 the store where the variables of torchrun say, to be held until the process group has its own.
+
+    It listens at that address alone, as torch's would not. None on other ranks, where the launcher keeps the store, and
+    where the address is a name, which other hosts may know by another address.
+    """
+    if environment["RANK"] != "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    # ValueError: a name. OSError: what is wrong there torch will say; or the store of a group before is still there.
+    with contextlib.suppress(ValueError, OSError):
+        address = str(ipaddress.ip_address(environment["MASTER_ADDR"]))
+        return _store(address, int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"]), timeout)
+    return None
+
+
+def _store(address: str, port: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens at `address` alone. Raises OSError where that cannot be."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    server = socket.create_server((address, port), family=family, backlog=4096)
+    own = server.getsockname()[1], world_size, True, timeout
+    # Shared: the process group's own store finds this one by its port, and does not listen anew.
+    more = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": server.detach()}
+    return dist.TCPStore(address, *own, **more)
 
 
 def _parent() -> str:

@@ -107,7 +107,7 @@ def job(request: Request, environment: Mapping[str, str], folder: Path) -> Job |
     return Job(
         request,
         world,
-        request.master_addr or hosts[0].name,
+        request.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1"),
         request.master_port or PORT,
         dict(sorted({**variables.forwarded(environment), **from_files.values}.items())),
         str(folder),

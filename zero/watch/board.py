@@ -2,6 +2,8 @@
 
 No collective is involved, and the thread that computes never waits for the store. A store whose process is
 stopped blocks whoever asks it, so only this thread does; everybody else looks at what it saw last.
+
+Anybody can write to the store who reaches its port: a record counts where it is signed with the job's secret.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from zero.log import logger
 from zero.plan.whereabouts import Seen, View, record_of
+from zero.watch.signed import Signed
 from zero.watch.standing import Standing
 
 PERIOD = 1.0  # seconds between two records of a rank in peace
@@ -44,6 +47,7 @@ class Board(threading.Thread):
         self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
         self._beat = self._fault = 0
         self._seen: dict[int, tuple[Seen, float]] = {}  # with the time at which the beat changed
+        self._signed = Signed(standing.rank)
         self._answered = time.monotonic()
         self._gone = False  # the connection to the store is closed
         self._wake = threading.Event()
@@ -124,7 +128,8 @@ class Board(threading.Thread):
         elif not standing.failing:
             self._fault = 0
         self._beat += 1
-        self._store.set(self._key(standing.rank), standing.record(self._beat, self._fault).to_json())
+        key, record = self._key(standing.rank), standing.record(self._beat, self._fault)
+        self._store.set(key, self._signed.sign(key, record.to_json().encode()))
         asked = self._asked
         self.asks = self._store.add(self.prefix + "asks", asked - self._told)
         self._told = asked
@@ -139,8 +144,14 @@ class Board(threading.Thread):
         texts = self._store.multi_get([self._key(rank) for rank in peers]) if peers else []
         now = time.monotonic()
         for rank, text in zip(peers, texts, strict=True):
-            record = record_of(text)
             before = self._seen.get(rank)
+            value = self._signed.read(self._key(rank), bytes(text))
+            record = None if value is None else record_of(value)
+            if record is None or (before is not None and record.beat < before[0].record.beat):
+                self._signed.doubt(self._key(rank))
+                if before is not None:  # what is known of it stays, and it does not grow silent
+                    self._seen[rank] = (Seen(before[0].record, 0.0), now)
+                continue
             # A gap in our own readings says nothing about the others: count only from when we look again.
             known = before is not None and before[0].record.beat == record.beat and now - self.read_at < self.silence
             since = before[1] if known else now

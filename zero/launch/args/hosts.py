@@ -32,7 +32,8 @@ class HostFlags:
     env_file: str | None = None
     no_env_files: bool = False
     world: str | None = None  # as World.encode writes it, in place of a hostfile
-    tied: int | None = None  # end with stdin; and where above 0, when that many seconds pass without a byte on it
+    # End with stdin. Where above 0 its first line is the job's secret, and so many seconds without a byte end it, too.
+    tied: int | None = None
 
     def choice(self, num_nodes: int | None, num_gpus: int | None) -> Choice:
         """What is to be taken of the hosts there are."""

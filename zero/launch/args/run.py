@@ -61,11 +61,6 @@ class Request:
             if not self.bind_cores:
                 raise LaunchError("--bind_core_list: says which cores --bind_cores_to_rank binds to; give both")
             cores.parse(self.bind_core_list)
-        if self.min_nodes is not None and self.hosts.launcher in ("slurm", "openmpi", "mpich"):
-            raise LaunchError(
-                f"--min_nodes: {self.hosts.launcher} itself ends all hosts when one is lost; use --launcher ssh, or "
-                "leave it out"
-            )
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
         check_script(self.script, self.module, self.no_python)

@@ -16,6 +16,7 @@ from zero.launch.backends.command import Command
 from zero.launch.contract import INTERRUPT, TERMINATE
 from zero.launch.crew.outlets import Lines, Outputs
 from zero.launch.errors import LaunchError
+from zero.launch.secret import VARIABLE
 
 if TYPE_CHECKING:
     import psutil
@@ -44,14 +45,17 @@ class Stream:
 class Program:
     """One program.
 
+    secret: of the job, if it starts one; on its stdin where that is ours to write on, else in its environment.
+
     Attributes:
         name: the host, or the program where it starts all hosts.
         status: its exit status as a shell says it, once it has ended.
     """
 
-    def __init__(self, name: str, command: Command) -> None:
+    def __init__(self, name: str, command: Command, secret: str = "") -> None:
         self.name = name
         self.command = command
+        self.secret = secret
         self.status: int | None = None
         self.killed_by: int | None = None  # the signal, where one ended it
         self.last = b""  # what it said last on stderr
@@ -62,6 +66,7 @@ class Program:
     def start(self) -> None:
         """Start it, in a session of its own: a Ctrl-C of the terminal is for us, who know how to hand it on."""
         given = None
+        more = {} if self.command.heartbeat or not self.secret else {VARIABLE: self.secret}
         if self.command.holds_stdin:
             given, self._stdin = os.pipe()
             os.set_blocking(self._stdin, False)
@@ -72,7 +77,7 @@ class Program:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env={**os.environ, **self.command.environment},
+                env={**os.environ, **self.command.environment, **more},
                 start_new_session=True,
             )
         except OSError as error:
@@ -81,6 +86,8 @@ class Program:
         finally:
             if given is not None:
                 os.close(given)
+        if self.command.heartbeat:
+            self.write(self.secret.encode() + b"\n")
         self.streams = [Stream(self.process.stdout.fileno(), False), Stream(self.process.stderr.fileno(), True)]
 
     def write(self, data: bytes) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 
-from zero.launch import backends, processes
+from zero.launch import backends, processes, secret
 from zero.launch.contract import CLOSED_PIPE, LOST, TERMINATE
 from zero.launch.crew.crew import Crew, Program
 from zero.launch.crew.outlets import Outputs
@@ -30,7 +30,8 @@ _MISSING = {
 
 def run(made: Job) -> int:
     """Start `made` on its hosts and return its exit status: that of the first node that failed, or 128 + signal."""
-    programs = [Program(_name(made, command.node), command) for command in backends.commands(made)]
+    own = secret.new()
+    programs = [Program(_name(made, command.node), command, own) for command in backends.commands(made)]
     require(programs[0].command.words[0], made.request.hosts.launcher)
     # Whatever mpirun, say, has started on this machine would outlive it. An ssh leaves nothing, unless the user
     # wants it to: a connection that other commands share.

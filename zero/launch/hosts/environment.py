@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.launch.errors import LaunchError, raise_all
+from zero.launch.secret import VARIABLE
 
 # What steers the communication, Python and torch, and so has to be the same on every host. What belongs to one host,
 # such as PATH or HOME, stays out.
 PREFIXES = ("CUBLAS", "GLOO_", "MLFLOW", "MV2", "NCCL", "OMP_", "PYTHON", "PYTORCH", "TORCH", "UCX", "ZERO_")
-NEVER = ("TORCHELASTIC",)  # of an agent that this launcher itself runs under
+NEVER = ("TORCHELASTIC", VARIABLE)  # of an agent that this launcher itself runs under; not for command lines
 FILES = (".deepspeed_env", ".zero_env")
 # What the launcher decides, and the flag for it: a file would be overruled in silence.
 OURS = {
     "RANK": "--node_rank", "LOCAL_RANK": "--include", "WORLD_SIZE": "--num_nodes", "LOCAL_WORLD_SIZE": "--num_gpus",
     "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port", "CUDA_VISIBLE_DEVICES": "--include",
+    VARIABLE: "the environment of each host's launcher, with --no_ssh",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _COMMENT = re.compile(r"\s+#.*")

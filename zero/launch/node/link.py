@@ -1,44 +1,70 @@
-"""One connection between the launchers of two hosts: messages as lines of JSON, and when the other was last heard."""
+"""One connection between the launchers of two hosts: signed messages, and when the other was last heard.
+
+Both ends first send a random number as a line of its own. A key is made of both numbers and the job's secret, and every
+line after that is a signature and a message in JSON; the signature covers the key, which end it is and the number of
+the line. So each line is worth something only once, at its place, and in this connection. Nothing of the job is sent
+before the first such line of the other end has shown that it has the secret.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 import threading
 import time
 from typing import Any
 
+from zero.launch.secret import same, signature
+
 _MOST = 1 << 22  # bytes of one message; what sends more is no launcher
+_MOST_UNKNOWN = 1 << 10  # the same before it has shown that it has the secret
 _CHUNK = 1 << 16
+_END = (b"one", b"other")  # who was connected to, and who connected
 
 
 class Link:
     """A connection on which no call ever waits. Any thread may send; one thread receives.
 
+    connects: whether this end is the one that has connected. secret: of the job, "" for none.
+
     Attributes:
-        heard: when the last byte came, on the clock of `time.monotonic`.
-        gone: whether the connection has ended, or carried what is no message.
+        heard: when the last message came, or the connection began, on the clock of `time.monotonic`.
+        known: whether the other end has shown that it has the secret; what is sent before waits for that.
+        gone: whether the connection has ended, or carried what is no message of the job.
         node: the number of the host at the other end, once it is known.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, secret: str, connects: bool) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.heard = time.monotonic()
+        self.known = False
         self.gone = False
         self.node: int | None = None
+        self._secret = secret.encode(errors="surrogateescape")
+        self._connects = connects
+        self._number = os.urandom(16).hex().encode()
+        self._key = b""
+        self._sent = self._taken = 0  # signed lines
+        self._held: list[bytes] = []
         self._lock = threading.Lock()
-        self._out = b""
+        self._out = self._number + b"\n"
         self._in = b""
+        self.flush()
 
     def send(self, **message: Any) -> None:
         """Send `message` as far as that goes now; `flush` sends the rest."""
+        data = json.dumps(message).encode()
         with self._lock:
-            self._out += json.dumps(message).encode() + b"\n"
+            if self.known:
+                self._put(data)
+            else:
+                self._held.append(data)
         self.flush()
 
     def flush(self) -> bool:
@@ -55,31 +81,26 @@ class Link:
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come since the last call."""
+        found: list[dict[str, Any]] = []
         try:
             while chunk := self.connection.recv(_CHUNK):
-                self.heard = time.monotonic()
-                self._in += chunk
-                if len(self._in) > _MOST:
-                    raise OSError("this is no message")
+                *lines, self._in = (self._in + chunk).split(b"\n")
+                for line in lines:
+                    found += self._read(line)
+                if len(self._in) > (_MOST if self.known else _MOST_UNKNOWN):
+                    raise ValueError("this is no message")
             self.gone = True
         except BlockingIOError:
             pass
-        except OSError:
+        except (OSError, ValueError):
             self.gone = True
-        *lines, self._in = self._in.split(b"\n")
-        try:
-            found = [json.loads(line) for line in lines]
-            if not all(isinstance(message, dict) for message in found):
-                raise ValueError("this is no message")
-        except ValueError:
-            self.gone = True
-            return []
+        self.flush()
         return found
 
     def local_address(self) -> str | None:
         """The address of this machine that the connection uses; None where it has ended."""
         try:
-            return self.connection.getsockname()[0]
+            return self.connection.getsockname()[0].removeprefix("::ffff:")  # IPv4, on a socket of both kinds
         except OSError:
             return None
 
@@ -87,6 +108,36 @@ class Link:
         """End the connection."""
         self.gone = True
         self.connection.close()
+
+    def _put(self, data: bytes) -> None:
+        """Add a signed line to what is to be sent; the lock is held."""
+        self._out += self._signature(self._connects, self._sent, data) + b" " + data + b"\n"
+        self._sent += 1
+
+    def _read(self, line: bytes) -> list[dict[str, Any]]:
+        """The message of a line, if it has one; ValueError where the line is none of the job's."""
+        if not self._key:
+            numbers = [self._number, line]
+            self._key = signature(self._secret, *(numbers[::-1] if self._connects else numbers))
+            with self._lock:
+                self._put(b"{}")  # so that the other end knows us, too
+            return []
+        signed, _, data = line.partition(b" ")
+        if not same(signed, self._signature(not self._connects, self._taken, data)):
+            raise ValueError("this is no message of the job")
+        self._taken += 1
+        self.heard = time.monotonic()
+        if self.known:
+            return [json.loads(data)]
+        with self._lock:
+            self.known = True
+            for held in self._held:
+                self._put(held)
+            self._held.clear()
+        return []
+
+    def _signature(self, connects: bool, number: int, data: bytes) -> bytes:
+        return signature(self._key, _END[connects], b"%d" % number, data)
 
 
 def readable(sockets: list[socket.socket], seconds: float) -> set[socket.socket]:

@@ -4,6 +4,8 @@ Every host sends what happens to it, and a sign of life each second. The thread 
 takes part, when an attempt starts, what ended it, whether another follows. So all hosts do the same, and restart
 equally often. It is not torch's store, whose calls wait for minutes when a network is cut, and which has to be asked:
 a connection ends at once with the process at its other end, and says so.
+
+Who connects and does not show that it has the job's secret hears nothing of the job, and is dropped.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero.launch.contract import SILENCE
 from zero.launch.errors import LaunchError, listed
+from zero.launch.hosts.ports import own_address
 from zero.launch.hosts.world import World
 from zero.launch.node import verdict
 from zero.launch.node.link import Link, readable
@@ -29,6 +32,7 @@ SETTLE = 1.0  # seconds between the first failure that is told and the verdict; 
 PATIENCE = 300.0  # seconds for all hosts to come
 REMIND = 30.0  # seconds between two lines about those who have not
 _LINGER = 2.0  # seconds for the hosts to take the last message
+_UNKNOWN = 256  # connections of whom nothing is known yet; the oldest goes
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Terms:
     world: World
     restarts: int = 0
     min_nodes: int | None = None  # None: no host can be lost
+    secret: str = field(default="", repr=False)  # shown by each host, and never sent
 
     @property
     def losses(self) -> int:
@@ -51,16 +56,31 @@ class Terms:
 
 
 class Meeting:
-    """The first host's side. Other threads only call `start` and `close`."""
+    """The first host's side. Other threads only call `start` and `close`.
+
+    where: the address and the port by which the other hosts know this one.
+
+    Attributes:
+        here: where to connect to on this machine.
+        address: the one of this machine that all other hosts use, once they have come; None where they differ.
+    """
 
     def __init__(
-        self, terms: Terms, port: int, free_port: Callable[[], int], say: Callable[[str], None], patience: float
+        self,
+        terms: Terms,
+        where: tuple[str, int],
+        free_port: Callable[[], int],
+        say: Callable[[str], None],
+        patience: float,
     ) -> None:
+        own = own_address(where[0])
+        self.here = (own or "127.0.0.1", where[1])
+        self.address: str | None = None
         self._terms = terms
         self._free_port = free_port
         self._say = say
         self._patience = patience
-        self._server = _listen(port)
+        self._server = _listen(own, where[1])
         self._thread = threading.Thread(target=self._run, name="zero-meeting", daemon=True)
         self._links: list[Link] = []
         self._here: dict[int, Link] = {}
@@ -121,7 +141,10 @@ class Meeting:
         found = readable([self._server, *(link.connection for link in self._links)], TICK)
         if self._server in found:
             with contextlib.suppress(OSError):
-                self._links.append(Link(self._server.accept()[0]))
+                self._links.append(Link(self._server.accept()[0], self._terms.secret, connects=False))
+            unknown = [link for link in self._links if not link.known]
+            for link in unknown[:-_UNKNOWN]:
+                link.gone = True
         return [link for link in self._links if link.connection in found]
 
     def _take(self, link: Link, message: dict[str, Any]) -> None:
@@ -166,6 +189,7 @@ class Meeting:
         if not self._missing():
             # How the others reach this machine is what the first host's ranks listen on.
             found = [one.local_address() for other, one in self._here.items() if other]
+            self.address = found[0] if len(set(found)) == 1 else None
             self._tell("met", run=run_id(), address=next(filter(None, found), None))
 
     def _missing(self) -> list[str]:
@@ -244,9 +268,12 @@ def _hosts(names: list[str]) -> str:
     return f"host{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
-def _listen(port: int) -> socket.socket:
-    """A socket that listens on `port`, for both kinds of addresses where there are both."""
+def _listen(address: str | None, port: int) -> socket.socket:
+    """A socket that listens on `port` of an address; of None on all, of both kinds where there are both."""
     try:
+        if address is not None:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=1024)
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

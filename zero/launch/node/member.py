@@ -14,6 +14,7 @@ from zero.launch.contract import LOST, SILENCE
 from zero.launch.node.link import Link, readable
 from zero.launch.node.meeting import BEAT, REMIND, TICK, Terms
 from zero.launch.node.verdict import Failure, Verdict
+from zero.launch.secret import VARIABLE
 
 _TRY = 2.0  # seconds for one attempt to connect
 
@@ -47,8 +48,7 @@ class Member:
         self.run_id = ""
         self._terms = terms
         self._node = node
-        # The first host need not know itself by the name that the others know it by.
-        self._where = where if node else ("127.0.0.1", where[1])
+        self._where = where
         self._patience = 0.0
         self._say = say
         self._link: Link | None = None
@@ -133,21 +133,35 @@ class Member:
         began = time.monotonic()
         remind = began + REMIND
         host = f"host {self._terms.world.hosts[0].name}, at {self._where[0]}:{self._where[1]},"
+        strange = ""
         while not self._closing.wait(TICK):
             with contextlib.suppress(OSError):
                 found = socket.create_connection(self._where, timeout=_TRY)
                 # On one machine, with nobody listening yet, the kernel may connect a port to itself.
                 if found.getsockname() != found.getpeername():
-                    return Link(found)
+                    link = Link(found, self._terms.secret, connects=True)
+                    if self._known(link):
+                        return link
+                    if not strange and not self._closing.is_set():
+                        strange = f"; who answers there does not show that it has this job's secret ({VARIABLE})"
+                        self._say(f"waiting for {host[:-1]}{strange}")
                 found.close()
             now = time.monotonic()
             if now - began > self._patience:
-                self._finish(Verdict(f"{host} did not answer within {self._patience:.0f} s", 1, self._node))
+                why = f"{host} did not answer within {self._patience:.0f} s{strange}"
+                self._finish(Verdict(why, 1, self._node))
                 return None
             if now >= remind:
                 remind = now + REMIND
                 self._say(f"waiting for {host} for {now - began:.0f} s")
         return None
+
+    def _known(self, link: Link) -> bool:
+        """Whether the other end has shown in time that it has the secret; it says nothing more before our hello."""
+        while not (link.known or link.gone or self._closing.is_set() or time.monotonic() - link.heard > SILENCE):
+            readable([link.connection], TICK)
+            link.receive()
+        return link.known
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message.get("kind")

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zero.launch import secret
 from zero.launch.args.run import Request
 from zero.launch.hosts.world import World
 from zero.launch.node import verdict
-from zero.launch.node.interface import IFNAME, interface
+from zero.launch.node.interface import IFNAME, interface, loopback
 from zero.launch.node.meeting import PATIENCE, Meeting, Terms, run_id
 from zero.launch.node.member import Member
 from zero.launch.node.plan import Plan, free_port, restart_port
@@ -75,8 +76,9 @@ class OneMachine:
         return self._made.node
 
     def join(self) -> dict[str, str]:
-        """Nobody is to be waited for. Variables for the ranks."""
-        return {}
+        """Nobody is to be waited for. Variables for the ranks: gloo is to listen for none but this machine."""
+        name = None if IFNAME in os.environ else loopback()
+        return {secret.VARIABLE: secret.new()} | ({} if name is None else {IFNAME: name})
 
     def begin(self) -> Attempt:
         """The next attempt; all processes of the one before have ended. Raises LaunchError where the port is taken."""
@@ -124,11 +126,19 @@ class SeveralMachines:
     """
 
     def __init__(self, request: Request, made: Plan) -> None:
-        terms = Terms(made.world, request.max_restarts, request.min_nodes)
+        self._secret = secret.of_node(bool(request.hosts.tied), os.environ)
+        if made.node == 0 and not self._secret:
+            say(
+                f"the hosts have no secret in common: who reaches port {made.master_port} of this one can end the job; "
+                f"--launcher ssh gives them one, or set {secret.VARIABLE} on all of them"
+            )
+        terms = Terms(made.world, request.max_restarts, request.min_nodes, self._secret)
         self.restarts = terms.restarts + terms.losses
         self._made = made
-        self._meeting = Meeting(terms, made.master_port, free_port, say, PATIENCE) if made.node == 0 else None
-        self._member = Member(terms, made.node, (made.master_addr, made.master_port), say)
+        where = (made.master_addr, made.master_port)
+        self._meeting = Meeting(terms, where, free_port, say, PATIENCE) if made.node == 0 else None
+        # The first host need not know itself by the name that the others know it by.
+        self._member = Member(terms, made.node, self._meeting.here if self._meeting else where, say)
         self._attempt = -1
         self._done = False
         self._told = False
@@ -160,13 +170,14 @@ class SeveralMachines:
         self._member.start(PATIENCE + 1)  # so that it is the meeting that says who has not come
         while not self._member.met:
             self._check()
+        found = {secret.VARIABLE: self._secret}
         if IFNAME in os.environ:
-            return {}
+            return found
         name = interface(self._member.address)
         if name is None:
             # gloo takes the address that this machine's own name stands for, which can be one that others do not reach.
             say(f"{IFNAME} is not set on host {self.host}: the way to the other hosts has no interface of its own")
-        return {} if name is None else {IFNAME: name}
+        return found if name is None else found | {IFNAME: name}
 
     def begin(self) -> Attempt:
         """The next attempt, once all hosts are ready for it. Raises Ended where none follows."""
@@ -178,7 +189,9 @@ class SeveralMachines:
         hosts = self._made.world.hosts
         # The hosts that are lost have no ranks any more; the ranks of the others move up.
         world = World(tuple(hosts[node] for node in start.nodes))
-        return Attempt(world, start.nodes.index(self.node), self._made.master_addr, start.port)
+        # By number on the first host, where the store is to listen for those alone who come by that way.
+        address = self._meeting.address if self._meeting is not None else None
+        return Attempt(world, start.nodes.index(self.node), address or self._made.master_addr, start.port)
 
     def failed(self, failures: Sequence[Failure]) -> None:
         """Tell the others of ranks that failed."""
