@@ -234,55 +234,59 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
 
 
 def test_strangers_end_nothing_and_learn_nothing():
-    with met(terms(min_nodes=2), nodes=(0, 1)) as (meeting, members, said):
-        where = members[1]._where
+    with met(terms(), nodes=(0,)) as (meeting, (first,), said), contextlib.ExitStack() as stack:
+        where = first._where
         between, there, sent = recorded(where)
-        spied = Member(terms(min_nodes=2), 2, there, said.append)
-        spied.start(60)
-        assert until(lambda: all(member.met for member in (*members, spied)))
-        replayed, proof, hello = b"".join(sent).split(b"\n")[:3]
-        spied.leave("it goes", 1)
-        spied.close()
-        between.join()
-        forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "quiet": False}).encode()
-        greedy = [
-            b"GET / HTTP/1.0\r\n\r\n",
-            b"\n\n\n",
-            b"\0\xff" * 9000,
-            replayed + b"\n" + forged + b"\n",
-            replayed + b"\n" + 64 * b"0" + b" " + forged + b"\n",
-            b"\n".join([replayed, proof, hello, b""]),
-            b"".join(sent),
-        ]
-        with contextlib.ExitStack() as stack:
-            others = [stack.enter_context(socket.create_connection(where)) for _ in range(len(greedy) + 3)]
-            for one, data in zip(others, greedy, strict=False):
-                one.sendall(data)
-            spoken, mute, slow, flooding = others[: len(greedy)], *others[len(greedy) :]
-            assert not flooded(flooding)
-            liar = Link(stack.enter_context(socket.create_connection(where)), "of another job", connects=True)
-            liar.send(kind="hello", node=2, terms=terms().word())
-            assert until(lambda: liar.receive() or liar.gone) and not liar.known
-            liar.close()
-            assert all(NOTHING.fullmatch(heard(one)) for one in [*spoken, flooding])
-            # Those who say too little have as long as a host that is silent.
-            slow.sendall(b"5")
-            assert until(lambda: sum(not link.known for link in meeting._links) == 2)
-            for link in meeting._links:
-                link.heard -= 0 if link.known else 60
-            assert [NOTHING.fullmatch(heard(one)) is not None for one in (mute, slow)] == [True, True]
-            # And those who are many do not keep out a host of the job.
-            crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
-            assert until(lambda: sum(not link.known for link in meeting._links) == meetings._UNKNOWN)
-            linked(stack.enter_context(socket.create_connection(where)))
-            assert NOTHING.fullmatch(heard(crowd[0]))
-            for member in members:
-                member.ready(0)
-            assert until(lambda: all(member.started for member in members))
-            for member in members:
-                member.done(0)
-            assert until(lambda: all(member.over for member in members))
-        assert said == ["host c is lost: it goes; going on with 2 of 3 hosts"]
+        spied, last = Member(terms(), 1, there, said.append), Member(terms(), 2, where, said.append)
+        stack.callback(between.join)
+        stack.callback(spied.close)
+        stack.callback(last.close)
+        spied.start(120)
+        assert until(lambda: set(meeting._here) == {0, 1})
+        number = b"".join(sent).partition(b"\n")[0] + b"\n"
+        forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "quiet": False}).encode() + b"\n"
+        spoken = {
+            stack.enter_context(socket.create_connection(where)): data
+            for data in (
+                b"GET / HTTP/1.0\r\n\r\n",
+                b"\n\n\n",
+                b"\0\xff" * 9000,
+                number + forged,
+                number + 64 * b"0" + b" " + forged,
+                b"".join(sent),
+            )
+        }
+        for one, data in spoken.items():
+            one.sendall(data)
+        mute, slow, flooding, lying = (stack.enter_context(socket.create_connection(where)) for _ in range(4))
+        assert not flooded(flooding)
+        liar = Link(lying, "of another job", connects=True)
+        liar.send(kind="hello", node=2, terms=terms().word())
+        assert until(lambda: liar.receive() or liar.gone) and not liar.known
+        liar.close()
+        assert all(NOTHING.fullmatch(heard(one)) for one in [*spoken, flooding])
+        # Those who say too little have as long as a host that is silent.
+        slow.sendall(b"5")
+        assert until(lambda: sum(not link.known for link in meeting._links) == 2)
+        for link in meeting._links:
+            link.heard -= 0 if link.known else 60
+        assert [NOTHING.fullmatch(heard(one)) is not None for one in (mute, slow)] == [True, True]
+        # And those who are many do not keep out a host of the job.
+        crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
+        assert until(lambda: sum(not link.known for link in meeting._links) == meetings._UNKNOWN)
+        assert NOTHING.fullmatch(heard(crowd[0]))
+        last.start(60)
+        members = (first, spied, last)
+        assert until(lambda: all(member.met for member in members))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(where)
+        for member in members:
+            member.ready(0)
+        assert until(lambda: all(member.started for member in members))
+        for member in members:
+            member.done(0)
+        assert until(lambda: all(member.over for member in members))
+        assert said == []
 
 
 def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed():

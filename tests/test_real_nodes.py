@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 
-from real_jobs import End, Job, command
+from real_jobs import End, Job, command, only_ranks_have_the_secret
 from real_nodes import ROOT, until
 
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
@@ -44,6 +44,12 @@ def test_ranks_say_their_places_on_the_launchers_stdout_and_one_that_fails_ends_
     job = Job(hosts, tmp_path, slots=(2, 1, 1)).start()
     places = job.started(4)
     assert places == {0: "n1 0 2 4", 1: "n1 1 2 4", 2: "n2 0 1 4", 3: "n3 0 1 4"}
+    only_ranks_have_the_secret(hosts, 4)
+    # Nobody can come to the meeting any more; the store of the ranks will listen where the other hosts have come to.
+    listening = hosts.run("ss", "-ltnH", host="n1").stdout.splitlines()
+    assert [line.split()[3] for line in listening] == ["10.77.0.1:22"]
+    addresses = [hosts.rank(rank).environment["MASTER_ADDR"] for rank in range(4)]
+    assert addresses == ["10.77.0.1", "10.77.0.1", "n1", "n1"]
     (tmp_path / "fail-2").touch()
     end = job.ended()
     said = sorted(line.rpartition("]: ")[2] for line in end.out.splitlines())

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from fake_hosts import read_until
-from real_jobs import Job, command, nothing_left
+from real_jobs import Job, command, nothing_left, only_ranks_have_the_secret
 from real_nodes import NAMES, PATH, SECONDS
 
 TAKE = "import socket, time; s = socket.socket(); s.bind(('', 29511)); {}; print('up', flush=True); time.sleep(600)"
@@ -92,6 +92,7 @@ def test_launchers_of_mpi_start_the_hosts_and_ctrl_c_ends_them(hosts, tmp_path, 
     words = ("--launcher", launcher, f"--launcher_args={options}")
     job = Job(hosts, tmp_path, *words, slots=(1, 2)).start(PATH=f"{tmp_path}{os.pathsep}{PATH}")
     assert job.started(3) == {0: "n1 0 1 3", 1: "n2 0 2 3", 2: "n2 1 2 3"}
+    only_ranks_have_the_secret(hosts, 3)
     job.signal(signal.SIGINT)
     end = job.ended()
     assert end.status == 130, end

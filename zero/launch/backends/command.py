@@ -14,8 +14,8 @@ class Command(NamedTuple):
     words: list[str]  # program and arguments; no shell looks at them
     node: int | None = None  # the host that it starts; None: all of them
     environment: Mapping[str, str] = MappingProxyType({})  # on top of the launcher's
-    # Its stdin must be a pipe that stays open while the job is to run, with a byte on it every second where `heartbeat`
-    # says so. It goes to the nodes, and they end with it.
+    # Its stdin must be a pipe that stays open while the job is to run; where `heartbeat` says so, with the job's secret
+    # as its first line and then a byte every second. It goes to the nodes, and they end with it.
     holds_stdin: bool = False
     heartbeat: bool = False
 

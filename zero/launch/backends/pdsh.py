@@ -1,7 +1,7 @@
 """pdsh: one program that holds a connection to each host.
 
 It hands nothing on from its own stdin, but keeps that of each ssh open until it ends; so the nodes end with their stdin
-here, too, only that nothing can be written on it.
+here, too, only that nothing can be written on it, such as the job's secret: that they are to have in their environment.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ What ends the remote processes when the connection is gone: no terminal is asked
 stdin does (--tied). A terminal (-tt) would have them hung up on by sshd, but it joins stdout and stderr, adds carriage
 returns, and takes bytes of the output for control characters; and when a host is cut off from the network, sshd does
 not notice for hours unless its own settings ask it to. So whoever starts these commands keeps each ssh's stdin open
-and writes a byte every second; a node that sees the end of it, or nothing for `SILENCE` seconds, is to end its
-processes. The other way round, ssh asks the server every 2 seconds (ServerAliveInterval) and gives up when 3 answers
-are missing.
+and writes on it: a line with the job's secret, and then a byte every second. A node that sees the end of it, or nothing
+for `SILENCE` seconds, is to end its processes. The other way round, ssh asks the server every 2 seconds
+(ServerAliveInterval) and gives up when 3 answers are missing.
 """
 
 from __future__ import annotations

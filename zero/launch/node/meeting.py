@@ -5,7 +5,8 @@ takes part, when an attempt starts, what ended it, whether another follows. So a
 equally often. It is not torch's store, whose calls wait for minutes when a network is cut, and which has to be asked:
 a connection ends at once with the process at its other end, and says so.
 
-Who connects and does not show that it has the job's secret hears nothing of the job, and is dropped.
+Who connects and does not show that it has the job's secret hears nothing of the job, and is dropped; once all hosts
+have come, nobody can connect any more.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ class Meeting:
         self._here[node] = link
         self._came.add(node)
         if not self._missing():
+            self._server.close()
             # How the others reach this machine is what the first host's ranks listen on.
             found = [one.local_address() for other, one in self._here.items() if other]
             self.address = found[0] if len(set(found)) == 1 else None
