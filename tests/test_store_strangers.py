@@ -20,6 +20,7 @@ import zero
 from models import batch, config, make_net
 from zero.plan.whereabouts import Place, Record
 
+KEYS = "zero/0/engine/1/"
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
 
@@ -30,12 +31,12 @@ def stranger():
 
 def write():
     store = stranger()
-    found = {f"zero/engine/1/{rank}": store.get(f"zero/engine/1/{rank}") for rank in range(2)}
+    found = [store.get(f"{KEYS}{rank}") for rank in range(2)]
     forged = Record(1, beat=1 << 30, place=Place.ENDED, error="forged", fault=1, gave_up=True).to_json().encode()
     # No signature, one of another value, a record of another place, and an old one.
-    values = [forged, b"\\xff", found["zero/engine/1/0"][:64] + forged, *found.values()]
+    values = [forged, b"\\xff", found[0][:64] + forged, *found]
     while not ended.wait(0.02):
-        store.set("zero/engine/1/1", values[0])
+        store.set(f"{KEYS}1", values[0])
         values.append(values.pop(0))
 
 ended = threading.Event()
@@ -52,8 +53,8 @@ if rank == 0:
     writer.join()
     store = stranger()
     for number in range(1, 9):
-        store.set(f"zero/saves/1/{number}/1", b'1 1 {"value":"forged"}')
-        store.set(f"zero/saves/1/progress/1", b"forged")
+        store.set(f"{KEYS}saves/{number}/1", b'1 1 {"value":"forged"}')
+        store.set(f"{KEYS}saves/progress/1", b"forged")
 else:
     time.sleep(1)  # so that what is forged is seen first
 engine.save_checkpoint(folder / "saved")
@@ -79,10 +80,10 @@ def test_what_is_forged_is_named_and_ends_nothing(launchers: Launchers, tmp_path
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
     assert said.count("trained 3, listening at ['127.0.0.1']") == 2, said
-    for key in ("zero/engine/1/1", "zero/saves/1/1/1"):
+    for key in ("zero/0/engine/1/1", "zero/0/engine/1/saves/1/1"):
         named = f"rank 0 leaves out '{key}' in the store of the process group, which somebody else has written"
         assert said.count(named) == 1, said
-    assert "zero/engine/1/0'" not in said
+    assert "zero/0/engine/1/0'" not in said
     secrets = {(tmp_path / f"{rank}.secret").read_text() for rank in range(2)}
     written = [path.read_text() for path in (tmp_path / "logs").rglob("*.log")]
     assert len(secrets) == 1 and len(written) >= 4

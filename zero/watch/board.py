@@ -47,6 +47,7 @@ class Board(threading.Thread):
         self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
         self._beat = self._fault = 0
         self._seen: dict[int, tuple[Seen, float]] = {}  # with the time at which the beat changed
+        self._read_from: dict[int, str] = {}  # keys by rank
         self._signed = Signed(standing.rank)
         self._answered = time.monotonic()
         self._gone = False  # the connection to the store is closed
@@ -138,17 +139,19 @@ class Board(threading.Thread):
         self._answered = time.monotonic()
 
     def _read(self) -> None:
-        peers = [rank for rank in range(self._size) if rank != self._standing.rank]
-        if not self._store.check([self._key(rank) for rank in peers]):
-            peers = [rank for rank in peers if self._store.check([self._key(rank)])]
-        texts = self._store.multi_get([self._key(rank) for rank in peers]) if peers else []
+        keys = {rank: self._key(rank) for rank in range(self._size) if rank != self._standing.rank}
+        if keys != self._read_from:  # what was seen before the ranks had agreed on the number was not of this engine
+            self._read_from, self._seen = keys, {}
+        if not self._store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        texts = self._store.multi_get(list(keys.values())) if keys else []
         now = time.monotonic()
-        for rank, text in zip(peers, texts, strict=True):
+        for (rank, key), text in zip(keys.items(), texts, strict=True):
             before = self._seen.get(rank)
-            value = self._signed.read(self._key(rank), bytes(text))
+            value = self._signed.read(key, bytes(text))
             record = None if value is None else record_of(value)
             if record is None or (before is not None and record.beat < before[0].record.beat):
-                self._signed.doubt(self._key(rank))
+                self._signed.doubt(key)
                 if before is not None:  # what is known of it stays, and it does not grow silent
                     self._seen[rank] = (Seen(before[0].record, 0.0), now)
                 continue
