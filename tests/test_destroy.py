@@ -270,3 +270,58 @@ def engine_only(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_module_does_not_keep_its_engine(pool, stage):
     assert pool.run(2, engine_only, stage) == [True, True]
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+DROPPED: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    *((stage, {}, {}) for stage in (0, 1, 2, 3)),
+    *((stage, OFFLOAD, {}) for stage in (1, 3)),
+    (3, {"stage3_param_persistence_threshold": 10**6}, BF16),
+]
+
+
+def dropped_between(stage: int, section: dict[str, Any], more: dict[str, Any], drop: bool) -> dict[str, Any]:
+    """The losses of two engines on one module, of which the first was dropped, or destroyed; and what it has left."""
+    net, losses, said = make_net(), [], ""
+    settings = config(stage, 2, **{"zero_optimization": {"stage": stage, **section}, **more})
+    for index in range(2):
+        engine, optimizer, *_ = zero.initialize(model=net, config=settings)
+        for number in range(3):
+            loss = engine(*micro_batch(3 * index + number))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        if not drop or index:
+            engine.destroy()
+        elif dist.get_rank() == 0:
+            del engine, loss
+            gc.collect()
+        dist.barrier()
+        if drop and not index and stage == 3:  # one rank holds its engine still
+            try:
+                zero.initialize(model=net, config=settings)
+            except RuntimeError as error:
+                said = str(error)
+        engine = loss = None
+        gc.collect()
+        if not index:
+            plain = not any(hasattr(param, "_zero_owner") for param in net.parameters()) and hooks_of(net) == 0
+            with pytest.raises(RuntimeError, match="not attached to an engine"):
+                optimizer.step()
+    values = [param.detach().float() for param in net.parameters()]
+    return {"losses": losses, "values": values, "plain": plain, "said": said}
+
+
+def dropped_or_destroyed(*case: Any) -> tuple[bool, bool, str]:
+    ours, wanted = dropped_between(*case, True), dropped_between(*case, False)
+    same = ours["losses"] == wanted["losses"] and all(map(torch.equal, ours["values"], wanted["values"]))
+    return same, ours["plain"], ours["said"]
+
+
+@pytest.mark.parametrize(("stage", "section", "more"), DROPPED)
+def test_an_engine_that_was_dropped_gives_its_parameters_back(pool, stage, section, more):
+    """At once where they are whole and settled; where they are cut, or updates run, to the next `initialize`."""
+    for same, plain, said in pool.run(2, dropped_or_destroyed, stage, section, more):
+        assert same
+        assert plain == (stage < 3 and not section)
+        assert ("of an engine that was dropped" in said) == (stage == 3), said

@@ -302,9 +302,10 @@ def test_units_by_name():
 
 def test_one_engine_at_a_time_per_parameter():
     net = make_net()
-    alone(net)
+    engine = alone(net)[0]
     with pytest.raises(ValueError, match=r"parameter 'embed.weight' belongs to another engine"):
         alone(net)
+    engine.destroy()
 
 
 @pytest.mark.parametrize("loss", [3.0, torch.ones(2, requires_grad=True), torch.ones(())], ids=str)

@@ -32,7 +32,7 @@ class Edits:
     master: Master | None
     window: Span
     _axis: Axis
-    _mesh: Mesh
+    mesh: Mesh
     _versions: list[int]
     _views: list[torch.Tensor]
     _thawed: list[bool]
@@ -198,7 +198,7 @@ class Edits:
         With `known`, elements that still have those values keep their exact masters.
         """
         view = self._views[index]
-        for axis in (self._mesh.shard, self._mesh.replica):
+        for axis in (self.mesh.shard, self.mesh.replica):
             comm.broadcast(view, source, axis, self.plan.name)
         name = self.plan.params[index].name
         pieces = [piece for piece in self._fragments() if piece.name == name]

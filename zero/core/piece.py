@@ -97,7 +97,7 @@ class Piece(Unit):
         """Keep this rank's shard of rank 0's values on `rest`, and let go of the whole; a collective."""
         param = self.params[0]
         values = param.detach()
-        self.plan = _plan(param, self.plan.params[0].name, self._mesh)
+        self.plan = _plan(param, self.plan.params[0].name, self.mesh)
         self.shard = rest.lay(comm.deal(values, self.window.numel, 0, self._axis))
         self._absent = [absent(values.shape, values.dtype, values.device)]
         self._kinds = [type(param)]

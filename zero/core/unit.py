@@ -51,7 +51,9 @@ class Unit(Edits, Updated):
     pending: the update of the last step, while it may still run beside us, or None;
     graph:  a graph that was built by a reader may find the parameters where they are, also while they look released;
     whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
-    optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines.
+    optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines;
+    mesh:   the ranks that share it;
+    left:   the `Sharded` that it belongs to, once the engine is gone without having given the parameters back.
     """
 
     _away = staticmethod(released_class)
@@ -71,11 +73,12 @@ class Unit(Edits, Updated):
         self.edited: list[int] = []
         self.bring: Callable[[Unit], bool] | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
+        self.left: Any = None
         self.whole = self.graph = False
         self._covered = False  # full, but the parameters look released
         self._late = False  # gathering, but nothing is on its way yet
         self._holders = 0  # of the full buffer's memory, before it was filled
-        self._mesh = mesh
+        self.mesh = mesh
         self._waiting = threading.RLock()  # several threads may come to read at once
         self._changing = threading.Lock()  # of `pending`, and with it of what is covered
         self._axis = mesh.shard
@@ -85,11 +88,6 @@ class Unit(Edits, Updated):
         self._kinds = [type(param) for param in params]
         self._versions = [param._version for param in params]
         self._thawed = [param.requires_grad for param in params]
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks that share it."""
-        return self._mesh
 
     @property
     def window(self) -> Span:
@@ -111,7 +109,7 @@ class Unit(Edits, Updated):
         places = [flat.narrow(0, *span) for span in layout.spans.values()]
         unequal = [place for param, place in zip(self.params, places, strict=True) if not copy_to(param, place)]
         for place in [flat] if len(unequal) == len(places) else unequal:
-            for axis in (self._mesh.shard, self._mesh.replica):
+            for axis in (self.mesh.shard, self.mesh.replica):
                 comm.broadcast(place, 0, axis, self.plan.name)
         self._kinds = [type(param) for param in self.params]  # of released ones, only now
         own = self.window
@@ -128,7 +126,7 @@ class Unit(Edits, Updated):
         self._versions = [param._version for param in self.params]
         if trained:
             shapes = [param.shape for param in self.params]
-            self.gradients = Gradients(self.plan, shapes, self._mesh, gradient_dtypes, device, 3 * self.index + 1)
+            self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, 3 * self.index + 1)
             self.gradients.rest = self.home.gradients
 
     def gather(self, patient: bool = False) -> None:

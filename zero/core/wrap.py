@@ -178,6 +178,15 @@ class Sharded:
                 masters += 0 if unit.home.away else unit.master.nbytes + copied
         return StateBytes(parameters, gradients, masters)
 
+    def leave(self) -> None:
+        """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `take_back` gives."""
+        self.mesh.watch.close()
+        if all(unit.readable and not unit.cut for unit in self.units):
+            self.dissolve()
+            return
+        for unit in self.units:
+            unit.left = self
+
     def dissolve(self, broken: bool = False) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own; collective, unless it is `broken`."""
         self.unhook(list(self._handles))
@@ -186,6 +195,15 @@ class Sharded:
             unit.dissolve(broken)
         if self.offload is not None:
             self.offload.close()
+
+
+def take_back(module: nn.Module) -> None:
+    """Give parameters of engines that were dropped without `destroy()` whole storage of their own; collective."""
+    owners = [owner for owner in map(owner_of, module.parameters()) if owner is not None]
+    for sharded in list({id(owner.unit.left): owner.unit.left for owner in owners}.values()):
+        if sharded is not None:
+            sharded.abandon()  # what is gathered on some ranks only is not, afterwards
+            sharded.dissolve()
 
 
 def wrap(

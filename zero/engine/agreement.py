@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from zero.config import Config
+from zero.core.owner import owner_of
+from zero.core.piece import Piece
 
 # What decides over numbers and messages. The rest may differ: who logs, where a drive is mounted.
 _KEYS = (
@@ -27,8 +29,20 @@ def description(model: nn.Module, groups: Sequence[Mapping[str, Any]], settings:
     for name, param in model.named_parameters():
         trained = f"group {group_of[id(param)]}" if id(param) in group_of else "no group"
         shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
-        lines.append(f"parameter '{name}' {shape} {dtype}, requires_grad={param.requires_grad}, {trained}")
+        lines.append(
+            f"parameter '{name}' {shape} {dtype}, requires_grad={param.requires_grad}, {trained}{_whose(param)}"
+        )
     return lines
+
+
+def _whose(param: nn.Parameter) -> str:
+    """Whether an engine still has it; or had it, and has left it cut, so that all ranks must gather it."""
+    owner = owner_of(param)
+    if owner is None or isinstance(owner.unit, Piece):
+        return ""
+    if owner.unit.left is None:
+        return ", of an engine that is still there"
+    return ", of an engine that was dropped" if owner.unit.cut else ""
 
 
 def _flat(path: str, value: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         every = config.zero.check_replicas
         self._replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         self._mark_boundary()
+        self._self = id(self)  # a copy of us must not let go of what is not its own
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.
@@ -286,6 +288,23 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
                     self.optimizer.unbind()  # whoever still holds it must not keep the state alive
             if (error := self._saver.error()) is not None:
                 raise error
+
+    def __del__(self) -> None:
+        """Let go of an engine that was dropped without `destroy()`; may run at any moment, and on any thread.
+
+        So nothing is waited for and no other rank is asked. Parameters that are whole and settled are plain again;
+        else, as where they are cut, the next `initialize` of the module takes them back, where all ranks meet.
+        """
+        held = self.__dict__
+        if held.get("_sharded") is None or held.get("_self") != id(self) or sys.is_finalizing():
+            return  # destroyed, never made, or a copy of one
+        self.reload_states()
+        self._undo_compile()
+        self._recomputing.undo()
+        self._sharded.leave()
+        self._sharded = None
+        if self.optimizer is not None:
+            self.optimizer.unbind(wait=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""

@@ -21,7 +21,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import local_device, make_mesh
 from zero.core.offload import OffloadSettings
 from zero.core.refusals import in_channels_last, refusals
-from zero.core.wrap import Numerics, Sharded, wrap
+from zero.core.wrap import Numerics, Sharded, take_back, wrap
 from zero.data import Loader
 from zero.engine.agreement import description
 from zero.engine.arguments import resolve_config
@@ -187,6 +187,7 @@ def _wrap(
             if names := in_channels_last(model):
                 text = "%d parameter(s) in channels_last, the first '%s', become contiguous; inputs may stay"
                 rank_zero(logging.WARNING, text, len(names), names[0])
+            take_back(model)
             recomputing.apply(model)
             return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
     except BaseException:

@@ -172,11 +172,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
-    def unbind(self) -> None:
-        """Let go of the units and of all state; `step()` raises from now on."""
-        self.finish()
+    def unbind(self, wait: bool = True) -> None:
+        """Let go of the units and of all state; `step()` raises from now on.
+
+        Without `wait`, updates that still run end by themselves, and the state goes with whoever holds us.
+        """
+        if wait:
+            self.finish()
         self._sharded = self._updates = None
-        self.rule.forget()
+        if wait:
+            self.rule.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
