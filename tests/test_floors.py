@@ -67,6 +67,7 @@ STEPS_OF_CORE = {
     "zero.core.offload": 5,
     "zero.core.unit": 5,
     "zero.core.refusals": 5,
+    "zero.core.conversion": 5,
     "zero.core.piece": 6,
     "zero.core.building": 7,
     "zero.core.reading": 6,

@@ -135,7 +135,7 @@ def refusal(act: Callable[[], Any]) -> str:
     """What `act` raises, or nothing."""
     try:
         act()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -169,6 +169,7 @@ def habits_of_the_loop(stage: int) -> list[float]:
     engine, losses = start(stage), []
     for number in range(3):
         engine.to(engine.device).float()
+        engine.module.to(engine.device).layers[1].float()
         engine.module.zero_grad()
         engine.optimizer.zero_grad()
         loss = engine(inputs(number))
@@ -200,6 +201,7 @@ def copies(stage: int) -> list[float]:
     losses = [step(engine, 0)]
     with whole(engine):
         average = copy.deepcopy(engine.module)
+        assert copy.deepcopy(average).half().layers[1].weight.dtype == torch.float16
         saved = io.BytesIO()
         torch.save(engine.module, saved)
     saved.seek(0)
@@ -312,15 +314,40 @@ def conversions(stage: int) -> dict[str, str]:
     engine = start(stage)
     for verb in ("half", "bfloat16", "double"):
         said[f"engine.{verb}"] = refusal(getattr(engine, verb))
-    said["channels_last"] = refusal(lambda: engine.to(memory_format=torch.channels_last))
+    said["module.half"] = refusal(engine.module.half)
+    said["layer.half"] = refusal(engine.module.layers[1].half)
+    said["to_empty"] = refusal(lambda: engine.module.to_empty(device="cpu"))
+    with whole(engine):
+        said["while gathered"] = refusal(engine.module.bfloat16)
     step(engine, 0)  # nothing happened to it
-    said["model.bfloat16"] = refusal(lambda: (engine.module.bfloat16(), engine.step()))
+    filters = start(stage, lambda: nn.Conv2d(2, 2, 3))
+    said["channels_last"] = refusal(lambda: filters.to(memory_format=torch.channels_last))
+    said["pickled"] = refusal(lambda: copy.deepcopy(engine))
+    said.update(added(stage))
     for wrapper in (nn.DataParallel, nn.parallel.DistributedDataParallel):
         said[wrapper.__name__] = refusal(lambda wrapper=wrapper: start(stage, lambda: wrapper(linear())))
     said["complex"] = refusal(lambda: start(stage, lambda: nn.Linear(2, 2, dtype=torch.complex64)))
     said["sparse"] = refusal(lambda: sparse(stage))
     said["assigned"] = assigned(stage)
     said.update(freezing(stage))
+    return said
+
+
+def added(stage: int) -> dict[str, str]:
+    """Parameters that came in after `initialize`: trained ones would stay as they are."""
+    said, state = {}, linear().state_dict()
+    for what, change in {
+        "replaced": lambda layers: layers.__setitem__(1, linear()),
+        "appended": lambda layers: layers.append(linear()),
+        "load_state_dict": lambda layers: layers[1].load_state_dict(state, assign=True),
+    }.items():
+        engine = start(stage)
+        change(engine.module.layers)
+        engine.backward(engine(inputs(0)))
+        said[what] = refusal(engine.step)
+    frozen = start(stage)
+    frozen.module.layers.append(linear().requires_grad_(False))
+    step(frozen, 0)
     return said
 
 
@@ -369,8 +396,15 @@ def test_what_cannot_be_right_is_refused_by_name(pool):
         "engine.half": r"keeps parameters as torch.float32 .* asked for torch.float16",
         "engine.bfloat16": r"sections of the JSON",
         "engine.double": r"before initialize\(\)",
+        "module.half": r"parameter 'layers.0.weight': .* asked for torch.float16",
+        "layer.half": r"parameter 'layers.1.weight': .* asked for torch.float16",
+        "to_empty": r"keeps parameters .* in memory of its own",
+        "while gathered": r"parameter 'layers.0.weight': .* asked for torch.bfloat16",
         "channels_last": r"keeps parameters",
-        "model.bfloat16": r"parameter 'layers.0.weight' .*(is now torch.bfloat16|is released)",
+        "pickled": r"an engine cannot be copied or pickled; copy or save engine.module",
+        "replaced": r"parameter 'layers.1.weight' came into the model after initialize\(\)",
+        "appended": r"parameter 'layers.3.weight' came into the model .* destroy\(\) the engine",
+        "load_state_dict": r"parameter 'layers.1.weight' came into the model",
         "DataParallel": r"model is a .*; pass what it wraps",
         "DistributedDataParallel": r"model is a .*; pass what it wraps",
         "complex": r"parameter 'weight' is torch.complex64",

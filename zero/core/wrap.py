@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.core import comm
 from zero.core.agree import agree
 from zero.core.apart import is_apart
+from zero.core.conversion import guard, unguard
 from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
@@ -99,6 +100,7 @@ class Sharded:
         self._awaited = _awaited(module, [unit for unit in self.trained if unit.home.away and not unit.cut])
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._attach(self._reads, self._awaited)
+        guard(module)
 
     @property
     def handles(self) -> list[RemovableHandle]:
@@ -142,7 +144,13 @@ class Sharded:
         return True
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError where somebody moved or converted parameters: an update would not reach them."""
+        """Raise RuntimeError where somebody moved, converted or added parameters: an update would not reach them."""
+        for name, param in self.module.named_parameters():
+            if owner_of(param) is None and param.grad is not None:
+                raise RuntimeError(
+                    f"parameter '{name}' came into the model after initialize(), so no step would use its gradient; "
+                    "destroy() the engine, change the model and call initialize() then, or freeze what is new"
+                )
         for unit in self.units:
             unit.check_parameters()
 
@@ -190,6 +198,7 @@ class Sharded:
     def dissolve(self, broken: bool = False) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own; collective, unless it is `broken`."""
         self.unhook(list(self._handles))
+        unguard(self.module)
         self.reducer.detach()
         for unit in self.units:
             unit.dissolve(broken)

@@ -308,15 +308,15 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
         """Let `to`, `cuda`, `float` and the like pass where they would change nothing; raise RuntimeError else."""
-        for param in self.module.parameters():
-            before = torch.empty((2, 2, 2, 2), dtype=param.dtype, device=param.device)
-            after = fn(before)
-            if (after.dtype, after.device, after.stride()) != (before.dtype, before.device, before.stride()):
-                raise RuntimeError(
-                    f"the engine keeps parameters as {before.dtype} on {before.device}; asked for {after.dtype} on "
-                    f"{after.device}. bf16 and fp16 are sections of the JSON; convert the model before initialize()"
-                )
+        self.module._apply(fn, recurse)
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: ranks, files and messages are nobody else's."""
+        raise TypeError(
+            "an engine cannot be copied or pickled; copy or save engine.module inside zero.GatheredParameters(...), or "
+            "call save_checkpoint()"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Look up what the engine lacks in the wrapped module."""
