@@ -195,3 +195,33 @@ def test_without_an_optimizer_precision_holds_too():
     engine = zero.initialize(model=Probe(), config=settings)[0]
     engine(torch.ones(2))
     assert engine.module.seen[0][0].dtype == engine.module.computed == torch.float16
+
+
+class Scaled(nn.Module):
+    """Multiplies by an fp32 buffer before and after a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("low", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(self.linear.weight.dtype) * self.mean).sum()
+
+
+@pytest.mark.parametrize("more", [FP16, {"bf16": {"enabled": True}}])
+def test_a_buffer_that_meets_a_parameter_of_16_bits_is_named(more):
+    dtype = next(iter(more))
+    engine = zero.initialize(model=Scaled(), config=config(3, 1, **more))[0]
+    with pytest.raises(RuntimeError, match="must have the same dtype") as raised:
+        engine(torch.ones(2, 4))
+    assert "'mean' (torch.float32), 'low' (torch.float64). If one" in str(raised.value)
+    assert f'set data_types.buffer_dtype to "{dtype}" in the JSON' in str(raised.value)
+    assert str(raised.value).startswith(str(raised.value.__cause__))
+    sections = {**more, "data_types": {"buffer_dtype": dtype}}
+    engine = zero.initialize(model=Scaled(), config=config(3, 1, **sections))[0]
+    engine(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="size of tensor") as other:
+        engine(torch.ones(2, 3))  # another error stays as it is
+    assert other.value.__cause__ is None

@@ -102,6 +102,7 @@ def test_the_diverging_rank_itself_says_where_the_others_are(outcome: dict[str, 
     code, said = outcome["skip-2"]
     assert code == 1
     assert "ranks 0, 1: waiting for the gather of unit 'blocks.1'" in said
+    assert "make the module around these blocks a leaf (zero_optimization.leaf_module) or name it in zero.units" in said
 
 
 @pytest.mark.parametrize("name", ["raise", "raise_stage_1", "raise_keeper"])

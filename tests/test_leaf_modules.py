@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import WIDTH, Block, config
-from stages import build, check
+from stages import build, check, inputs
 from torch import nn
 
 import zero
@@ -132,6 +134,33 @@ def test_names_without_a_match_are_warned_of(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "zero_optimization.leaf_module: nothing in the model matches "
         "classes: 'Nothing', names: 'three', name_suffixes: 'x'"
+    ]
+
+
+def said_of_leaves(names: list[str]) -> list[str]:
+    """Warnings of two steps with these leaves."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("zero").addHandler(handler)
+    settings = config(3, 2)
+    settings["zero_optimization"]["leaf_module"] = {"names": names}
+    engine = zero.initialize(model=build(Mixture), config=settings)[0]
+    for step in range(2):
+        engine.backward(engine(inputs(step, dist.get_rank()), 0))
+        engine.step()
+    engine.destroy()
+    logging.getLogger("zero").removeHandler(handler)
+    return said.getvalue().splitlines()
+
+
+def test_a_leaf_that_nobody_calls_is_warned_of_once(pool):
+    assert pool.run(2, said_of_leaves, ["one", "two.experts"]) == [
+        [
+            "leaf modules that were not called in the first forward: 'two.experts'; what is inside is not gathered as "
+            "one. Name the module whose forward runs it"
+        ],
+        [],
     ]
 
 

@@ -80,6 +80,15 @@ def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_counted() 
     assert wanted(seen, WAITS) == (2,)
 
 
+def test_ranks_that_wait_for_different_units_are_told_what_to_do() -> None:
+    remedy = "make the module around these blocks a leaf (zero_optimization.leaf_module) or name it in zero.units"
+    other = replace(waiting(2), waits="reduce of unit 'head'")
+    assert remedy in whereabouts(view(waiting(1), other), WAITS)
+    assert remedy not in whereabouts(view(waiting(1), other, silent={2: 3.4}), WAITS), "it is stopped"
+    assert remedy not in whereabouts(view(waiting(1), waiting(2)), WAITS)
+    assert remedy not in whereabouts(view(replace(other, waits="outcome of writing")), WAITS)
+
+
 def test_a_report_stays_short_at_any_world_size() -> None:
     odd = [Record(rank, steps=rank, number=1) for rank in range(1, 1024)]
     assert len(whereabouts(view(*odd), WAITS)) < 1000

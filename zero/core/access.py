@@ -131,7 +131,8 @@ class GatheredParameters:
             how = "; ".join(text for text in wrong if text)
             raise RuntimeError(
                 f"{unfit}: the data of these parameters was replaced inside GatheredParameters by tensors of another "
-                f"shape or dtype{f' ({how})' if how else ''}; the replacement is undone"
+                f"shape or dtype{f' ({how})' if how else ''}; the replacement is undone. "
+                "Resize a model before initialize()"
             )
         changed = [owner.name for owner, state in pairs if state == _WRITTEN and owner.index not in owner.unit.edited]
         if changed and self._modifier_rank is None:

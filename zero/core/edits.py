@@ -66,7 +66,7 @@ class Edits:
                 raise RuntimeError(
                     f"parameter '{spec.name}' of unit '{self.plan.name}' (rank {self._axis.rank}) was {view.dtype} "
                     f"{tuple(view.shape)} on {view.device} and is now {param.dtype} {tuple(param.shape)} on "
-                    f"{param.device}; move and convert a model before initialize(), which then decides"
+                    f"{param.device}; move, convert and resize a model before initialize(), which then decides"
                 )
 
     def take_edits(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.frozen import FrozenCall, FrozenUnits
 from zero.core.gathering import Call, Gatherer, in_backward
+from zero.core.leaf import z3_leaf_module
 from zero.core.own_hooks import OwnHook
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
+from zero.log import rank_zero
 
 
 class Reads(NamedTuple):
@@ -95,6 +98,35 @@ def _waiter(units: tuple[Unit, ...]) -> Callable[..., None]:
                 unit.wait()
 
     return wait
+
+
+def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
+    """What to call after the first backward: it warns of the leaves among `anchors` that nobody has called.
+
+    All below such a leaf would be gathered at its entry, which does not come; ranks may part there as without it.
+    """
+    handles: dict[str, RemovableHandle] = {}
+
+    def called(name: str) -> None:
+        if name in handles:
+            handles.pop(name).remove()
+
+    for name, module in model.named_modules():
+        if name in anchors and z3_leaf_module(module):
+            handles[name] = module.register_forward_pre_hook(OwnHook(lambda *_, name=name: called(name)))
+
+    def warn() -> None:
+        if handles:
+            rank_zero(
+                logging.WARNING,
+                "leaf modules that were not called in the first forward: %s; what is inside is not gathered as one. "
+                "Name the module whose forward runs it",
+                ", ".join(repr(name) for name in handles),
+            )
+        for name in list(handles):
+            called(name)
+
+    return warn
 
 
 def _forward_hooks(

@@ -17,7 +17,7 @@ from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
 from zero.core.gathering import Gatherer, in_backward
 from zero.core.gradients import GradientDtypes
-from zero.core.hooks import Reads, attach, attach_waits
+from zero.core.hooks import Reads, attach, attach_waits, uncalled_leaves
 from zero.core.leaf import z3_leaf_module
 from zero.core.mesh import Mesh
 from zero.core.offload import Offload, OffloadSettings
@@ -95,6 +95,8 @@ class Sharded:
         self.gatherer = Gatherer(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.gatherer.done, FirstNotFinite(self.trained, mesh))
         self.reducer.on_flush(self.gatherer.end_of_backward)
+        if any(unit.cut for unit in units):
+            self.reducer.on_flush(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
         self._awaited = _awaited(module, [unit for unit in self.trained if unit.home.away and not unit.cut])

@@ -351,8 +351,10 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
             with watched, timed, self._precision.forward(), self._seeded(), self._recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return call(*inputs, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            if (why := self._precision.mixed(error, self.module)) is not None:
+                raise RuntimeError(why) from error
             raise
 
     def _abandon(self) -> None:

@@ -6,16 +6,20 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero.config import Config
 from zero.core.reducing import Reducer
 from zero.core.wrap import DTYPES
 from zero.log import log_once
 from zero.optim.scaler import Dynamic, LossScaler
+
+_MIXED = re.compile(r"dtype|scalar type|should be the same|[Pp]romot")  # of torch's messages about two dtypes
 
 
 class Precision:
@@ -28,6 +32,22 @@ class Precision:
         self._autocast = None if config.autocast_dtype is None else DTYPES[config.autocast_dtype]
         self._inputs = torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None
         self._device = device.type
+        self._computes = config.compute_dtype
+
+    def mixed(self, error: BaseException, module: nn.Module) -> str | None:
+        """What to do about an error of torch that two dtypes met, where the module has buffers of another; or None."""
+        if self._computes == "fp32" or not isinstance(error, RuntimeError) or not _MIXED.search(str(error)):
+            return None
+        others = {name: buffer.dtype for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+        others = {name: dtype for name, dtype in others.items() if dtype != DTYPES[self._computes]}
+        if not others:
+            return None
+        some = ", ".join(f"'{name}' ({dtype})" for name, dtype in list(others.items())[:8])
+        return (
+            f"{error}. Parameters are {self._computes} here, and these buffers of the module are not: {some}"
+            f"{', ...' if len(others) > 8 else ''}. If one of them met a parameter, set data_types.buffer_dtype to "
+            f'"{self._computes}" in the JSON; else look at the dtypes of the inputs'
+        )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

@@ -144,11 +144,30 @@ def whereabouts(view: View, waits: str) -> str:
     parts = [f"{ranks_text(ranks)}: {phrase}" for phrase, ranks in ordered[:MOST_GROUPS]]
     if len(ordered) > MOST_GROUPS:
         parts.append(f"{ranks_text(rank for _, ranks in ordered[MOST_GROUPS:] for rank in ranks)}: elsewhere")
+    if any(_parted(waits, seen.record) for seen in view.others.values() if seen.silent < view.silence):
+        parts.append(REMEDY)
     if view.store > view.silence:
         parts.append(store_text(view))
     elif missing := view.world - 1 - len(view.others):
         parts.append(f"{missing} rank(s): never heard of")
     return "; ".join(parts)
+
+
+REMEDY = (
+    "ranks that run different blocks gather different units: make the module around these blocks a leaf "
+    "(zero_optimization.leaf_module) or name it in zero.units, and generate texts with engine.generate()"
+)
+
+
+def _parted(waits: str, record: Record) -> bool:
+    """Whether that rank waits in vain as we do, for another unit."""
+    both = (waits, record.waits)
+    return (
+        not record.fault
+        and waits != record.waits
+        and all(" of unit " in each for each in both)
+        and (any(each.startswith("gather") for each in both))
+    )
 
 
 def store_text(view: View) -> str:

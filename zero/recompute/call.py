@@ -34,9 +34,9 @@ def recomputed(
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    args, kwargs = without_caches(args, kwargs, module)
     if torch.compiler.is_compiling():  # the compiler has its own recomputation, and its own memory
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    args, kwargs = without_caches(args, kwargs, module)
     # Inputs of what lies inside of another call are recomputed with the rest of it; torch's own checkpoint wants to see
     # the same tensors saved both times, and its recomputation is outside of every scope.
     if HOLDER.scope.inside or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
