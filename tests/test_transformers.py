@@ -218,3 +218,41 @@ def test_generation_between_steps_sees_the_current_weights(pool, kind):
     for whole, cut in (one, two):
         assert cut == whole
     assert len(one[1][-1][0]) + 2 == len(two[1][-1][0]), "ranks made texts of the same length"
+
+
+def saved_and_resized(stage: int, folder: str) -> list[Any]:
+    """Whether what `save_pretrained` writes is the model; what resizing after `initialize` is answered with."""
+    import transformers as hf
+
+    engine, *_ = zero.initialize(model=build("gpt2"), config=config(stage, 2, optimizer=OPTIMIZER))
+    tokens, found = batch(0, dist.get_rank()), []
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    state = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.module.save_pretrained(folder, state_dict=dict(state), is_main_process=engine.global_rank == 0)
+    if engine.global_rank == 0:
+        read = hf.GPT2LMHeadModel.from_pretrained(folder).state_dict()
+        found.append(all(torch.equal(value, state[name]) for name, value in read.items()))
+
+    def resize() -> None:
+        with zero.GatheredParameters(engine.module.parameters()):
+            engine.module.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+        if stage < 3:
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+    for wrong in (resize, *([lambda: engine.module.save_pretrained(folder)] if stage == 3 else [])):
+        try:
+            wrong()
+            found.append("nothing")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_saving_as_hugging_face_does_works_and_resizing_says_when(pool, stage, tmp_path):
+    (good, *said), *_ = pool.run(2, saved_and_resized, stage, str(tmp_path))
+    assert good
+    assert "resize" in said[0].lower() and "before initialize()" in said[0], said[0]
+    assert stage == 2 or "engine.module_state_dict() has the weights whole" in said[1]
