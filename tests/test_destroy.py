@@ -325,3 +325,17 @@ def test_an_engine_that_was_dropped_gives_its_parameters_back(pool, stage, secti
         assert same
         assert plain == (stage < 3 and not section)
         assert ("of an engine that was dropped" in said) == (stage == 3), said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_was_swapped_away_does_not_stop_it(stage):
+    net = make_net()
+    engine, *_ = zero.initialize(model=net, config=config(stage, 1))
+    other = torch.nn.Parameter(torch.zeros_like(net.norm.weight))
+    torch.utils.swap_tensors(net.norm.weight, other)
+    engine.backward(engine(*batch(0, 2)))
+    with pytest.raises(RuntimeError, match=r"'norm.weight' came into the model after initialize\(\).*destroy\(\)"):
+        engine.step()
+    engine.destroy()
+    assert net.norm.weight.eq(0).all()
+    assert not any(hasattr(param, "_zero_owner") for param in net.parameters())

@@ -336,7 +336,7 @@ class Unit(Edits, Updated):
             self.wait()
         for param in self.params:
             param.data = param.data.clone()
-            del param._zero_owner
+            vars(param).pop("_zero_owner", None)  # not there after torch.utils.swap_tensors
         if self.gradients is not None:
             self.gradients.drop()
         self.land()

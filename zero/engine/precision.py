@@ -36,7 +36,7 @@ class Precision:
 
     def mixed(self, error: BaseException, module: nn.Module) -> str | None:
         """What to do about an error of torch that two dtypes met, where the module has buffers of another; or None."""
-        if self._computes == "fp32" or not isinstance(error, RuntimeError) or not _MIXED.search(str(error)):
+        if self._computes == "fp32" or type(error) is not RuntimeError or not _MIXED.search(str(error)):
             return None
         others = {name: buffer.dtype for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         others = {name: dtype for name, dtype in others.items() if dtype != DTYPES[self._computes]}

@@ -274,9 +274,8 @@ class OneCycle(Schedule):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         self.second_step_size = _integer("cycle_second_step_size", second, 0)
         self.cycle_size = self.first_step_size + self.second_step_size
-        stairs = _integer(
-            "cycle_first_stair_count", cycle_first_stair_count, -1
-        )  # -1 is 0, as on DeepSpeed's own flags
+        # -1 is 0, as on DeepSpeed's own flags.
+        stairs = _integer("cycle_first_stair_count", cycle_first_stair_count, -1)
         second = stairs if cycle_second_stair_count is None else cycle_second_stair_count
         self.stair_counts = stairs, _integer("cycle_second_stair_count", second, -1)
         self.decay_step_size = _number("decay_step_size", decay_step_size, 0)
