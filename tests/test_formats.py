@@ -63,7 +63,7 @@ def test_ties_are_rounded_away_from_zero_and_masters_keep_every_bit(master):
     with torch.no_grad():
         net.norm.weight[:5] = exact
     optimizer = {"type": "AdamW", "params": {"zero": {"master": master}}}
-    zero.initialize(model=net, config=config(0, 1, bf16={"enabled": True}, optimizer=optimizer))
+    engine, *_ = zero.initialize(model=net, config=config(0, 1, bf16={"enabled": True}, optimizer=optimizer))
     rounded = torch.tensor([1 + 2**-7, -1 - 2**-7, 1 + 2**-6, 1, 0])
     assert torch.equal(net.norm.weight[:4].float(), rounded[:4])
     unit = net.norm.weight._zero_owner.unit
@@ -71,6 +71,7 @@ def test_ties_are_rounded_away_from_zero_and_masters_keep_every_bit(master):
     assert torch.equal(unit.exact()[start : start + 5], exact)
     assert unit.master.remainder == (master == "remainder")
     assert unit.master.nbytes == unit.shard.numel() * (2 if master == "remainder" else 4)
+    engine.destroy()
 
 
 @pytest.mark.parametrize(

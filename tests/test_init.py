@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import pickle
 import threading
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.modules import module as hooks_of_torch
 
 import zero
+from zero import log
 from zero.core.owner import is_released, owner_of
 
 
@@ -362,6 +364,21 @@ def test_a_module_attached_later_runs(pool):
     assert kept
     assert first == second
     assert len(set(first)) == 3
+
+
+def test_a_module_attached_later_is_named_once(caplog):
+    model = make_net()
+    engine, *_ = zero.initialize(model=model, config=config(0, 1))
+    model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Linear(25, 25))
+    log._said.cache_clear()
+    for index in range(2):
+        engine.backward(engine(*batch(index, 2)))
+        with caplog.at_level(logging.WARNING, logger="zero"):
+            engine.step()
+    engine.destroy()
+    said = [message for message in caplog.messages if "came into the model" in message]
+    assert len(said) == 1
+    assert said[0].startswith("parameter 'blocks.0.up.1.weight' came into the model after initialize()")
 
 
 def joined(port: int) -> tuple[int, bool]:

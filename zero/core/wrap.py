@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from zero.core.piece import Piece
 from zero.core.ratio import Training, settle_ratio
 from zero.core.reducing import Reducer
 from zero.core.unit import Unit
-from zero.log import logger
+from zero.log import log_once, logger
 from zero.memory.available import give_back
 from zero.memory.home import Home
 from zero.plan.formats import Formats
@@ -146,13 +147,21 @@ class Sharded:
         return True
 
     def check_parameters(self) -> None:
-        """Raise RuntimeError where somebody moved, converted or added parameters: an update would not reach them."""
-        for name, param in self.module.named_parameters():
-            if owner_of(param) is None and param.grad is not None:
-                raise RuntimeError(
-                    f"parameter '{name}' came into the model after initialize(), so no step would use its gradient; "
-                    "destroy() the engine, change the model and call initialize() then, or freeze what is new"
-                )
+        """Raise RuntimeError where somebody moved, converted or replaced parameters: an update would not reach them.
+
+        What was added beside them may have an optimizer of its own, so that is a warning.
+        """
+        there = dict(self.module.named_parameters())
+        new = [name for name, param in there.items() if owner_of(param) is None and param.grad is not None]
+        if new:
+            text = (
+                f"parameter '{new[0]}' came into the model after initialize(), and no step of this engine uses its "
+                "gradient; destroy() the engine, change the model and call initialize() then, or freeze what is new"
+            )
+            ours = {id(param) for unit in self.units for param in unit.params}
+            if not ours <= {id(param) for param in there.values()}:
+                raise RuntimeError(text)
+            log_once(logging.WARNING, text)
         for unit in self.units:
             unit.check_parameters()
 
