@@ -200,11 +200,15 @@ def test_one_machine_is_not_several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_variables_that_go_to_the_other_hosts() -> None:
     here = {
+        "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "PYTORCH_CUDA_ALLOC_CONF": "a:1", "OMP_NUM_THREADS": "3",
         "UCX_TLS": "tcp", "PATH": "/bin", "HOME": "/root", "RANK": "3", "TORCHELASTIC_RUN_ID": "x", "MY_NCCL": "x",
         "PYTHON_F%%": "() {",
     }  # fmt: skip
-    expected = ["NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "UCX_TLS"]
+    expected = [
+        *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "NCCL_DEBUG", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
+        *("PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF", "UCX_TLS"),
+    ]
     assert environment.forwarded(here) == {name: here[name] for name in expected}
 
 

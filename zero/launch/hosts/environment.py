@@ -10,9 +10,12 @@ from typing import NamedTuple
 from zero.launch.errors import LaunchError, raise_all
 from zero.launch.secret import VARIABLE
 
-# What steers the communication, Python and torch, and so has to be the same on every host. What belongs to one host,
-# such as PATH or HOME, stays out.
-PREFIXES = ("CUBLAS", "GLOO_", "MLFLOW", "MV2", "NCCL", "OMP_", "PYTHON", "PYTORCH", "TORCH", "UCX", "ZERO_")
+# What steers the communication, Python, torch and which kernels round, and so has to be the same on every host. What
+# belongs to one host, such as PATH or HOME, stays out.
+PREFIXES = (
+    "ATEN_", "CUBLAS", "DNNL_", "GLOO_", "MKL_", "MLFLOW", "MV2", "NCCL", "OMP_", "ONEDNN_", "PYTHON", "PYTORCH",
+    "TORCH", "UCX", "ZERO_",
+)  # fmt: skip
 NEVER = ("TORCHELASTIC", VARIABLE)  # of an agent that this launcher itself runs under; not for command lines
 FILES = (".deepspeed_env", ".zero_env")
 # What the launcher decides, and the flag for it: a file would be overruled in silence.
