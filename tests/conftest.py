@@ -6,7 +6,6 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-# Worker processes import test modules by name.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from launching import Launchers
 from ranks import Pool
 from real_nodes import Nodes, reason

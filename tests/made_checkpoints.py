@@ -9,12 +9,14 @@ import torch
 from zero.checkpoint import folder
 from zero.checkpoint.assemble import assemble, file_name, line_of
 from zero.checkpoint.flow import Flow
-from zero.checkpoint.safe_file import NAMES, Piece, write
+from zero.checkpoint.safe_file import NAMES, TensorChunk, write
 
 SAVE = "00ff00ff"
 
 
-def checkpoint(root: Path, pieces: list[list[Piece]], tied: dict[str, str] | None = None, tag: str = "global_step3"):
+def checkpoint(
+    root: Path, pieces: list[list[TensorChunk]], tied: dict[str, str] | None = None, tag: str = "global_step3"
+):
     """`root`/`tag` and `root`/latest, as ranks that have these pieces write them; returns the folder of the tag."""
     target = root / tag
     target.mkdir(parents=True)
@@ -52,5 +54,5 @@ def large(root: Path, numel: int) -> Path:
         return numbers(start, count).to(torch.bfloat16)
 
     shape = (numel // 1000, 1000)
-    weight = Piece("weight", "w", 0, shape, Flow(torch.bfloat16, numel, floats))
-    return checkpoint(root, [[weight, Piece("master", "w", 0, shape, Flow(torch.int16, numel, numbers))]])
+    weight = TensorChunk("weight", "w", 0, shape, Flow(torch.bfloat16, numel, floats))
+    return checkpoint(root, [[weight, TensorChunk("master", "w", 0, shape, Flow(torch.int16, numel, numbers))]])

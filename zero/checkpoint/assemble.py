@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zero.checkpoint.index import Index, Parameter, Part, Stored
-from zero.checkpoint.safe_file import NAMES, Piece
+from zero.checkpoint.safe_file import NAMES, TensorChunk
 
 Line = list[Any]  # [kind, name, dtype, shape, start, numel, file, offset, checksums], as JSON carries it
 
 
-def line_of(piece: Piece, part: Part) -> Line:
+def line_of(piece: TensorChunk, part: Part) -> Line:
     """What a rank tells of a piece that it has written."""
     return [piece.kind, piece.name, NAMES[piece.values.dtype], list(piece.shape), *part]
 

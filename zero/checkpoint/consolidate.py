@@ -13,7 +13,7 @@ from zero.checkpoint.flow import Flow
 from zero.checkpoint.folder import read_index
 from zero.checkpoint.index import Index, Parameter
 from zero.checkpoint.model_files import NAME, write_model
-from zero.checkpoint.safe_file import DTYPES, Piece
+from zero.checkpoint.safe_file import DTYPES, TensorChunk
 
 LIMIT = 5_000_000_000  # bytes of a file in the layout of Hugging Face, as their library has it
 
@@ -47,7 +47,7 @@ def consolidate(
     return write_model(out, NAME, pieces, index.tied, limit or LIMIT, moved)
 
 
-def model_pieces(folder: Path, index: Index, dtype: str) -> list[Piece]:
+def model_pieces(folder: Path, index: Index, dtype: str) -> list[TensorChunk]:
     """Parameters and buffers, whole, each read when it is written."""
     found = []
     for name, parameter in index.parameters.items():
@@ -57,10 +57,10 @@ def model_pieces(folder: Path, index: Index, dtype: str) -> list[Piece]:
             of = partial(fetch, folder, stored, what=f"weight of '{name}'")
         else:
             kind, of = DTYPES[dtype], partial(_exact, folder, name, parameter)
-        found.append(Piece("weight", name, 0, stored.shape, Flow(kind, stored.numel, of)))
+        found.append(TensorChunk("weight", name, 0, stored.shape, Flow(kind, stored.numel, of)))
     for name, stored in index.buffers.items():
         of = partial(fetch, folder, stored, what=f"buffer '{name}'")
-        found.append(Piece("buffer", name, 0, stored.shape, Flow(DTYPES[stored.dtype], stored.numel, of)))
+        found.append(TensorChunk("buffer", name, 0, stored.shape, Flow(DTYPES[stored.dtype], stored.numel, of)))
     return found
 
 

@@ -17,7 +17,7 @@ from zero.checkpoint.assemble import assemble, file_name, line_of
 from zero.checkpoint.deepspeed_files import Files, Slice, open_files, slices
 from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import Damaged
-from zero.checkpoint.safe_file import NAMES, Piece, write
+from zero.checkpoint.safe_file import NAMES, TensorChunk, write
 
 _NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
 # What DeepSpeed itself puts beside the client's state.
@@ -99,7 +99,7 @@ def _fields(files: Files, known: Mapping[str, Any], left: list[str]) -> dict[str
 
 def _weights(
     files: Files, where: Mapping[str, Sequence[Slice]], left: list[str]
-) -> tuple[list[Piece], dict[str, dict[str, Any]]]:
+) -> tuple[list[TensorChunk], dict[str, dict[str, Any]]]:
     """Parameters as the model computes with them, buffers, and what `assemble` wants to know of the parameters."""
     module, buffers = files.model["module"], set(files.model["buffer_names"])
     pieces, known = [], {}
@@ -112,11 +112,11 @@ def _weights(
                 values: torch.Tensor | Flow = whole.detach().contiguous().view(-1)
             else:
                 values = Flow(dtype, numel, partial(_gather, where[name], partial(_master, files)))
-            pieces.append(Piece("weight", name, 0, shape, values))
+            pieces.append(TensorChunk("weight", name, 0, shape, values))
             known[name] = {"group": group, "numbers": numbers, "dtype": NAMES[dtype], "shape": shape}
     tied = files.model.get("shared_params") or {}
     for name, shape, values in _frozen(files):
-        pieces.append(Piece("weight", name, 0, shape, values))
+        pieces.append(TensorChunk("weight", name, 0, shape, values))
         known[name] = {"group": None, "numbers": {}, "dtype": NAMES[values.dtype], "shape": shape}
     for name, value in module.items():
         if name in known or name in tied:
@@ -126,9 +126,9 @@ def _weights(
             continue
         shape, flat_values = tuple(value.shape), value.detach().contiguous().view(-1)
         if name in buffers:
-            pieces.append(Piece("buffer", name, 0, shape, flat_values))
+            pieces.append(TensorChunk("buffer", name, 0, shape, flat_values))
         elif not files.cut:  # at ZeRO 3 it is empty: its values are elsewhere, or were left out
-            pieces.append(Piece("weight", name, 0, shape, flat_values))
+            pieces.append(TensorChunk("weight", name, 0, shape, flat_values))
             known[name] = {"group": None, "numbers": {}, "dtype": NAMES[value.dtype], "shape": shape}
         else:
             left.append(f"parameter '{name}', which was saved without values")
@@ -149,18 +149,18 @@ def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], Flow]]:
         yield name, tuple(shape), Flow(fragments[0].dtype, numel, of)
 
 
-def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[Piece]:
+def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
     found = []
     for name, some in where.items():
         shape = known[name]["shape"]
         dtypes = {NAMES[_master(files, one.rank, one.flat).dtype] for one in some}
         if dtypes - {known[name]["dtype"]}:  # else the weight is exact
             flow = Flow(torch.float32, math.prod(shape), partial(_gather, some, partial(_master, files)))
-            found.append(Piece("master", name, 0, shape, flow))
+            found.append(TensorChunk("master", name, 0, shape, flow))
     return found
 
 
-def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[Piece]:
+def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
     found = []
     for name, some in where.items():
         if not some:
@@ -172,7 +172,7 @@ def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[
             values = _moment(files, key, some[0].rank, some[0].flat)
             dtype = values.dtype if values.dtype == torch.bfloat16 else torch.float32
             flow = Flow(dtype, math.prod(shape), partial(_gather, some, partial(_moment, files, key)))
-            found.append(Piece(key, name, 0, shape, flow))
+            found.append(TensorChunk(key, name, 0, shape, flow))
     return found
 
 

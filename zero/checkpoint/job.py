@@ -14,7 +14,7 @@ from zero.checkpoint import folder
 from zero.checkpoint.assemble import Line, assemble, file_name, line_of
 from zero.checkpoint.exchange import Exchange, Lost, nothing_known
 from zero.checkpoint.retention import Retention, tidy
-from zero.checkpoint.safe_file import Piece, Writing
+from zero.checkpoint.safe_file import TensorChunk, Writing
 from zero.checkpoint.staging import Staging
 from zero.log import logger
 
@@ -54,12 +54,12 @@ class Job:
         self.signed: dict[str, bool] = {}
         self.own: Any = {}
         self._exchange = exchange
-        self._kinds: Mapping[str, Sequence[Piece]] | None = {}
+        self._kinds: Mapping[str, Sequence[TensorChunk]] | None = {}
         self._writings: list[Writing] = []
         self._homes: dict[tuple[str, str, int], Writing] = {}
         self.failure: BaseException | None = None
 
-    def begin(self, kinds: Mapping[str, Sequence[Piece]]) -> None:
+    def begin(self, kinds: Mapping[str, Sequence[TensorChunk]]) -> None:
         """Say for each kind of file which pieces it will hold; their values may be on the meta device."""
         self._kinds = kinds
 
@@ -81,7 +81,7 @@ class Job:
             self._writings.append(made)
             self._homes |= {(form.kind, form.name, form.start): made for form in forms}
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: TensorChunk) -> None:
         """Write one piece. Raises OSError."""
         self._open()
         writing = self._homes[piece.kind, piece.name, piece.start]
@@ -101,7 +101,7 @@ class Job:
         """This rank's part cannot be written; `finish` will tell the others."""
         self.failure = self.failure or error
 
-    def finish(self, rest: Iterable[Piece] = (), in_vain: Callable[[], str] = nothing_known) -> None:
+    def finish(self, rest: Iterable[TensorChunk] = (), in_vain: Callable[[], str] = nothing_known) -> None:
         """Write what is left, and end the save with the other ranks.
 
         Raises OSError or RuntimeError, the same on all ranks, naming rank and file; nothing of this save is left then,

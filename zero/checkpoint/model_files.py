@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from zero.checkpoint.folder import publish, sync
-from zero.checkpoint.safe_file import Piece, write
+from zero.checkpoint.safe_file import TensorChunk, write
 from zero.config.values import Nbytes
 
 NAME = "model.safetensors"
@@ -27,7 +27,7 @@ def size_of(value: int | str, what: str) -> int:
 def write_model(
     folder: Path,
     name: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorChunk],
     tied: Mapping[str, str],
     limit: int | None,
     moved: Callable[[int], None] = id,
@@ -68,8 +68,8 @@ def write_model(
     return paths
 
 
-def _cut(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
-    found: list[list[Piece]] = [[]]
+def _cut(pieces: Sequence[TensorChunk], limit: int) -> list[list[TensorChunk]]:
+    found: list[list[TensorChunk]] = [[]]
     size = 0
     for piece in pieces:
         if found[-1] and size + piece.values.nbytes > limit:
@@ -80,7 +80,7 @@ def _cut(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
     return found
 
 
-def _index(paths: Sequence[Path], cut: Sequence[Sequence[Piece]]) -> str:
+def _index(paths: Sequence[Path], cut: Sequence[Sequence[TensorChunk]]) -> str:
     total = sum(piece.values.nbytes for some in cut for piece in some)
     where = {piece.name: path.name for path, some in zip(paths, cut, strict=True) for piece in some}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"

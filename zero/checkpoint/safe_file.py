@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-class Piece(NamedTuple):
+class TensorChunk(NamedTuple):
     """Elements from `start` on of a tensor that has `shape` as a whole.
 
     values: contiguous [n], on any device; or a Flow that gives them when they are written.
@@ -79,7 +79,7 @@ class Writing:
     def __init__(
         self,
         path: Path,
-        forms: Sequence[Piece],
+        forms: Sequence[TensorChunk],
         metadata: Mapping[str, str] | None = None,
         moved: Callable[[int], object] = id,
         staging: Staging | None = None,
@@ -89,7 +89,7 @@ class Writing:
         self.path = path
         self._beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._left = {piece.key: len(header) + begin for piece, begin in zip(order, begins, strict=True)}
-        self._found: list[tuple[Piece, Part]] = []
+        self._found: list[tuple[TensorChunk, Part]] = []
         self._moved = moved
         self._staging = staging or Staging()
         self._dirty = 0  # bytes that the kernel has not been told to write
@@ -101,7 +101,7 @@ class Writing:
             self.discard()
             raise
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: TensorChunk) -> None:
         """Write one piece, of the dtype and size of its form; RuntimeError for one that there is no form of."""
         if piece.key not in self._left:
             raise RuntimeError(f"{self.path.name}: there is no place for '{piece.key}', or it is written already")
@@ -121,7 +121,7 @@ class Writing:
         part = Part(piece.start, piece.values.numel(), self.path.name, begin, tuple(sums))
         self._found.append((piece, part))
 
-    def finish(self) -> list[tuple[Piece, Part]]:
+    def finish(self) -> list[tuple[TensorChunk, Part]]:
         """Sync the file and give it its name; returns where each piece lies."""
         if self._left:
             raise RuntimeError(f"{self.path.name}: never written: {', '.join(list(self._left)[:5])}")
@@ -142,10 +142,10 @@ class Writing:
 
 def write(
     path: Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorChunk],
     metadata: Mapping[str, str] | None = None,
     moved: Callable[[int], object] = id,
-) -> list[tuple[Piece, Part]]:
+) -> list[tuple[TensorChunk, Part]]:
     """Write one file, sync it, and give it its name only then; returns where each piece lies.
 
     `moved` is told how many bytes more have been written. Raises OSError; the file is not there then.
@@ -159,7 +159,7 @@ def write(
         writing.discard()
 
 
-def _header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+def _header(pieces: Sequence[TensorChunk], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
     """The bytes before the first tensor, and the first byte of each tensor behind them."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     begins, end = [], 0

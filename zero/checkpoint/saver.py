@@ -11,7 +11,7 @@ from pathlib import Path
 from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.job import Job, Target
 from zero.checkpoint.retention import Retention
-from zero.checkpoint.safe_file import Piece
+from zero.checkpoint.safe_file import TensorChunk
 from zero.checkpoint.snapshot import Snapshot
 from zero.log import logger
 
@@ -115,7 +115,7 @@ class Saver:
             self.snapshot.clear()
 
 
-def _copies(snapshot: Snapshot) -> Iterator[Piece]:
+def _copies(snapshot: Snapshot) -> Iterator[TensorChunk]:
     """Those of the snapshot; what fails on the way fails where they are written."""
     yield from snapshot.wait()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.checkpoint.safe_file import Piece
+from zero.checkpoint.safe_file import TensorChunk
 from zero.memory.store import ALIGNED
 from zero.plan.layout import round_up
 
@@ -19,14 +19,14 @@ class Snapshot:
         self._memory: torch.Tensor | None = None
         self._used = 0
         self._mark: torch.cuda.Event | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorChunk] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def begin(self, forms: Sequence[Piece]) -> None:
+    def begin(self, forms: Sequence[TensorChunk]) -> None:
         """Make room for these, and forget what was in it; MemoryError where there is none."""
         wanted = max(ALIGNED, sum(round_up(form.values.nbytes, ALIGNED) for form in forms))
         self.clear()
@@ -37,7 +37,7 @@ class Snapshot:
             except RuntimeError as error:
                 raise MemoryError(f"an asynchronous save needs {wanted} bytes of host memory: {error}") from None
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: TensorChunk) -> None:
         """Copy a piece; on a GPU behind what its current stream does, which goes on behind the copy."""
         values = piece.values
         place = self._memory.narrow(0, self._used, values.nbytes).view(values.dtype)
@@ -47,7 +47,7 @@ class Snapshot:
         if values.device.type == "cuda":
             self._mark = torch.cuda.current_stream(values.device).record_event()
 
-    def wait(self) -> list[Piece]:
+    def wait(self) -> list[TensorChunk]:
         """The copies, once they are there."""
         if self._mark is not None:
             self._mark.synchronize()

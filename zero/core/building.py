@@ -27,9 +27,9 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
+from zero.core.deferred_param import DeferredParam, Rest, manageable
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import owner_of
-from zero.core.piece import Piece, Rest, manageable
 from zero.core.refusals import sharing
 
 # What is open where: threads that build models of their own are left alone.
@@ -52,9 +52,9 @@ class Builder:
         self._mesh = mesh
         self._rest = rest
         self._dtype = dtype
-        self._open: list[Piece] = []
+        self._open: list[DeferredParam] = []
         self._numbers = itertools.count()
-        self._pieces: weakref.WeakSet[Piece] = weakref.WeakSet()
+        self._pieces: weakref.WeakSet[DeferredParam] = weakref.WeakSet()
         # By number and not by id: an id is used again, at another time on every rank.
         self._homes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._children: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -110,12 +110,12 @@ class Builder:
         """Follow this parameter from now on, unless somebody does already or nobody can."""
         if owner_of(param) is not None or not manageable(param):
             return
-        piece = Piece(param, name, next(self._numbers), self._mesh, home)
+        piece = DeferredParam(param, name, next(self._numbers), self._mesh, home)
         piece.bring = self._bring
         self._pieces.add(piece)
         self._open.append(piece)
 
-    def _bring(self, piece: Piece) -> bool:
+    def _bring(self, piece: DeferredParam) -> bool:
         """Open a piece because somebody reads it; False when the block has ended."""
         if running() is not self:
             return False
@@ -136,7 +136,7 @@ class Builder:
         comm.broadcast(busy, 0, self._mesh.shard)
         self._cut(piece for piece, kept in zip(ready, busy.tolist(), strict=True) if not kept)
 
-    def _cut(self, pieces: Iterable[Piece]) -> None:
+    def _cut(self, pieces: Iterable[DeferredParam]) -> None:
         done = set()
         for piece in pieces:
             done.add(piece)

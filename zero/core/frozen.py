@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zero.core.gathering import Gatherer
+from zero.core.prefetcher import ParamPrefetcher
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
 
@@ -21,7 +21,7 @@ from zero.core.unit import Unit
 class FrozenUnits:
     """The frozen units of one module, and the trained ones that are read inside it."""
 
-    def __init__(self, frozen: Sequence[Unit], trained: Sequence[Unit], gatherer: Gatherer) -> None:
+    def __init__(self, frozen: Sequence[Unit], trained: Sequence[Unit], gatherer: ParamPrefetcher) -> None:
         self._frozen = frozen
         self._trained = trained
         self._gatherer = gatherer

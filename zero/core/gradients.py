@@ -17,7 +17,7 @@ from zero.core import comm
 from zero.core.comm import Inbox, Transfer
 from zero.core.mesh import Mesh
 from zero.core.tree import Leaf, Partials
-from zero.memory.host_sum import HostSum
+from zero.memory.host_gradients import HostGradAccumulator
 from zero.plan.units import UnitPlan
 
 
@@ -58,7 +58,7 @@ class Gradients:
         self.plan = plan
         self.flat: torch.Tensor | None = None
         self.leaf = Leaf()
-        self.rest: HostSum | None = None
+        self.rest: HostGradAccumulator | None = None
         self._sum: torch.Tensor | None = None
         self._partials: Partials | None = None  # not None: micro-batches are added as a tree
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.frozen import FrozenCall, FrozenUnits
-from zero.core.gathering import Call, Gatherer, in_backward
 from zero.core.leaf import z3_leaf_module
 from zero.core.own_hooks import OwnHook
+from zero.core.prefetcher import Call, ParamPrefetcher, in_backward
 from zero.core.tensors import tensors_in
 from zero.core.unit import Unit
 from zero.log import rank_zero
@@ -28,7 +28,7 @@ class Reads(NamedTuple):
 
 
 def attach(
-    reads: Mapping[nn.Module, Reads], gatherer: Gatherer, begin_backward: Callable[[], None]
+    reads: Mapping[nn.Module, Reads], gatherer: ParamPrefetcher, begin_backward: Callable[[], None]
 ) -> dict[nn.Module, list[RemovableHandle]]:
     """Hook every module that reads units. Returns for each the handles that undo it.
 
@@ -130,7 +130,7 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
 
 
 def _forward_hooks(
-    read: Reads, gatherer: Gatherer, begin_backward: Callable[[], None]
+    read: Reads, gatherer: ParamPrefetcher, begin_backward: Callable[[], None]
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Any]]:
     calls: list[tuple[Call, FrozenCall | None] | None] = []  # of this module, those that are in their forward
 

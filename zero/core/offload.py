@@ -13,12 +13,12 @@ from zero.core.agree import agree
 from zero.core.mesh import Mesh
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
-from zero.memory.drive import Drive, Requests, close_all
-from zero.memory.home import Home
-from zero.memory.host_sum import HostSum, Landing
-from zero.memory.lane import Lane
-from zero.memory.slab import Slab, check_room
+from zero.memory.copy_stream import CopyStream
+from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
+from zero.memory.pinned_arena import PinnedArena, check_room
+from zero.memory.state_placement import StatePlacement
 from zero.memory.store import Resident, Store
+from zero.memory.swap_file import Requests, SwapFile, close_all
 from zero.plan.formats import Formats
 from zero.plan.host import (
     HostBytes,
@@ -90,19 +90,19 @@ class Offload:
             plans, self._parts, settings.optimizer, settings.params, settings.ratio, settings.max_in_cpu
         )
         self.host = self._count()
-        self._slab: Slab | None = None
+        self._slab: PinnedArena | None = None
         self._aio: Aio | None = None
-        self.drives: dict[str, Drive] = {}
+        self.drives: dict[str, SwapFile] = {}
         self._open(mesh)
-        self._up, self._landing = Lane(device), Landing(device, self._apart)
+        self._up, self._landing = CopyStream(device), StagingBuffers(device, self._apart)
 
-    def home(self, index: int) -> Home:
+    def home(self, index: int) -> StatePlacement:
         """The home of unit `index`; to be asked for once, in order."""
         plan, placement = self._plans[index], self.placements[index]
         away = placement.optimizer is not Where.DEVICE
         shards_away = placement.params is not Where.DEVICE
         cpu = torch.device("cpu")
-        return Home(
+        return StatePlacement(
             updates=cpu if away else self._device,
             shards=cpu if shards_away else self._device,
             up=self._up,
@@ -143,11 +143,13 @@ class Offload:
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
         return record(plan, self._rank, self._parts, self._formats, keeps_copy(placement, self._apart)).nbytes
 
-    def _sum(self, plan: UnitPlan) -> HostSum:
+    def _sum(self, plan: UnitPlan) -> HostGradAccumulator:
         dtype = _DTYPES[self._gradients]
         memory = self._slab.take(gradient_nbytes(plan, self._parts, self._gradients))
         numel = plan.layout.numel // self._parts
-        return HostSum(memory[: numel * dtype.itemsize].view(dtype), _DTYPES[self._accumulate], self._landing)
+        return HostGradAccumulator(
+            memory[: numel * dtype.itemsize].view(dtype), _DTYPES[self._accumulate], self._landing
+        )
 
     def _count(self) -> HostBytes:
         return host_bytes(
@@ -188,7 +190,7 @@ class Offload:
 
     def _take(self, mesh: Mesh) -> None:
         if self.host.memory:
-            self._slab = Slab(self.host.memory, self._device, self._settings.pinned)
+            self._slab = PinnedArena(self.host.memory, self._device, self._settings.pinned)
         self._open_files(mesh.rank)
 
     def _open_files(self, rank: int) -> None:
@@ -207,7 +209,7 @@ class Offload:
             if sizes:
                 self._aio = self._aio or Aio(asked.threads, asked.queue_depth, asked.block_size)
                 slots = [self._slab.take(max(sizes)) for _ in range(count)]
-                self.drives[kind] = Drive(folder, kind, rank, sum(sizes), slots, self._aio, way)
+                self.drives[kind] = SwapFile(folder, kind, rank, sum(sizes), slots, self._aio, way)
                 rank_zero(logging.INFO, "%s state rests in %s (%s)", kind, folder, self._aio.backend)
 
 

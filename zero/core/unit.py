@@ -21,9 +21,9 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.comm import Transfer
-from zero.core.edits import Edits
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.master import Master, rounded
+from zero.core.master_sync import MasterSync
 from zero.core.mesh import Mesh
 from zero.core.owner import Owner, copy_to, owner_of
 from zero.core.released import absent, released_class
@@ -31,14 +31,14 @@ from zero.core.state import LEGAL, State
 from zero.core.tensors import holders_of, memory_of, resizable, untransformed
 from zero.core.updated import Updated
 from zero.log import logger
-from zero.memory.home import Home
-from zero.memory.lane import follow
-from zero.memory.promise import Promise
+from zero.memory.copy_stream import follow
+from zero.memory.pending_update import PendingUpdate
+from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
 
-class Unit(Edits, Updated):
+class Unit(MasterSync, Updated):
     """Parameters with one flat buffer, one shard, one gradient.
 
     full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
@@ -53,20 +53,20 @@ class Unit(Edits, Updated):
     whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
     optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines;
     mesh:   the ranks that share it;
-    left:   the `Sharded` that it belongs to, once the engine is gone without having given the parameters back.
+    left:   the `ShardedModule` that it belongs to, once the engine is gone without having given the parameters back.
     """
 
     _away = staticmethod(released_class)
 
     def __init__(
-        self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool, home: Home
+        self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool, home: StatePlacement
     ) -> None:
         self.plan = plan
         self.index = index
         self.params = list(params)
         self.home = home
         self.cut = cut and (mesh.shard.size > 1 or home.shards_away)
-        self.pending: Promise | None = None
+        self.pending: PendingUpdate | None = None
         self.state = State.FULL
         self.gradients: Gradients | None = None
         self.holds = 0

@@ -7,8 +7,8 @@ import threading
 import torch
 
 from zero.core.mesh import Axis
-from zero.memory.lane import follow
-from zero.memory.promise import Promise
+from zero.memory.copy_stream import follow
+from zero.memory.pending_update import PendingUpdate
 from zero.plan.units import UnitPlan
 
 
@@ -18,7 +18,7 @@ class Updated:
     plan: UnitPlan
     cut: bool
     full: torch.Tensor
-    pending: Promise | None
+    pending: PendingUpdate | None
     _axis: Axis
     _changing: threading.Lock
 
@@ -28,7 +28,7 @@ class Updated:
         pending = self.pending
         return pending is not None and not pending.future.done()
 
-    def defer(self, pending: Promise) -> None:
+    def defer(self, pending: PendingUpdate) -> None:
         """An update of the shard runs beside us. Where parameters are not cut they look released until it is over."""
         with self._changing:
             self.pending = pending

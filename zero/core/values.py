@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from zero.core import comm
-from zero.core.gathering import in_backward
 from zero.core.master import rounded
 from zero.core.owner import Owner
+from zero.core.prefetcher import in_backward
 from zero.core.unit import State
 from zero.plan.layout import Fragment
 
@@ -93,7 +93,7 @@ def cut_out(owner: Owner, values: torch.Tensor) -> torch.Tensor:
 
 
 def exact_piece(owner: Owner) -> torch.Tensor:
-    """This rank's piece of the exact values, fp32 [n], a copy. Edits of the user are in it."""
+    """This rank's piece of the exact values, fp32 [n], a copy. MasterSync of the user are in it."""
     owner.unit.take_edits()
     part = piece(owner)
     with owner.unit.borrow():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.config import Config
-from zero.core.wrap import Sharded
+from zero.core.sharded_module import ShardedModule
 from zero.engine.queries import Queries
 
 
@@ -38,7 +38,7 @@ class Accumulation(Queries):
     """The boundary and what moves it; mixed into the engine."""
 
     _config: Config
-    _sharded: Sharded
+    _sharded: ShardedModule
     _window: Window
     optimizer: Any
     micro_steps: int

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from zero.config import Config
+from zero.core.deferred_param import DeferredParam
 from zero.core.owner import owner_of
-from zero.core.piece import Piece
 
 # What decides over numbers and messages. The rest may differ: who logs, where a drive is mounted.
 _KEYS = (
@@ -38,7 +38,7 @@ def description(model: nn.Module, groups: Sequence[Mapping[str, Any]], settings:
 def _whose(param: nn.Parameter) -> str:
     """Whether an engine still has it; or had it, and has left it cut, so that all ranks must gather it."""
     owner = owner_of(param)
-    if owner is None or isinstance(owner.unit, Piece):
+    if owner is None or isinstance(owner.unit, DeferredParam):
         return ""
     if owner.unit.left is None:
         return ", of an engine that is still there"

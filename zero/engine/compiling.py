@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
-from zero.core.wrap import Sharded
 from zero.log import rank_zero
 from zero.recompute.modules import Recomputed
 
@@ -20,7 +20,7 @@ class Compiling:
     """`compile()` and `is_compiled`; mixed into the engine."""
 
     module: nn.Module
-    _sharded: Sharded
+    _sharded: ShardedModule
     _compiled: dict[nn.Module, Callable[..., Any] | None]
 
     @property

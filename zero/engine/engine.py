@@ -20,7 +20,7 @@ from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
 from zero.config import Config
 from zero.core.hooks import as_forward
-from zero.core.wrap import Sharded
+from zero.core.sharded_module import ShardedModule
 from zero.data import Loader
 from zero.engine.accumulation import Accumulation, Window
 from zero.engine.checkpoint.load import LoadCheckpoint
@@ -59,7 +59,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
 
     def __init__(
         self,
-        sharded: Sharded,
+        sharded: ShardedModule,
         optimizer: ZeroOptimizer | None,
         config: Config,
         device: torch.device,

@@ -13,10 +13,10 @@ from torch import nn
 
 from zero.config import load
 from zero.core.building import Builder, running
+from zero.core.deferred_param import DeferredParam, Rest
 from zero.core.joining import init_distributed
 from zero.core.mesh import local_device, make_mesh, mesh_of_one
 from zero.core.owner import owner_of
-from zero.core.piece import Piece, Rest
 from zero.engine.check.order import order_of_environment
 from zero.plan.sharding import Sharding
 
@@ -135,7 +135,7 @@ class Init:
     def _convert(self, module: nn.Module) -> None:
         for name, param in module.named_parameters():
             owner = owner_of(param)
-            if owner is not None and not isinstance(owner.unit, Piece):
+            if owner is not None and not isinstance(owner.unit, DeferredParam):
                 raise ValueError(f"Init(module=...): parameter '{name}' belongs to an engine; call its destroy() first")
         (running() or self._builder()).convert(module)
 

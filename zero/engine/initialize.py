@@ -21,7 +21,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import local_device, make_mesh
 from zero.core.offload import OffloadSettings
 from zero.core.refusals import in_channels_last, refusals
-from zero.core.wrap import Numerics, Sharded, take_back, wrap
+from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, take_back, wrap
 from zero.data import Loader
 from zero.engine.agreement import description
 from zero.engine.arguments import resolve_config
@@ -31,11 +31,11 @@ from zero.engine.feeding import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.engine.progress import describe
 from zero.log import rank_zero, set_level
-from zero.memory.drive import Requests
+from zero.memory.swap_file import Requests
 from zero.optim.client import client_rule
+from zero.optim.fused import ShardOptimizer, make_rule
 from zero.optim.lr import build_scheduler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import Rule, make_rule
 from zero.plan.formats import Formats
 from zero.plan.order import Limits
 from zero.plan.placement import Where
@@ -154,8 +154,8 @@ def _wrap(
     settings: Config,
     formats: Formats,
     recomputing: Recomputing,
-) -> Sharded:
-    numerics = Numerics(
+) -> ShardedModule:
+    numerics = MixedPrecisionPolicy(
         settings.compute_dtype,
         settings.gradient_accumulation_steps,
         formats,
@@ -235,7 +235,7 @@ def _make_optimizer(
     groups = _groups(model, model_parameters)
     if client is None:
         given = settings.optimizer
-        rule: Rule = make_rule(given.type, dict(given.params or {}), settings.compute_dtype)
+        rule: ShardOptimizer = make_rule(given.type, dict(given.params or {}), settings.compute_dtype)
     else:
         client = _client_optimizer(client, groups)
         rule = client_rule(client, settings.zero_allow_untested_optimizer)

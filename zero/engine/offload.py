@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import resizable
 from zero.core.unit import State, Unit
-from zero.core.wrap import Sharded
 from zero.log import rank_zero
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
@@ -28,7 +28,7 @@ class Offload:
 
     device: torch.device
     optimizer: Any
-    _sharded: Sharded
+    _sharded: ShardedModule
     _resting: list[Rest]
 
     def offload_states(

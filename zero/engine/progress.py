@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zero.config import Config
-from zero.core.wrap import Sharded
+from zero.core.sharded_module import ShardedModule
 from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger
@@ -81,7 +81,9 @@ class Progress:
             torch.cuda.synchronize(self._device)
 
 
-def describe(sharded: Sharded, stage: int, dtype: str, device: torch.device, held: StateBytes, formats: Formats) -> str:
+def describe(
+    sharded: ShardedModule, stage: int, dtype: str, device: torch.device, held: StateBytes, formats: Formats
+) -> str:
     """The line at the start: what was made of the model."""
     numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
     compiled = isa() if device.type == "cpu" else "CUDA" if cuda.available(device) else "torch"

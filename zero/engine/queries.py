@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero.config import Config
-from zero.core.wrap import DTYPES
+from zero.core.sharded_module import DTYPES
 
 
 def _key(path: str) -> Callable[[Any], Any]:

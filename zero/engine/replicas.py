@@ -16,8 +16,8 @@ import torch
 
 from zero.core import comm
 from zero.core.hashing import hash_of, hash_spans, hash_tensor
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
-from zero.core.wrap import Sharded
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.layout import Span
@@ -43,7 +43,7 @@ class Replicas:
     named in a warning and left out from then on.
     """
 
-    def __init__(self, sharded: Sharded, optimizer: ZeroOptimizer, every: int) -> None:
+    def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer, every: int) -> None:
         self._sharded = sharded
         self._optimizer = optimizer
         self._every = every
@@ -147,7 +147,7 @@ class Replicas:
         return Sheet(unit.plan.name, labels, torch.cat(hashes))
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """Masters and moments of a unit where every rank has all, as `Rule.tensors`; the shard is the whole unit."""
+        """Masters and moments of a unit where every rank has all, as `ShardOptimizer` lists them."""
         if unit.gradients is None or self._sharded.mesh.shard.size > 1:
             return
         if unit.master.rounding is not None:

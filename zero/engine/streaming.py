@@ -11,15 +11,15 @@ import torch
 
 from zero.checkpoint.flow import Flow
 from zero.checkpoint.model_files import write_model
-from zero.checkpoint.safe_file import Piece
+from zero.checkpoint.safe_file import TensorChunk
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
-from zero.core.wrap import Sharded
 
 
 def stream_model(
-    state: Mapping[str, Any], sharded: Sharded, folder: Path, name: str, limit: int | None, keep: bool
+    state: Mapping[str, Any], sharded: ShardedModule, folder: Path, name: str, limit: int | None, keep: bool
 ) -> str | None:
     """Write the tensors of `state` as `zero.checkpoint.model_files.write_model` does, where `keep`; returns a problem.
 
@@ -83,15 +83,15 @@ def _place(value: torch.Tensor) -> int:
     return -1 if owner is None else owner.unit.index
 
 
-def _cut(value: torch.Tensor, sharded: Sharded) -> list[Unit]:
+def _cut(value: torch.Tensor, sharded: ShardedModule) -> list[Unit]:
     """The unit of a parameter that has to be gathered, or nothing."""
     owner = owner_of(value)
     return [owner.unit] if owner is not None and owner.unit.cut and owner.unit in sharded.units else []
 
 
-def _piece(name: str, value: torch.Tensor, walk: _Walk, units: list[Unit]) -> Piece:
+def _piece(name: str, value: torch.Tensor, walk: _Walk, units: list[Unit]) -> TensorChunk:
     shape = tuple(value.shape)
-    return Piece("weight", name, 0, shape, Flow(value.dtype, value.numel(), partial(_range, value, walk, units)))
+    return TensorChunk("weight", name, 0, shape, Flow(value.dtype, value.numel(), partial(_range, value, walk, units)))
 
 
 def _range(value: torch.Tensor, walk: _Walk, units: list[Unit], start: int, numel: int) -> torch.Tensor:

@@ -16,9 +16,9 @@ from zero.config import Config
 from zero.core import comm
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.core.values import cut_out, write_exact, write_frozen
-from zero.core.wrap import Sharded
 from zero.engine.streaming import stream_model
 from zero.log import log_once
 
@@ -37,7 +37,7 @@ class Weights:
     global_rank: int
     device: torch.device
     _config: Config
-    _sharded: Sharded
+    _sharded: ShardedModule
 
     def module_state_dict(
         self,
@@ -215,7 +215,7 @@ class Weights:
             raise kind(f"another rank than {mesh.rank} reports a problem; its message says which")
 
 
-def _cut_units(sharded: Sharded) -> Iterator[Unit]:
+def _cut_units(sharded: ShardedModule) -> Iterator[Unit]:
     return (unit for unit in sharded.units if unit.cut)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zero.kernels.aio import Aio, ScratchFile
-from zero.memory.slots import Reached, Ring, Slot
+from zero.memory.buffer_pool import Buffer, BufferPool, Reached
 from zero.memory.store import ALIGNED, move
 from zero.plan.layout import round_up
 
@@ -46,7 +46,7 @@ class FileStore:
 
     permanent = False
 
-    def __init__(self, place: Place, aio: Aio, ring: Ring, ahead: bool = True, behind: bool = True) -> None:
+    def __init__(self, place: Place, aio: Aio, ring: BufferPool, ahead: bool = True, behind: bool = True) -> None:
         """`ahead`: `fetch` reads; `behind`: `flush` does not wait for its write."""
         self._place = place
         self._aio = aio
@@ -55,7 +55,7 @@ class FileStore:
         self._behind = behind
         self._parts: list[_Part] = []
         self._used = 0
-        self._slot: Slot | None = None
+        self._slot: Buffer | None = None
         self._there = False  # the tensors are in the slot
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class FileStore:
         self._hide()
         self._parts.clear()
 
-    def _take(self, slot: Slot, blank: bool) -> None:
+    def _take(self, slot: Buffer, blank: bool) -> None:
         """Begin to fill the slot that was claimed."""
         self._slot, slot.blank = slot, blank
         if blank:
@@ -182,7 +182,7 @@ class FileStore:
             slot.vacate()  # it does not hold what it should
             raise
 
-    def _write(self, slot: Slot) -> None:
+    def _write(self, slot: Buffer) -> None:
         self._check_length()
         self._ring.seen("write", self._place.unit)
         slot.motions.append(self._aio.write(self._place.file, self._bytes(slot), self._place.offset))
@@ -196,7 +196,7 @@ class FileStore:
             self._ring.fail(self.explain(OSError(errno.EIO, text)))
             self._ring.check()
 
-    def _bytes(self, slot: Slot) -> torch.Tensor:
+    def _bytes(self, slot: Buffer) -> torch.Tensor:
         return slot.memory.narrow(0, 0, self._place.nbytes)
 
     def _point(self, part: _Part) -> None:

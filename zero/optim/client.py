@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from zero.log import rank_zero
-from zero.optim.rules import NOT_ELEMENTWISE, Rule, TorchRule
+from zero.optim.fused import NOT_ELEMENTWISE, ShardOptimizer, TorchShardOptimizer
 
 
-def client_rule(client: torch.optim.Optimizer, untested: bool) -> Rule:
+def client_rule(client: torch.optim.Optimizer, untested: bool) -> ShardOptimizer:
     """Run the class of `client` on shards, one instance per unit, with the arguments that `client` was made with.
 
     `untested` allows classes that torch does not have; that such a class works element by element nobody checks.
@@ -31,7 +31,7 @@ def client_rule(client: torch.optim.Optimizer, untested: bool) -> Rule:
         rank_zero(logging.WARNING, "optimizer: %s has taken steps; its state is not taken over", kind.__name__)
     arguments = _arguments(client)
     try:
-        return TorchRule(kind, arguments)
+        return TorchShardOptimizer(kind, arguments)
     except Exception as error:
         raise ValueError(
             f"optimizer: {kind.__name__} cannot be made anew for each unit as "

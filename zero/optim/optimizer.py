@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from zero.core.wrap import Sharded
+from zero.core.sharded_module import ShardedModule
 from zero.log import rank_zero
 from zero.memory.threads import host_threads
 from zero.optim.clip import Says, clip_factor, global_norm
 from zero.optim.exact_norm import exact_norm
-from zero.optim.rules import Rule
+from zero.optim.fused import ShardOptimizer
 from zero.optim.scaler import LossScaler
 from zero.optim.updates import Update, Updates, last_words, snapshot
 from zero.plan.whereabouts import ranks_text
@@ -36,7 +36,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        rule: Rule,
+        rule: ShardOptimizer,
         clipping: float,
         check_overflow: bool,
         loss_scaler: LossScaler | None = None,
@@ -48,13 +48,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._clipping = clipping
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
-        self._sharded: Sharded | None = None
+        self._sharded: ShardedModule | None = None
         self._mean = 1.0
         self._updating = False
         self._updates: Updates | None = None  # of units that the host updates
         super().__init__(groups, dict(rule.defaults))
 
-    def bind(self, sharded: Sharded, mean: float) -> None:
+    def bind(self, sharded: ShardedModule, mean: float) -> None:
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
         self._sharded = sharded
         self._mean = mean
@@ -232,7 +232,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         here = [unit for unit in self._sharded.trained if not unit.home.away] if self._sharded is not None else []
         return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
-    def _skip(self, sharded: Sharded) -> None:
+    def _skip(self, sharded: ShardedModule) -> None:
         """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
         place = sharded.reducer.finite.first()
         sharded.drop_gradients()
@@ -242,7 +242,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{error} With loss scale {self.loss_scale:g}, {place}.") from None
         rank_zero(logging.WARNING, "step skipped: %s%s", place, f"; {change}" if change else "")
 
-    def _update(self, sharded: Sharded, factor: float) -> None:
+    def _update(self, sharded: ShardedModule, factor: float) -> None:
         for group in self.param_groups:
             self.rule.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
@@ -263,7 +263,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 unit.wait()
         self._updating = False
 
-    def _submit(self, sharded: Sharded, factor: float) -> bool:
+    def _submit(self, sharded: ShardedModule, factor: float) -> bool:
         """Start the updates that the host computes; whether what follows them may happen beside the training loop.
 
         Where it may not, the caller gathers: no thread beside the loop can keep the ranks' order of collectives.

@@ -11,12 +11,12 @@ from torch import nn
 
 from zero.core.unit import Unit
 from zero.kernels.moments import Moment
-from zero.optim.rule import Group, Kept
+from zero.optim.shard_optimizer import Group, Kept
 from zero.plan.formats import Formats
 from zero.plan.layout import Fragment, Span
 
 
-class TorchRule:
+class TorchShardOptimizer:
     """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
 
     foreseen = False
@@ -30,13 +30,13 @@ class TorchRule:
         self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
 
     def check(self, group: Group) -> None:
-        """See `Rule.check`; torch's classes look at their arguments at the start only."""
+        """See `ShardOptimizer.check`; torch's classes look at their arguments at the start only."""
 
     def begin(self, unit: Unit, group: Group) -> None:
-        """See `Rule.begin`; torch's classes make their state in the first step."""
+        """See `ShardOptimizer.begin`; torch's classes make their state in the first step."""
 
     def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
-        """One step of the torch optimizer on the unit's shard, with torch's own threads; see `Rule.update`."""
+        """One step of the torch optimizer on the unit's shard, with torch's own threads; see `ShardOptimizer`."""
         leaf, inner = self._instance(unit, group)
         leaf.grad = grad.to(leaf.dtype).mul_(factor)
         inner.step()
@@ -44,11 +44,11 @@ class TorchRule:
         unit.master.publish()
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `Rule.nbytes`."""
+        """See `ShardOptimizer.nbytes`."""
         return sum(tensor.nbytes for _, _, tensor in self.tensors(unit))
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """See `Rule.tensors`."""
+        """See `ShardOptimizer.tensors`."""
         if unit.index in self._inner:
             leaf, inner = self._inner[unit.index]
             for name, value in inner.state[leaf].items():
@@ -56,7 +56,7 @@ class TorchRule:
                     yield name, Span(0, leaf.numel()), value
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `Rule.keys`; found by a step of the class on three throw-away elements."""
+        """See `ShardOptimizer.keys`; found by a step of the class on three throw-away elements."""
         state = self._trial(unit.home.updates, group)
         wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
         return wide, tuple(key for key in state if key not in wide)
@@ -71,14 +71,14 @@ class TorchRule:
         return {key: value for key, value in trial.state[leaf].items() if value is not None}
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
-        """See `Rule.number`."""
+        """See `ShardOptimizer.number`."""
         unit.settle()
         value = self._state(unit, group).get(key, 0)
         value = value.item() if isinstance(value, torch.Tensor) else value
         return int(value) if key == "step" else value
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
-        """See `Rule.set_number`."""
+        """See `ShardOptimizer.set_number`."""
         unit.settle()
         state = self._state(unit, group)
         if isinstance(state.get(key), torch.Tensor):
@@ -87,7 +87,7 @@ class TorchRule:
             state[key] = int(value) if key == "step" else value
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """See `Rule.read`."""
+        """See `ShardOptimizer.read`."""
         unit.settle()
         kept = self._state(unit, group).get(key)
         if kept is None:  # made in the first step, out of zeros; to make it now could change that step
@@ -95,7 +95,7 @@ class TorchRule:
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """See `Rule.write`."""
+        """See `ShardOptimizer.write`."""
         unit.settle()
         state = self._state(unit, group)
         if state.get(key) is None:
@@ -103,7 +103,7 @@ class TorchRule:
         state[key].narrow(0, part.at, part.numel).copy_(values)
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
-        """See `Rule.kept`."""
+        """See `ShardOptimizer.kept`."""
         leaf, inner = self._instance(unit, group) if make else self._inner.get(unit.index, (None, None))
         state = inner.state[leaf] if inner is not None else {}
         if make and not state:
@@ -116,7 +116,7 @@ class TorchRule:
         return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """See `Rule.restart`."""
+        """See `ShardOptimizer.restart`."""
         if part is None:
             self._inner.pop(unit.index, None)
             return
@@ -127,7 +127,7 @@ class TorchRule:
                 moment.values.copy_(value[:1].expand(part.numel)) if value is not None else moment.values.zero_()
 
     def forget(self) -> None:
-        """See `Rule.forget`."""
+        """See `ShardOptimizer.forget`."""
         self._inner.clear()
 
     def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:

@@ -20,8 +20,8 @@ import torch
 
 from zero.core.unit import Unit
 from zero.log import logger
-from zero.memory.promise import Promise, Waits
-from zero.optim.rules import Rule
+from zero.memory.pending_update import PendingUpdate, Waits
+from zero.optim.fused import ShardOptimizer
 
 
 class Update(NamedTuple):
@@ -43,7 +43,7 @@ class Updates:
     seen:    called with (what, unit name) as updates go through "update" and "done"; for tests and measurements.
     """
 
-    def __init__(self, rule: Rule, threads: int) -> None:
+    def __init__(self, rule: ShardOptimizer, threads: int) -> None:
         self.failure: RuntimeError | None = None
         self.threads = threads
         self.waits = Waits()
@@ -54,12 +54,12 @@ class Updates:
         self._ahead: list[Unit] = []  # units whose state is wanted soon, in order
         self._all: list[Unit] = []  # of the last step
 
-    def submit(self, updates: Sequence[Update]) -> list[Promise]:
+    def submit(self, updates: Sequence[Update]) -> list[PendingUpdate]:
         """Have these run; each promise is of the event after which the device has the result."""
         self._all = [update.unit for update in updates]
         self._ahead += self._all
         process = os.getpid()
-        return [Promise(self._worker.submit(self._run, update), process, self.waits) for update in updates]
+        return [PendingUpdate(self._worker.submit(self._run, update), process, self.waits) for update in updates]
 
     def close(self) -> None:
         """Wait until all have run, whether they failed or not."""

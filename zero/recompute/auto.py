@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zero.core import comm
-from zero.core.gathering import in_backward
 from zero.core.mesh import Axis
+from zero.core.prefetcher import in_backward
 from zero.core.tensors import tensors_in
 from zero.log import rank_zero
 from zero.plan.host import MIB

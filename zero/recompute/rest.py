@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero.core import comm
 from zero.core.mesh import Axis
 from zero.log import log_once
-from zero.memory.lane import Lane, follow
+from zero.memory.copy_stream import CopyStream, follow
 from zero.plan.layout import round_up
 from zero.recompute.settings import RestSettings
 from zero.recompute.slots import Slots
@@ -130,7 +130,7 @@ class Rest:
                 "activation_checkpointing.partition_activations has no effect: there is no group of more than one rank "
                 "to cut inputs over; zero.checkpointing.configure(mpu), called before zero.initialize, names one",
             )
-        self.lane = Lane(device)
+        self.lane = CopyStream(device)
         self.slots = Slots(device, settings.host, settings.count if settings.contiguous else None, self.lane)
         self.times = Times(device) if settings.profile else None
         self._device = device

@@ -7,8 +7,8 @@ import logging
 import torch
 
 from zero.log import log_once
-from zero.memory.lane import Lane
-from zero.memory.slab import Slab
+from zero.memory.copy_stream import CopyStream
+from zero.memory.pinned_arena import PinnedArena
 from zero.plan.host import PAGE
 from zero.plan.layout import round_up
 
@@ -20,7 +20,7 @@ class Slots:
     taken from the system one by one and kept for the next step; device memory comes from torch, which keeps it itself.
     """
 
-    def __init__(self, device: torch.device, host: bool, count: int | None, lane: Lane) -> None:
+    def __init__(self, device: torch.device, host: bool, count: int | None, lane: CopyStream) -> None:
         self._device = device
         self._host = host
         self._count = count
@@ -77,5 +77,5 @@ class Slots:
     def _new(self, nbytes: int) -> torch.Tensor:
         self.nbytes += nbytes
         if self._host:
-            return Slab(nbytes, self._device, pinned=True).take(nbytes)
+            return PinnedArena(nbytes, self._device, pinned=True).take(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

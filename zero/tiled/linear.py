@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.access import GatheredParameters
-from zero.core.apart import set_apart
+from zero.core.own_unit import set_apart
 from zero.plan.tiles import even_parts
 
 

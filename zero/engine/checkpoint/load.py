@@ -20,8 +20,8 @@ from zero.checkpoint.saver import Saver
 from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
-from zero.core.wrap import Sharded
 from zero.engine.checkpoint.checks import check_folder
 from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.pieces import saved_buffers
@@ -49,7 +49,7 @@ class LoadCheckpoint:
     global_steps: int
     device: torch.device
     _config: Config
-    _sharded: Sharded
+    _sharded: ShardedModule
     _saver: Saver
     _half_loaded: str | None
 

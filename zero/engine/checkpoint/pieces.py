@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
-from zero.checkpoint.safe_file import NAMES, Piece, dtype_name
+from zero.checkpoint.safe_file import NAMES, TensorChunk, dtype_name
 from zero.checkpoint.staging import host_bytes
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
@@ -27,7 +27,7 @@ def window_of(unit: Unit) -> Span:
     return unit.plan.layout.shard(unit.mesh.rank, unit.mesh.world_size)
 
 
-def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[Piece]:
+def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorChunk]:
     """The pieces of a unit that this rank writes; views that are valid while the unit is borrowed."""
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     window = window_of(unit)
@@ -35,16 +35,16 @@ def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[Piece]:
     for found in unit.plan.layout.fragments(window):
         part = found._replace(at=found.at + shift)
         shape = tuple(shapes[part.name])
-        yield Piece("weight", part.name, part.start, shape, unit.shard.narrow(0, part.at, part.numel))
+        yield TensorChunk("weight", part.name, part.start, shape, unit.shard.narrow(0, part.at, part.numel))
         if unit.master is None or optimizer is None:
             continue
         if unit.master.tensor is not unit.master.shard:
             values = unit.master.tensor.narrow(0, part.at, part.numel)
-            yield Piece("master", part.name, part.start, shape, values)
+            yield TensorChunk("master", part.name, part.start, shape, values)
         yield from _moments(unit, optimizer, part, shape)
 
 
-def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[Piece]:
+def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]:
     """What `unit_pieces` will give, without values and without bringing any: on the meta device."""
     if unit.home.permanent:
         return [form_of(piece) for piece in unit_pieces(unit, optimizer)]
@@ -52,7 +52,7 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[Piece]:
     shift = window_of(unit).start - unit.window.start
     found = []
     for part in unit.plan.layout.fragments(window_of(unit)):
-        base = Piece("weight", part.name, part.start, tuple(shapes[part.name]), unit.shard)
+        base = TensorChunk("weight", part.name, part.start, tuple(shapes[part.name]), unit.shard)
         found.append(_form(base, unit.shard.dtype, part.numel))
         if unit.master is None or optimizer is None:
             continue
@@ -82,12 +82,12 @@ def signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:
     return {key: kept.signed for part in first for key, kept in optimizer.rule.kept(unit, group, part).items()}
 
 
-def form_of(piece: Piece) -> Piece:
+def form_of(piece: TensorChunk) -> TensorChunk:
     """A piece without its values."""
     return _form(piece, piece.values.dtype, piece.values.numel())
 
 
-def _form(piece: Piece, dtype: torch.dtype, numel: int) -> Piece:
+def _form(piece: TensorChunk, dtype: torch.dtype, numel: int) -> TensorChunk:
     return piece._replace(values=torch.empty(numel, dtype=dtype, device="meta"))
 
 
@@ -95,13 +95,13 @@ def _blocks(shape: tuple[int, ...]) -> tuple[int]:
     return (-(-math.prod(shape) // BLOCK),)
 
 
-def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[int, ...]) -> Iterator[Piece]:
+def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[int, ...]) -> Iterator[TensorChunk]:
     group = optimizer.param_groups[unit.plan.group]
     for name, (moment, _) in optimizer.rule.kept(unit, group, part).items():
-        yield Piece(name, part.name, part.start, shape, moment.values[: part.numel])
+        yield TensorChunk(name, part.name, part.start, shape, moment.values[: part.numel])
         if moment.scales is not None:
             blocks = -(-part.numel // BLOCK)
-            yield Piece(f"scales.{name}", part.name, part.start // BLOCK, _blocks(shape), moment.scales[:blocks])
+            yield TensorChunk(f"scales.{name}", part.name, part.start // BLOCK, _blocks(shape), moment.scales[:blocks])
 
 
 def numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
@@ -142,27 +142,27 @@ def digest(value: torch.Tensor) -> list[Any]:
     return [dtype_name(value.dtype), list(value.shape), crc32(host_bytes(flat))]
 
 
-def buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> list[Piece]:
+def buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> list[TensorChunk]:
     """Whole buffers."""
     return [_whole("buffer", name, value) for name, value in buffers.items()]
 
 
-def tensor_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+def tensor_pieces(tensors: Mapping[str, torch.Tensor]) -> list[TensorChunk]:
     """Whole tensors of client state, of random numbers and the like."""
     return [_whole("tensor", name, value) for name, value in tensors.items()]
 
 
-def _whole(kind: str, name: str, value: torch.Tensor) -> Piece:
+def _whole(kind: str, name: str, value: torch.Tensor) -> TensorChunk:
     if value.dtype not in NAMES or value.layout != torch.strided:
         raise ValueError(
             f"{kind} '{name}' is {value.layout} {value.dtype}; a checkpoint holds {', '.join(NAMES.values())}"
         )
-    return Piece(kind, name, 0, tuple(value.shape), value.detach().contiguous().view(-1))
+    return TensorChunk(kind, name, 0, tuple(value.shape), value.detach().contiguous().view(-1))
 
 
-def by_file(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def by_file(pieces: Iterable[TensorChunk]) -> dict[str, list[TensorChunk]]:
     """The pieces of each kind of file."""
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorChunk]] = {}
     for piece in pieces:
         found.setdefault(FILES.get(piece.kind, "moments"), []).append(piece)
     return found

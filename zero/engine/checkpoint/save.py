@@ -14,7 +14,7 @@ from zero.checkpoint.job import Job
 from zero.checkpoint.saver import Saver
 from zero.config import Config
 from zero.core import comm
-from zero.core.wrap import Sharded
+from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Window
 from zero.engine.checkpoint.checks import Options, begin, check_folder, check_tag
 from zero.engine.checkpoint.resume import rank_state, shared_state
@@ -37,7 +37,7 @@ class SaveCheckpoint:
     device: torch.device
     config: Any
     _config: Config
-    _sharded: Sharded
+    _sharded: ShardedModule
     _saver: Saver
     _watch: Watch
     _window: Window

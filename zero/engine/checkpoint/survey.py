@@ -12,7 +12,7 @@ from torch import nn
 
 from zero.checkpoint.job import Job
 from zero.checkpoint.plain import encode
-from zero.checkpoint.safe_file import NAMES, Piece
+from zero.checkpoint.safe_file import NAMES, TensorChunk
 from zero.checkpoint.snapshot import Snapshot
 from zero.core.unit import Unit
 from zero.engine.checkpoint.pieces import (
@@ -91,7 +91,7 @@ class Survey:
             "files": self.in_files,
         }
 
-    def write(self, job: Job, rank: int, differ: Sequence[str], snapshot: Snapshot | None) -> list[Piece]:
+    def write(self, job: Job, rank: int, differ: Sequence[str], snapshot: Snapshot | None) -> list[TensorChunk]:
         """Hand all pieces to the job, or, where they are in memory, to the snapshot; returns what is left to write."""
         small = self._small(job, rank, differ)
         job.begin(by_file([*self._forms, *map(form_of, small)]))
@@ -121,7 +121,7 @@ class Survey:
             "excluded": tuple(self.excluded),
         }
 
-    def _small(self, job: Job, rank: int, differ: Sequence[str]) -> list[Piece]:
+    def _small(self, job: Job, rank: int, differ: Sequence[str]) -> list[TensorChunk]:
         """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0."""
         own = {} if rank == 0 else {name: f"rank {rank}/buffer/{name}" for name in differ}
         job.own = {"buffers": own, "state": self._own[0]}

@@ -19,7 +19,7 @@ from zero.core.unit import Unit
 from zero.engine.checkpoint.pieces import saved_buffers
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rule import Kept, Rule
+from zero.optim.shard_optimizer import Kept, ShardOptimizer
 from zero.plan.formats import BLOCK
 from zero.plan.layout import Fragment, round_up
 
@@ -241,7 +241,7 @@ def _load_numbers(unit: Unit, optimizer: ZeroOptimizer, index: Index, names: Ite
     _set_numbers(rule, unit, group, counted)
 
 
-def _set_numbers(rule: Rule, unit: Unit, group: dict[str, Any], numbers: dict[str, float]) -> None:
+def _set_numbers(rule: ShardOptimizer, unit: Unit, group: dict[str, Any], numbers: dict[str, float]) -> None:
     for key in rule.keys(unit, group)[1]:
         rule.set_number(unit, group, key, numbers[key])
 

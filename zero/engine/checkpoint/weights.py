@@ -14,9 +14,9 @@ from zero.checkpoint.differences import Ask, Match, Wanted, compare
 from zero.checkpoint.index import Index
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.weight_files import sort_out, weights_at
+from zero.core.deferred_param import DeferredParam
 from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
-from zero.core.piece import Piece
 from zero.core.unit import State
 from zero.engine.checkpoint.load import LoadCheckpoint
 from zero.engine.checkpoint.pieces import saved_buffers
@@ -74,7 +74,7 @@ def load_weights(
 def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
     params = dict(module.named_parameters())
     pieces = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
-    if any(not isinstance(unit, Piece) for unit in pieces):
+    if any(not isinstance(unit, DeferredParam) for unit in pieces):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = pieces[0].mesh.reduced_over if pieces else Axis(None, 1, 0, False)
     ranks = Together("load_weights", axis, local_device() if axis.native else torch.device("cpu"))

@@ -1,0 +1,145 @@
+"""`import zero` costs next to nothing, and every public name is there when it is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero
+
+ROOT = Path(__file__).parents[2]
+
+# Whoever touches one of these in a process that starts with this text fails.
+FORBID = """
+import importlib.abc, sys
+
+class Forbid(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in FORBIDDEN or name.split(".")[0] in FORBIDDEN:
+            raise RuntimeError(f"touched {name}")
+
+sys.meta_path.insert(0, Forbid())
+"""
+
+
+def fresh(code: str, forbidden: tuple[str, ...] = ()) -> Any:
+    """Run `code` in a new interpreter and return the JSON that it prints last."""
+    text = f"FORBIDDEN = {forbidden!r}\n{FORBID}\n{textwrap.dedent(code)}"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_zero_imports_nothing_heavy() -> None:
+    code = """
+        import json, sys
+        import zero
+        print(json.dumps([zero.__version__, sorted(name.split(".")[0] for name in sys.modules)]))
+    """
+    version, modules = fresh(code, ("torch", "pydantic", "numpy", "zero._cpu", "zero._cuda"))
+    assert version == zero.__version__
+    assert "zero" in modules
+    assert not {"torch", "pydantic", "pydantic_core", "numpy", "hjson", "safetensors", "psutil"} & set(modules)
+
+
+def test_importing_zero_imports_no_other_module_of_zero() -> None:
+    code = "import json, sys, zero; print(json.dumps([n for n in sys.modules if n.startswith('zero.')]))"
+    assert fresh(code) == []
+
+
+def test_importing_zero_loads_no_cuda() -> None:
+    code = """
+        import json, zero
+        from pathlib import Path
+        maps = Path("/proc/self/maps")
+        loaded = maps.read_text() if maps.exists() else ""
+        print(json.dumps([line for line in loaded.splitlines() if "libcuda" in line or "libtorch" in line]))
+    """
+    assert fresh(code) == []
+
+
+@pytest.mark.parametrize("module", ["config", "plan", "launch", "log"])
+def test_the_lowest_floor_does_without_torch_and_compiled_code(module: str) -> None:
+    code = f"import json, zero; print(json.dumps(zero.{module}.__name__))"
+    assert fresh(code, ("torch", "zero._cpu", "zero._cuda")) == f"zero.{module}"
+
+
+@pytest.mark.parametrize("module", ["layout", "memory", "order", "reshard", "sharding", "units"])
+def test_planning_does_without_torch_and_pydantic(module: str) -> None:
+    code = f"import json, zero.plan.{module} as m; print(json.dumps(m.__name__))"
+    assert fresh(code, ("torch", "pydantic", "numpy", "zero._cpu", "zero._cuda")) == f"zero.plan.{module}"
+
+
+def test_a_star_import_brings_every_public_name_without_compiled_code_or_a_cuda_context() -> None:
+    code = """
+        import json, zero
+        from zero import *
+        missing = [name for name in zero.__all__ if globals().get(name) is None]
+        import torch
+        print(json.dumps([missing, torch.cuda.is_initialized(), zero.initialize is zero.engine.initialize]))
+    """
+    assert fresh(code, ("zero._cpu", "zero._cuda")) == [[], False, True]
+
+
+def test_an_engine_trains_without_the_compiler() -> None:
+    """Which takes more than a second to import, on every rank."""
+    # zero.engine.initialize is a module too, and importing it must not put it in the place of the function.
+    code = """
+        import json
+        import zero.engine.initialize
+        import torch, zero
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
+        engine = zero.initialize(model=torch.nn.Linear(1, 1, bias=False), config=settings)[0]
+        before = engine.module.weight.item()
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+        same = zero.initialize is zero.engine.initialize
+        print(json.dumps([engine.module.weight.item() < before - 0.9, same]))
+    """
+    assert fresh(code, ("torch._dynamo",)) == [True, True]
+
+
+def test_public_names_are_those_of_their_homes() -> None:
+    assert zero.initialize is zero.engine.initialize
+    assert zero.add_config_arguments is zero.engine.add_config_arguments
+    assert zero.Engine is zero.engine.Engine
+    assert zero.ConfigError is zero.config.ConfigError
+    assert zero.RepeatingLoader is zero.data.RepeatingLoader
+
+
+@pytest.mark.parametrize("name", zero.__all__)
+def test_a_public_name_is_the_same_each_time_and_listed(name: str) -> None:
+    assert getattr(zero, name) is getattr(zero, name)
+    assert name in dir(zero)
+
+
+def test_public_names_are_listed_once() -> None:
+    assert len(set(zero.__all__)) == len(zero.__all__)
+
+
+@pytest.mark.parametrize("name", ["initialise", "Initialize", "stage", "__wrapped__", "_cpu_", "engine_"])
+def test_an_unknown_name_is_an_attribute_error_that_says_it(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(zero, name)
+    assert str(caught.value) == f"module 'zero' has no attribute '{name}'"
+    assert not hasattr(zero, name)
+
+
+def test_an_unknown_name_cannot_be_imported() -> None:
+    with pytest.raises(ImportError, match=r"cannot import name 'initialise' from 'zero'"):
+        from zero import initialise  # noqa: F401

@@ -1,0 +1,88 @@
+"""`--bind_cores_to_rank` binds each rank to cores of its own, of those that the launcher may use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero.launch.args.run import LaunchError, Request
+from zero.launch.node.plan import plan
+
+ROOT = Path(__file__).parents[2]
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+SHOW = """
+import json, os, sys
+told = {key: os.environ[key] for key in ("RANK", "OMP_NUM_THREADS")}
+sys.stdout.write(json.dumps({**told, "cores": sorted(os.sched_getaffinity(0)), "args": sys.argv[1:]}) + chr(10))
+"""
+needs_binding = pytest.mark.skipif(not CORES, reason="this system cannot bind a process to cores")
+
+
+def request(*, bind: bool = True, cores: str | None = None, ranks: int = 1) -> Request:
+    return Request(
+        "x.py", (), ranks, None, None, None, False, False, 0, None, False, bind_cores=bind, bind_core_list=cores
+    )
+
+
+def launched(tmp_path: Path, *flags: str, threads: str | None = None) -> list[dict]:
+    script = tmp_path / "script.py"
+    script.write_text(SHOW)
+    kept = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = threads
+    command = [sys.executable, "-m", "zero", "run", *flags, str(script), "a b", "$x"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    return sorted(found, key=lambda one: int(one["RANK"]))
+
+
+@needs_binding
+def test_each_rank_has_an_equal_part_of_the_cores(tmp_path):
+    ranks = min(2, len(CORES))
+    each = len(CORES) // ranks
+    found = launched(tmp_path, "--num_gpus", str(ranks), "--bind_cores_to_rank")
+    for rank, one in enumerate(found):
+        assert one["cores"] == CORES[rank * each : (rank + 1) * each]
+        assert one["OMP_NUM_THREADS"] == str(each)
+        assert one["args"] == ["a b", "$x"]
+
+
+@needs_binding
+def test_the_cores_that_were_listed_and_the_threads_of_the_user(tmp_path):
+    last = CORES[-1]
+    (found,) = launched(tmp_path, "--num_gpus", "1", "--bind_cores_to_rank", "--bind_core_list", str(last), threads="7")
+    assert found["cores"] == [last] and found["OMP_NUM_THREADS"] == "7"
+
+
+@needs_binding
+def test_what_cannot_be_bound_is_said_before_anything_starts():
+    with pytest.raises(LaunchError) as caught:
+        plan(request(cores="999998"), gpus=0)
+    allowed = ", ".join(map(str, CORES[:16]))
+    assert str(caught.value).startswith(
+        "--bind_core_list: core 999998 is not one that this machine gives to the launcher, which may run on " + allowed
+    )
+    with pytest.raises(LaunchError, match=f"{len(CORES)} cores are too few for {len(CORES) + 1} ranks"):
+        plan(request(ranks=len(CORES) + 1), gpus=0)
+
+
+def test_a_system_without_binding_says_so(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    with pytest.raises(LaunchError, match="--bind_cores_to_rank: this system has no way to bind a process to cores"):
+        plan(request(), gpus=0)
+    assert plan(request(bind=False), gpus=0).bound == ()
+
+
+def test_a_program_that_cannot_be_started_is_named():
+    bind = ROOT / "zero" / "launch" / "node" / "bind.py"
+    command = [sys.executable, "-I", "-S", str(bind), str(os.getpid()), "", "no-such-program"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 127
+    assert ended.stderr == "zero run: cannot start 'no-such-program': No such file or directory\n"

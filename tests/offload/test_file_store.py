@@ -1,0 +1,237 @@
+"""The promise: what is put into a file comes back whenever it is lent, however few slots and however many threads.
+
+Nobody waits for ever, and a tensor whose bytes are on the drive is empty instead of showing something else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero.kernels.aio import Aio
+from zero.memory.file_store import FileStore
+from zero.memory.pinned_arena import PinnedArena
+from zero.memory.swap_file import Requests, SwapFile, close_all
+
+PAGES = 8192  # bytes of each store
+NUMEL = 1200
+Make = Callable[..., tuple[SwapFile, list[FileStore], list[torch.Tensor]]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def made(slots: int, units: int, **asked: bool) -> tuple[SwapFile, list[FileStore], list[torch.Tensor]]:
+        aio = Aio(1, 4, 4096)
+        slab = PinnedArena(slots * PAGES, torch.device("cpu"), False)
+        memories = [slab.take(PAGES) for _ in range(slots)]
+        drive = SwapFile(str(tmp_path), "optimizer", 0, units * PAGES, memories, aio, Requests(**asked))
+        drives.append((drive, aio))
+        stores = [drive.store(f"u{index}", PAGES) for index in range(units)]
+        tensors = [torch.full((NUMEL,), float(index)) for index in range(units)]
+        for store, tensor in zip(stores, tensors, strict=True):
+            store.put([tensor])
+        return drive, stores, tensors
+
+    drives: list[tuple[SwapFile, Aio]] = []
+    yield made
+    for drive, aio in drives:
+        close_all([drive], aio)
+
+
+def events(drive: SwapFile) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+    drive.ring.seen = lambda what, unit: seen.append((what, unit))
+    return seen
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7])
+def test_values_come_back_and_changes_stay(make: Make, slots: int) -> None:
+    _, stores, tensors = make(slots, 5)
+    for turn in range(3):
+        for index, (store, tensor) in enumerate(zip(stores, tensors, strict=True)):
+            assert tensor.shape == (0,)
+            stores[(index + 1) % 5].fetch()
+            store.lend()
+            assert torch.equal(tensor, torch.full((NUMEL,), index + 10.0 * turn))
+            tensor += 10
+            store.flush()
+
+
+def test_what_is_not_written_is_not_kept(make: Make) -> None:
+    _, (store, other), (tensor, _) = make(1, 2)
+    store.lend()
+    store.flush(written=False)
+    other.lend(blank=True)  # nothing is read, so what is there is none of its own
+    other.flush(written=False)
+    other.lend()
+    other.flush()
+    store.lend()
+    assert torch.equal(tensor, torch.zeros(NUMEL))
+    store.flush()
+
+
+def test_two_puts_share_one_place_and_a_third_does_not_fit(make: Make) -> None:
+    _, (store, other), (first, _) = make(1, 2)
+    second = torch.arange(500, dtype=torch.bfloat16)
+    store.put([second])
+    other.lend()
+    other.flush(written=False)
+    store.lend()
+    assert torch.equal(first, torch.zeros(NUMEL))
+    assert torch.equal(second, torch.arange(500, dtype=torch.bfloat16))
+    store.flush()
+    with pytest.raises(RuntimeError, match=r"unit 'u0' \(rank 0\) wants .* 8192 were reserved.*'cpu'"):
+        store.put([torch.zeros(NUMEL)])
+
+
+def test_lending_nests_and_the_outermost_end_writes(make: Make) -> None:
+    drive, (store, _), (tensor, _) = make(1, 2)
+    seen = events(drive)
+    store.lend()
+    store.lend()
+    tensor.fill_(5)
+    store.flush(written=True)
+    assert torch.equal(tensor, torch.full((NUMEL,), 5.0))
+    store.flush(written=False)
+    assert [what for what, _ in seen] == ["read", "write"]
+
+
+def test_what_is_still_in_a_slot_is_not_read_again(make: Make) -> None:
+    drive, stores, tensors = make(2, 2)
+    seen = events(drive)
+    for _ in range(3):
+        for store, tensor in zip(stores, tensors, strict=True):
+            store.lend()
+            tensor += 1
+            store.flush()
+    assert {what for what, _ in seen} == {"write"}
+
+
+def test_blank_state_is_not_read(make: Make) -> None:
+    drive, (store, _), (tensor, _) = make(1, 2)
+    seen = events(drive)
+    store.lend(blank=True)
+    tensor.fill_(3)
+    store.flush()
+    assert seen == [("write", "u0")]
+
+
+def test_reading_ahead_takes_what_nobody_needs_and_gives_way(make: Make) -> None:
+    drive, stores, tensors = make(2, 4)
+    for store in stores[:2]:
+        store.lend()
+        store.flush(written=False)
+    assert stores[2].fetch()
+    assert stores[3].fetch()
+    assert not stores[0].fetch()  # both slots wait for a use that was announced
+    seen = events(drive)
+    stores[0].lend()  # a use that is there comes first, and what was announced last is read again
+    stores[2].lend()
+    assert torch.equal(tensors[2], torch.full((NUMEL,), 2.0))
+    stores[2].flush(written=False)
+    stores[3].lend()
+    assert torch.equal(tensors[3], torch.full((NUMEL,), 3.0))
+    assert torch.equal(tensors[0], torch.zeros(NUMEL))
+    assert seen == [("read", "u0"), ("read", "u3")]
+
+
+def test_without_pipelines_nothing_is_read_ahead_and_writes_are_over(make: Make) -> None:
+    drive, (store, other, third), (tensor, *_) = make(2, 3, read_ahead=False, write_behind=False)
+    store.lend()
+    tensor.fill_(7)
+    store.flush()
+    assert store._slot.motions == []
+    other.lend()
+    other.flush(written=False)
+    seen = events(drive)
+    assert not third.fetch()
+    assert not seen
+
+
+def test_a_thread_that_has_all_slots_is_told_instead_of_waiting_for_ever(make: Make) -> None:
+    _, stores, _ = make(2, 3)
+    stores[0].lend()
+    stores[1].lend()
+    with pytest.raises(RuntimeError, match=r"unit 'u2' .* all 2 are in use by the code that asks .*buffer_count"):
+        stores[2].lend()
+    stores[0].flush()
+    stores[2].lend()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_threads_share_slots_without_waiting_for_each_other_for_ever(make: Make, slots: int) -> None:
+    _, stores, tensors = make(slots, 6)
+    problems: list[BaseException] = []
+
+    def work(mine: range) -> None:
+        try:
+            for turn in range(60):
+                index = mine[turn % len(mine)]
+                stores[mine[(turn + 1) % len(mine)]].fetch()
+                stores[index].lend()
+                tensors[index] += 10
+                stores[index].flush()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(mine,), daemon=True) for mine in (range(3), range(3, 6))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not problems
+    assert not any(thread.is_alive() for thread in threads)
+    for index, (store, tensor) in enumerate(zip(stores, tensors, strict=True)):
+        store.lend()
+        assert torch.equal(tensor, torch.full((NUMEL,), index + 200.0))
+        store.flush(written=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told_instead_of_waiting_for_ever(make: Make) -> None:
+    drive, (store,), _ = make(1, 1)
+    with drive.ring.lock:  # as if another thread were at work in it
+        child = os.fork()
+        if child == 0:
+            try:
+                store.lend()
+            except RuntimeError as error:
+                os._exit(7 if "forked" in str(error) else 8)
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(make: Make, tmp_path: Path) -> None:
+    drive, stores, _ = make(1, 2)
+    stores[0].lend()
+    stores[0].flush(written=False)
+    os.ftruncate(drive._file.fd, PAGES)  # the place of u1 is gone
+    text = (
+        rf"unit 'u1' \(rank 0\) is lost: read of .*{tmp_path}/zero-optimizer-of-rank-0 .*the file ends there. Make sure"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        stores[1].lend()
+    for use in (stores[0].lend, stores[0].fetch, stores[1].lend):
+        with pytest.raises(RuntimeError, match=text):
+            use()
+
+
+def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
+    drive, stores, _ = make(2, 3)
+    stores[2].lend()
+    os.ftruncate(drive._file.fd, 0)
+    text = "unit 'u2' .*: the file was cut to 0. Make sure"
+    with pytest.raises(RuntimeError, match=text):  # else u1 would be zeros from now on
+        stores[2].flush()
+    with pytest.raises(RuntimeError, match=text):
+        stores[1].lend()
+
+
+def test_too_little_space_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=rf"offload_optimizer.nvme_path: .*wants {1 << 60} bytes.*{tmp_path}.*'cpu'"):
+        SwapFile(str(tmp_path), "optimizer", 3, 1 << 60, [], Aio(), Requests())

@@ -1,0 +1,245 @@
+"""Host memory is what was announced: a slab takes it at once and exactly, gives all of it back, or is refused before.
+
+What a process holds is read from its page table (/proc/self/smaps), for the range of addresses of the slab.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero.memory.available import Available, available, available_nbytes
+from zero.memory.pinned_arena import PinnedArena, check_room
+from zero.plan.host import MIB, PAGE, HostBytes, host_table
+
+CPU = torch.device("cpu")
+LINUX = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="what a process holds is read from /proc")
+
+
+def smaps(text: str, start: int, stop: int) -> dict[str, int]:
+    """Bytes by kind, added over the mappings that lie in [start, stop); one that reaches out of it is an error."""
+    found: dict[str, int] = {}
+    inside = False
+    for line in text.splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low < stop and high > start
+            if inside and not (start <= low and high <= stop):
+                raise AssertionError(f"a mapping from {low:x} to {high:x} is only partly of [{start:x}, {stop:x})")
+        elif inside and rest[-1] == "kB":
+            found[first[:-1]] = found.get(first[:-1], 0) + 1024 * int(rest[0])
+    return found
+
+
+def held(address: int, nbytes: int) -> dict[str, int]:
+    return smaps(Path("/proc/self/smaps").read_text(), address, address + nbytes)
+
+
+def anonymous() -> int:
+    """Bytes that the whole process holds and no file backs."""
+    return smaps("0-1 \n" + Path("/proc/self/smaps_rollup").read_text().partition("\n")[2], 0, 1)["Anonymous"]
+
+
+@LINUX
+@pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 65 * MIB + 5])
+def test_a_slab_grows_the_process_by_what_it_says(nbytes: int) -> None:
+    gc.collect()
+    before = anonymous()
+    slab = PinnedArena(nbytes, CPU, pinned=True)
+    growth = anonymous() - before
+    assert slab.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # and no power of two
+    pages = held(slab.address, slab.nbytes)
+    assert pages["Size"] == pages["Rss"] == pages["Private_Dirty"] == slab.nbytes
+    assert pages["Rss"] + pages["Swap"] == pages["Anonymous"]
+    if nbytes > 32 * MIB:  # else what the interpreter takes meanwhile is in the way
+        assert abs(growth - nbytes) <= 0.03 * nbytes
+
+
+@LINUX
+def test_huge_pages_are_asked_for_and_forks_get_none_of_it() -> None:
+    slab = PinnedArena(8 * MIB, CPU, pinned=False)
+    text = Path("/proc/self/smaps").read_text()
+    flags = text.partition(f"{slab.address:x}-")[2].partition("VmFlags:")[2].partition("\n")[0].split()
+    assert "wf" in flags  # wiped on fork
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags
+
+
+@LINUX
+def test_memory_goes_back_with_the_last_tensor() -> None:
+    slab = PinnedArena(4 * MIB, CPU, pinned=False)
+    place = (slab.address, slab.nbytes)
+    first, second = slab.take(MIB), slab.take(MIB)
+    slab.close()
+    with pytest.raises(RuntimeError, match="slab was closed"):
+        slab.take(1)
+    del first
+    view = second.view(torch.float32)[3:]
+    del second, slab
+    gc.collect()
+    view.fill_(1.0)  # still ours
+    assert held(*place)["Rss"] == place[1]
+    del view
+    assert "Rss" not in held(*place)
+
+
+@LINUX
+def test_memory_goes_back_after_an_exception() -> None:
+    place: list[int] = []
+
+    def carve() -> None:
+        slab = PinnedArena(4 * MIB, CPU, pinned=False)
+        place[:] = slab.address, slab.nbytes
+        tensors = [slab.take(MIB) for _ in range(5)]
+        raise AssertionError(tensors)
+
+    with pytest.raises(RuntimeError, match="do not fit into a slab"):
+        carve()
+    gc.collect()
+    assert "Rss" not in held(*place)
+
+
+def test_tensors_lie_one_after_the_other() -> None:
+    slab = PinnedArena(4 * PAGE + 1, CPU, pinned=False)
+    tensors = [slab.take(nbytes) for nbytes in (1, 0, PAGE, PAGE + 1)]
+    for tensor, nbytes, offset in zip(tensors, (1, 0, PAGE, PAGE + 1), (0, None, PAGE, 2 * PAGE), strict=True):
+        assert tensor.dtype == torch.uint8
+        assert tensor.shape == (nbytes,)
+        # A storage of its own: whoever copies, saves or resizes one gets that one alone.
+        assert tensor.untyped_storage().nbytes() == nbytes
+        assert offset is None or tensor.data_ptr() == slab.address + offset
+        assert not tensor.any()
+    for value, tensor in enumerate(tensors, 1):
+        tensor.fill_(value)
+    assert [tensor.sum().item() for tensor in tensors] == [1, 0, 3 * PAGE, 4 * (PAGE + 1)]
+    rest = slab.nbytes - 4 * PAGE
+    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into a slab of {slab.nbytes} bytes"):
+        slab.take(rest + 1)
+    assert slab.take(rest).numel() == rest  # a refusal takes nothing
+
+
+def test_a_slab_of_nothing() -> None:
+    slab = PinnedArena(0, CPU, pinned=True)
+    assert (slab.nbytes, slab.address, slab.pinned) == (0, 0, False)
+    assert slab.take(0).numel() == 0
+    with pytest.raises(RuntimeError, match="do not fit"):
+        slab.take(1)
+    with pytest.raises(ValueError, match="nbytes: got -1"):
+        PinnedArena(-1, CPU, pinned=False)
+    with pytest.raises(ValueError, match="nbytes: got -1"):
+        slab.take(-1)
+
+
+CHILD = """
+import os, sys
+import torch
+from zero.memory.pinned_arena import PinnedArena
+slab = PinnedArena(1 << 21, torch.device("cpu"), False)
+kept, dropped = slab.take(4096).fill_(7), slab.take(4096).fill_(7)
+child = os.fork()
+if child == 0:
+    right = int(kept.sum()) == 0
+    kept.fill_(9)
+    del kept, dropped
+    slab.close()
+    os._exit(0 if right else 1)
+_, status = os.waitpid(child, 0)
+sys.stdout.write(f"{os.waitstatus_to_exitcode(status)} {int(kept.sum())} {int(dropped.sum())}")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can wipe memory on a fork")
+def test_a_forked_child_costs_nothing_and_harms_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
+    assert done.stdout == f"0 {7 * PAGE} {7 * PAGE}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin memory for")
+def test_memory_that_cannot_be_pinned_is_still_memory(caplog: pytest.LogCaptureFixture) -> None:
+    slab = PinnedArena(PAGE, torch.device("cuda", 0), pinned=True)
+    assert not slab.pinned
+    assert slab.take(PAGE).fill_(1).sum() == PAGE
+    PinnedArena(PAGE, torch.device("cuda", 0), pinned=True)
+    PinnedArena(PAGE, torch.device("cuda", 0), pinned=False)
+    said = [record.getMessage() for record in caplog.records if "could not be pinned" in record.getMessage()]
+    assert len(said) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to pin memory for")
+def test_pinned_memory_is_registered_until_it_goes_back() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    slab = PinnedArena(4 * MIB, device, pinned=True)
+    assert slab.pinned
+    taken = slab.take(MIB)
+    assert taken.is_pinned()
+    taken.copy_(torch.arange(MIB, device=device) % 251, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(taken, (torch.arange(MIB) % 251).to(torch.uint8))
+    del taken, slab
+    again = PinnedArena(4 * MIB, device, pinned=True)  # most likely at the same address, which must be free for it
+    assert again.pinned
+
+
+# Too little memory.
+
+TABLE = host_table(HostBytes(300 * MIB, 600 * MIB, 0, 100 * MIB, 0, 0))
+
+
+def test_too_little_memory_is_told_with_the_table() -> None:
+    check_room(TABLE, 1000 * MIB, 2, available=1000 * MIB)
+    with pytest.raises(RuntimeError, match="too little host memory") as caught:
+        check_room(TABLE, 1000 * MIB, 2, available=1000 * MIB - 1)
+    for part in (TABLE, "needs 1,000.0 MiB", "2 rank(s) on this host", "nvme", "8bit", "ratio", "more hosts"):
+        assert part in str(caught.value)
+
+
+def test_ranks_share_a_host_but_not_the_limit_of_a_process() -> None:
+    assert Available(1000, 400).share(1) == 400
+    assert Available(1000, 400).share(4) == 250
+    with pytest.raises(RuntimeError, match="too little host memory"):
+        check_room(TABLE, available_nbytes() // 2, 1000)
+
+
+LIMITED = """
+import resource, sys
+import torch
+from zero.memory.pinned_arena import PinnedArena, check_room
+from zero.memory.available import available
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20),) * 2)
+room = available()
+sys.stdout.write(f"{room.process >> 20}\\n")
+for attempt in (lambda: check_room("  TABLE", 1 << 30, 1), lambda: PinnedArena(1 << 30, torch.device("cpu"), False)):
+    try:
+        attempt()
+        sys.stdout.write("nothing\\n")
+    except RuntimeError as error:
+        sys.stdout.write(str(error).replace("\\n", " ") + "\\n")
+"""
+
+
+@LINUX
+def test_a_limit_of_the_process_is_an_error_before_anything_is_taken() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    room, checked, taken = done.stdout.splitlines()
+    assert 500 <= int(room) <= 512
+    assert checked.startswith("too little host memory: each rank needs 1,024.0 MiB and may take 5")
+    assert "TABLE" in checked
+    assert taken.startswith("the system refused 1,024.0 MiB of host memory")
+
+
+@LINUX
+def test_this_process_has_some_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = available()
+    assert 0 < here.host < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Read once: the next reading differs, as soon as another process takes a page.
+    monkeypatch.setattr("zero.memory.available.available", lambda: here)
+    assert available_nbytes() == min(here)

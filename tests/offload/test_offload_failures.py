@@ -1,0 +1,237 @@
+"""The promise: an update in host memory that fails is named, ends all ranks at once, and leaves a plain module.
+
+Nor do threads outlive their engine, and a process that ends while updates run neither hangs nor takes along what
+others still read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_hosts import read_until
+from models import config, make_net
+from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu, mine, one_step
+from torch import nn
+
+import zero
+
+ROOT = Path(__file__).parents[2]
+
+
+def fail_at_second(engine: Any) -> None:
+    update, calls = engine.optimizer.rule.update, []
+
+    def second_raises(*args: Any, **kwargs: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        update(*args, **kwargs)
+
+    engine.optimizer.rule.update = second_raises
+
+
+def said_by(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def failing(stage: int, places: dict[str, Any], ranks: tuple[int, ...], apart: bool) -> dict[str, Any]:
+    """A step that fails on some ranks in its second update, and what the engine says from then on."""
+    net = make_net(blocks=2)
+    with as_on_a_gpu(apart):
+        section = {"zero_optimization": {"stage": stage, **places}}
+        engine, *_ = zero.initialize(model=net, config=config(stage, dist.get_world_size(), **section))
+    one_step(engine, 0)
+    engine.optimizer.settle()
+    if dist.get_rank() in ranks:
+        fail_at_second(engine)
+    first = next(filter(lambda text: text != "nothing", (said_by(one_step, engine, number) for number in range(1, 4))))
+    later = [said_by(engine, *mine(2)), said_by(engine.step)]
+    if dist.get_rank() in ranks and stage < 3:
+        later.append(said_by(lambda: [param.sum() for param in net.parameters()]))
+    engine.destroy()
+    plain = all(type(param) is nn.Parameter and not hasattr(param, "_zero_owner") for param in net.parameters())
+    loss = net(*mine(2))
+    loss.backward()
+    return {"first": first, "later": later, "plain": plain, "loss": loss.item()}
+
+
+CASES = [
+    (1, OPTIMIZER, (0, 1), False),
+    (2, OPTIMIZER, (1,), True),
+    (3, OPTIMIZER, (1,), False),
+    (3, BOTH, (0, 1), True),
+]
+
+
+@pytest.mark.parametrize(("stage", "places", "ranks", "apart"), CASES)
+def test_an_update_that_fails_is_named_everywhere(pool, stage, places, ranks, apart):
+    texts = [
+        f"the update of unit 'blocks.0' failed on rank {rank} with OSError: [Errno 28] No space left on device"
+        for rank in ranks
+    ]
+    for rank, found in enumerate(pool.run(2, failing, stage, places, ranks, apart)):
+        # Where both fail, one may hear of the other's failure first.
+        assert all(any(text in said for text in texts) for said in [found["first"], *found["later"]])
+        assert found["plain"]
+        if rank in ranks:
+            assert "half updated" in found["later"][0]
+            assert "Call destroy()" in found["later"][0]
+        if stage < 3:
+            assert math.isfinite(found["loss"])
+
+
+def updaters() -> int:
+    return sum(thread.name.startswith("zero-updates") for thread in threading.enumerate())
+
+
+def threads(stage: int) -> list[int]:
+    def settled(wanted: int) -> int:
+        end = time.monotonic() + 60
+        while updaters() != wanted and time.monotonic() < end:
+            time.sleep(0.02)
+        return updaters()
+
+    section = {"zero_optimization": {"stage": stage, **OPTIMIZER}}
+    engines = [zero.initialize(model=make_net(), config=config(stage, 2, **section))[0] for _ in range(2)]
+    found = [updaters()]
+    for number in range(3):
+        for engine in engines:
+            one_step(engine, number)
+    found.append(updaters())
+    engines.pop().destroy()
+    found.append(settled(1))
+    engine = None
+    engines.clear()
+    gc.collect()
+    found.append(settled(0))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_engine_has_one_thread_which_ends_with_it(pool, stage):
+    assert pool.run(2, threads, stage) == [[0, 2, 1, 0]] * 2
+
+
+PROGRAM = """
+import signal, sys, threading, torch, torch.distributed as dist, zero
+from models import batch, config, make_net
+
+how, world = sys.argv[1], int(sys.argv[2])
+section = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+engine, *_ = zero.initialize(model=make_net(), config=config(1, world, zero_optimization=section))
+rank, update = engine.global_rank, engine.optimizer.rule.update
+
+interrupted = threading.Event()
+
+def interrupt(number, frame):
+    interrupted.set()
+    raise KeyboardInterrupt
+
+def slow(*args, **kwargs):
+    interrupted.wait(240 if how == "interrupt" else 0.3)
+    update(*args, **kwargs)
+
+engine.optimizer.rule.update = slow
+signal.signal(signal.SIGINT, interrupt)
+tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(0, 2 * world))
+engine.backward(engine(tokens, targets))
+engine.step()
+if how == "interrupt":
+    sys.stdout.write("stepped\\n")
+    sys.stdout.flush()
+    engine(tokens, targets)
+if how == "raise":
+    raise ArithmeticError("of the user")
+if how == "read" and rank == 0:
+    whole = sum(value.double().sum() for value in engine.module.state_dict().values())
+    sys.stdout.write(f"read {bool(torch.isfinite(whole))}\\n")
+if how == "read" and dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+def environment(tmp_path: Path) -> tuple[str, dict[str, str]]:
+    """The program's file, and what it needs to find its modules."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    return str(program), os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+
+def test_a_rank_may_read_what_another_has_still_to_send_when_its_program_ends(launchers, tmp_path):
+    program, variables = environment(tmp_path)
+    ended = launchers.run("run", "--num_gpus", "2", program, "read", "2", environment=variables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "read True" in ended.stdout
+    assert "half updated" not in ended.stdout + ended.stderr
+
+
+def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(tmp_path):
+    """Ctrl-C while a forward waits for an update."""
+    program, variables = environment(tmp_path)
+    pipe, both = subprocess.PIPE, {}
+    for how in ("raise", "interrupt"):
+        command = [sys.executable, program, how, "1"]
+        both[how] = subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe)
+    try:
+        read_until(both["interrupt"].stdout, b"stepped\n")
+        both["interrupt"].send_signal(signal.SIGINT)
+        said = {how: process.communicate(timeout=240)[1].decode() for how, process in both.items()}
+    finally:
+        for process in both.values():
+            process.kill()
+    assert (both["raise"].returncode, both["interrupt"].returncode) == (1, -signal.SIGINT), said
+    assert "ArithmeticError: of the user" in said["raise"] and "half updated" not in said["raise"]
+    assert said["interrupt"].strip().endswith("KeyboardInterrupt")
+
+
+def slow_on_one_rank(stops: bool) -> list[float]:
+    """Forwards that end, or are left, while one rank alone still updates units that the other one fetches ahead."""
+    section = {"zero_optimization": {"stage": 3, **OPTIMIZER}}
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, dist.get_world_size(), **section))
+    found = [one_step(engine, number).item() for number in range(2)]
+    engine.optimizer.settle()
+    update, reached = engine.optimizer.rule.update, threading.Event()
+
+    def held_up(unit: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 1 and unit.plan.name == "blocks.2":
+            reached.wait(60)
+        update(unit, *args, **kwargs)
+
+    engine.optimizer.rule.update = held_up
+    one_step(engine, 2)
+
+    def leave(*args: Any) -> None:
+        reached.set()
+        if stops:
+            raise ArithmeticError
+
+    handle = engine.module.blocks[0].norm.register_forward_pre_hook(leave)  # inside of the block
+    with torch.no_grad(), contextlib.suppress(ArithmeticError):
+        engine.module.blocks[0](torch.ones(2, 12))  # not the whole model
+    handle.remove()
+    found += [one_step(engine, number).item() for number in range(3, 5)]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_update_that_only_one_rank_still_runs_holds_nobody_up(pool, stops):
+    for found in pool.run(2, slow_on_one_rank, stops):
+        assert all(map(math.isfinite, found))

@@ -1,0 +1,217 @@
+"""The promise: a TiledLinear computes what nn.Linear does, and under stage 3 one of its tiles is whole at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import allowed, error
+from models import WIDTH, Block, config
+from stages import check
+from torch import Tensor, nn
+
+import zero
+from zero.core.own_unit import is_apart
+
+
+def pair(inputs: int, outputs: int, bias: bool = True, **splits: Any) -> tuple[nn.Linear, zero.TiledLinear]:
+    """A plain layer and a tiled one with the same values."""
+    torch.manual_seed(inputs * 100 + outputs)
+    plain = nn.Linear(inputs, outputs, bias)
+    return plain, zero.TiledLinear(inputs, outputs, bias, init_linear=plain, **splits)
+
+
+def gradients(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output, and the gradients of input, weight and bias (if there is one)."""
+    x = x.clone().requires_grad_()
+    output = module(x)
+    output.backward(grad)
+    found = [output.detach(), x.grad]
+    if isinstance(module, nn.Linear):
+        return [*found, *(param.grad for param in module.parameters())]
+    found.append(torch.cat([torch.cat([tile.weight.grad for tile in row], 1) for row in module.linears]))
+    last = [row[-1].bias for row in module.linears]
+    return [*found, *([] if last[0] is None else [torch.cat([bias.grad for bias in last])])]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("out_splits", [1, 2, 4])
+def test_rows_of_tiles_are_as_exact_as_plain_torch(out_splits: int, bias: bool) -> None:
+    plain, tiled = pair(24, 64, bias, out_splits=out_splits)
+    x, grad = torch.randn(5, 16, 24), torch.randn(5, 16, 64)
+    ours, theirs = gradients(tiled, x, grad), gradients(plain, x, grad)
+    exact = gradients(copy.deepcopy(plain).double(), x.double(), grad.double())
+    for mine, their, right in zip(ours, theirs, exact, strict=True):
+        assert error([mine], [right]) <= allowed([right], [their])
+        assert torch.equal(mine, their) or out_splits > 1
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 64), (7, 11), (13, 3)])
+@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 3), (3, 1), (2, 2), (7, 3)])
+def test_any_tiles_give_the_same_in_double_precision(
+    inputs: int, outputs: int, in_splits: int, out_splits: int
+) -> None:
+    plain, tiled = pair(inputs, outputs, in_splits=in_splits, out_splits=out_splits)
+    x, grad = torch.randn(9, inputs).double(), torch.randn(9, outputs).double()
+    for ours, theirs in zip(gradients(tiled.double(), x, grad), gradients(plain.double(), x, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_inputs_and_outputs_in_parts() -> None:
+    plain, tiled = pair(10, 7, in_splits=3, out_splits=2, input_is_already_split=True, combine_out_splits=False)
+    x = torch.randn(4, 10)
+    parts = tiled(x.split(tiled.in_parts, dim=1))
+    assert [part.shape[1] for part in parts] == tiled.out_parts == [4, 3]
+    torch.testing.assert_close(torch.cat(parts, 1), plain(x))
+
+
+def test_tiles_start_with_the_spread_of_the_whole_layer() -> None:
+    torch.manual_seed(0)
+    tiled = zero.TiledLinear(4096, 64, in_splits=16)
+    weights = torch.cat([tile.weight.flatten() for row in tiled.linears for tile in row])
+    bound = 4096**-0.5
+    assert 0.99 * bound < weights.abs().max() <= bound
+    assert tiled.linears[0][-1].bias.abs().max() <= bound
+
+
+def test_other_kinds_of_tiles() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2, linear_cls=Odd, dtype=torch.float64)
+    tiles = [tile for row in tiled.linears for tile in row]
+    assert all(isinstance(tile, Odd) and tile.weight.dtype == torch.float64 and is_apart(tile) for tile in tiles)
+    plain = nn.Linear(6, 4, dtype=torch.float64)
+    tiled.copy_params_from(plain)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(tiled(x), 2 * plain(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"in_splits": 0}, r"in_splits=.*got 0"),
+        ({"out_splits": 5}, r"out_splits=.*got 5 for 4 features"),
+        ({"in_features": 0}, r"in_features=.*got 0"),
+        ({"out_features": 2.0}, r"out_features=.*got 2.0"),
+        ({"init_linear": nn.Linear(4, 6)}, r"copy_params_from: got a weight \(6, 4\); wanted \(4, 6\)"),
+        ({"init_linear": nn.Linear(6, 4, bias=False)}, "got a layer without a bias; this one has one"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(how: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        zero.TiledLinear(**{"in_features": 6, "out_features": 4, **how})
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    whole, split = zero.TiledLinear(6, 4, in_splits=2), zero.TiledLinear(6, 4, in_splits=2, input_is_already_split=True)
+    for layer, given in ((whole, torch.zeros(2, 5)), (whole, [torch.zeros(2, 3)] * 2), (split, torch.zeros(2, 6))):
+        with pytest.raises(ValueError, match="TiledLinear: got "):
+            layer(given)
+
+
+# Engines.
+
+
+class TiledBlock(Block):
+    """A block whose larger layers are tiled, in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = zero.TiledLinear(WIDTH, 2 * WIDTH + 1, in_splits=2, out_splits=3)
+        self.down = zero.TiledLinear(2 * WIDTH + 1, WIDTH, out_splits=2)
+
+
+class Tiled(nn.Module):
+    """Blocks with tiles in them, and a tiled head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TiledBlock() for _ in range(2))
+        self.head = zero.TiledLinear(WIDTH, 7, out_splits=2)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def test_every_stage_trains_as_plain_torch_does(pool) -> None:
+    check(pool, Tiled)
+
+
+def tiles_at_once(ahead: int) -> dict[str, Any]:
+    """Of a step under stage 3: the most tiles that were whole when one ran, forward and backward; and the units."""
+    torch.manual_seed(3)
+    model = Tiled()
+    tiles = {name: module for name, module in model.named_modules() if is_apart(module)}
+    settings = config(3, 2)
+    settings["zero_optimization"]["stage3_prefetch_bucket_size"] = ahead
+    engine, *_ = zero.initialize(model=model, config=settings)
+    units = [unit for unit in engine._sharded.units if unit.plan.anchor in tiles]
+    seen: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def whole() -> int:
+        return sum(unit.full.untyped_storage().nbytes() > 0 for unit in units)
+
+    def ran(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen["forward"].append(whole())
+        output.register_hook(lambda grad: seen["backward"].append(whole()))
+
+    for tile in tiles.values():
+        tile.register_forward_hook(ran, prepend=True)
+    for step in range(3):  # the first one learns the order
+        engine.backward(engine(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)), dist.get_rank()))
+        engine.step()
+    found = {name: (len(counts), max(counts)) for name, counts in seen.items()}
+    rest = [unit.plan.anchor for unit in engine._sharded.units if unit.plan.anchor not in tiles]
+    engine.destroy()
+    return {**found, "tiles": sorted(tiles), "units": sorted(unit.plan.anchor for unit in units), "rest": rest}
+
+
+def test_one_tile_is_whole_at_a_time(pool) -> None:
+    for found in pool.run(2, tiles_at_once, 0):
+        assert found["units"] == found["tiles"]
+        assert found["rest"] == ["blocks.0", "blocks.1"]
+        # The last tile of the forward is the first of the backward, and is kept between the two.
+        assert found["forward"] == (3 * len(found["tiles"]), 1)
+        assert found["backward"] == (3 * len(found["tiles"]), 1)
+
+
+def test_what_is_fetched_ahead_is_bounded(pool) -> None:
+    for found in pool.run(2, tiles_at_once, 100):
+        assert 1 < found["forward"][1] <= 3
+        assert found["backward"][1] <= 3
+
+
+def copy_into_shards(stage: int) -> bool:
+    """Copy a layer that is cut into tiles that are: built under `zero.Init`, and of an engine."""
+    torch.manual_seed(11 + dist.get_rank())  # rank 0's values count
+    with zero.Init():
+        built = nn.Sequential(nn.Linear(9, 10), zero.TiledLinear(9, 10, in_splits=2, out_splits=3))
+        built[1].copy_params_from(built[0])
+    with zero.GatheredParameters(built.parameters()):
+        same = joined(built[1], built[0])
+    model = nn.ModuleDict({"plain": nn.Linear(9, 10), "tiled": zero.TiledLinear(9, 10, in_splits=2, out_splits=3)})
+    engine, *_ = zero.initialize(model=model, config=config(stage, 2))
+    model["tiled"].copy_params_from(model["plain"])
+    with zero.GatheredParameters(model.parameters()):
+        same = same and joined(model["tiled"], model["plain"])
+    engine.destroy()
+    return same
+
+
+def joined(tiled: zero.TiledLinear, plain: nn.Linear) -> bool:
+    weight = torch.cat([torch.cat([tile.weight for tile in row], 1) for row in tiled.linears])
+    return torch.equal(weight, plain.weight) and torch.equal(
+        torch.cat([row[-1].bias for row in tiled.linears]), plain.bias
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_are_copied_between_layers_that_are_cut(pool, stage: int) -> None:
+    assert pool.run(2, copy_into_shards, stage) == [True, True]

@@ -1,0 +1,165 @@
+"""`zero report` says what is there, what is missing and what follows; a closed pipe ends the command line quietly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero.__main__ import main
+from zero.kernels import native
+from zero.report import Facts, gather, lines, measure
+from zero.report.facts import CpuKernels, CudaKernels, Gpu, picked_arch
+
+ROOT = Path(__file__).parents[2]
+compiled = pytest.mark.skipif(native.load() is None, reason="no compiled CPU kernels")
+
+# A process that starts with this text has no compiled kernels.
+WITHOUT_KERNELS = """
+import importlib.abc, sys
+
+class Forbid(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("zero._cpu", "zero._cuda"):
+            raise ImportError(f"{name} is not built")
+
+sys.meta_path.insert(0, Forbid())
+"""
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def python(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *args]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return gather()
+
+
+def test_the_report_names_versions_kernels_and_machine(capsys: pytest.CaptureFixture) -> None:
+    status = main(["report", "--no-measure"])
+    said = capsys.readouterr().out
+    for text in ("zero", torch.__version__, "gloo there", "CPU kernels", "CUDA kernels", "not measured"):
+        assert text in said
+    assert status == (1 if "problem: " in said else 0)
+
+
+def test_json_holds_the_same(capsys: pytest.CaptureFixture, facts: Facts) -> None:
+    status = main(["report", "--no-measure", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said.pop("speed") is None
+    assert said == json.loads(json.dumps(dataclasses.asdict(facts)))
+    assert status == (1 if said["problems"] else 0)
+
+
+@compiled
+def test_instruction_sets_are_those_of_the_module(facts: Facts) -> None:
+    cpu = facts.cpu
+    assert cpu.compiled[0] == "scalar" and set(cpu.runnable) <= set(cpu.compiled)
+    assert cpu.picked in cpu.runnable and cpu.missing is None
+    assert any(f"{cpu.picked} in use" in line for line in lines(facts, None))
+
+
+def test_missing_kernels_are_a_problem_with_the_words_of_the_warning() -> None:
+    code = WITHOUT_KERNELS + (
+        "from zero.__main__ import main\n"
+        "from zero.kernels import native\n"
+        "status = main(['report'])\n"
+        "print(native.missing_text())\n"
+        "native.load()\n"
+        "sys.exit(status)"
+    )
+    ended = python("-c", code)
+    assert ended.returncode == 1, ended.stderr
+    *report, text = ended.stdout.splitlines()
+    assert report[-1] == f"problem: {text}"
+    assert "zero._cpu is not built" in text and "plain torch operations" in text and "ZERO_REQUIRE_NATIVE=1" in text
+    assert "not measured, as there are no compiled CPU kernels" in ended.stdout
+    assert ended.stderr.count(text) == 1 == ended.stderr.count("missing"), "the report itself must not warn"
+
+
+def test_a_gpu_without_its_kernels_is_shown_as_such(facts: Facts) -> None:
+    gpu = Gpu("Some GPU", "9.0", 80 << 30, None)
+    there = dataclasses.replace(facts, gpus=(gpu,), cuda=CudaKernels(("80", "90"), None))
+    assert any("Some GPU, compute capability 9.0, 80.0 GiB, runs plain torch" in line for line in lines(there, None))
+    there = dataclasses.replace(there, gpus=(dataclasses.replace(gpu, picked="90"),))
+    text = "\n".join(lines(there, None))
+    assert "runs the kernels for 90" in text and "compiled for 80 90" in text
+
+
+def test_no_measurement_without_compiled_kernels(facts: Facts) -> None:
+    there = dataclasses.replace(facts, cpu=CpuKernels((), (), None, "missing"), problems=("missing",))
+    text = "\n".join(lines(there, None))
+    assert text.endswith("\nproblem: missing") and "no compiled CPU kernels" in text
+
+
+@compiled
+def test_the_measurement_compares_the_step_with_memory(facts: Facts) -> None:
+    speed = measure(seconds=0.0, numel=1 << 16)
+    assert (speed.numel, speed.threads, speed.rounds) == (1 << 16, torch.get_num_threads(), 3)
+    fastest = max(speed.copy, speed.update)
+    assert speed.mixed_share == pytest.approx(100 * speed.mixed / fastest)
+    assert speed.fp32_share == pytest.approx(100 * speed.fp32 / fastest)
+    text = "\n".join(lines(facts, speed))
+    assert "26 B/parameter" in text and "28 B/parameter" in text and "not measured" not in text
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "picked"),
+    [
+        (["80", "90"], (8, 0), "80"),
+        (["80", "90"], (8, 6), "80"),
+        (["80", "86", "90"], (8, 9), "86"),
+        (["8.0", "9.0a"], (9, 0), "9.0a"),
+        (["80", "90"], (10, 0), None),
+        (["80", "90+PTX"], (10, 0), "90+PTX"),
+        (["80", "90a"], (9, 1), None),
+        (["90", "100", "120+PTX"], (10, 3), "100"),
+        (["90", "100", "120+PTX"], (12, 1), "120+PTX"),
+        (["70+PTX", "80"], (8, 0), "80"),
+        (["80"], (7, 5), None),
+        (["", "word"], (8, 0), None),
+        ([], (9, 0), None),
+    ],
+)
+def test_the_architecture_that_a_gpu_picks(archs: list[str], capability: tuple[int, int], picked: str | None) -> None:
+    assert picked_arch(archs, *capability) == picked
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom zero.__main__ import main\n"
+        "try: main(['report', '--help'])\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    ended = python("-c", code)
+    assert ended.returncode == 0 and "--no-measure" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("arguments", [["schema"], ["report", "--no-measure"], ["run", "--help"]])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_closed_pipe_ends_the_command_quietly(arguments: list[str], buffered: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "zero", *arguments]
+    try:
+        ended = subprocess.run(
+            command, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    finally:
+        os.close(writer)
+    assert ended.stderr == ""
+    if arguments[0] != "run":  # argparse looks over it where nothing is buffered
+        assert ended.returncode == 141

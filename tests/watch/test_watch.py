@@ -1,0 +1,138 @@
+"""The promise: the watch costs two threads per engine that talks, and they go when the engine goes.
+
+An exception that all ranks share, or that one catches in time, leaves training alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launching import Launchers
+from models import batch, config, make_net
+from ranks import Pool
+
+import zero
+
+
+def watchers() -> int:
+    return sum(thread.name.startswith("zero-") for thread in threading.enumerate())
+
+
+def settled(wanted: int) -> int:
+    """The number of threads, once it is `wanted` or after some seconds."""
+    end = time.monotonic() + 60
+    while watchers() != wanted and time.monotonic() < end:
+        time.sleep(0.05)
+    return watchers()
+
+
+def count_threads() -> list[int]:
+    gc.collect()
+    found = [settled(0)]  # of tests before
+    first = zero.initialize(model=make_net(), config=config(3, 2))[0]
+    second = zero.initialize(model=make_net(), config=config(1, 2))[0]
+    found.append(watchers())
+    first.destroy()
+    found.append(settled(2))
+    del first, second
+    gc.collect()
+    found.append(settled(0))
+    return found
+
+
+def test_threads_end_with_destroy_and_with_garbage_collection(pool: Pool) -> None:
+    assert pool.run(2, count_threads) == [[0, 4, 2, 0]] * 2
+
+
+def group_away() -> list[int]:
+    gc.collect()
+    settled(0)
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
+    found = [watchers()]
+    dist.destroy_process_group()
+    found.append(settled(0))
+    del engine
+    return found
+
+
+def test_threads_end_with_the_process_group(pool: Pool) -> None:
+    assert pool.run(2, group_away) == [[2, 0]] * 2
+
+
+def test_a_world_of_one_starts_no_thread() -> None:
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 1))
+    assert watchers() == 0
+    engine.destroy()
+
+
+def train_past(stage: int, raising: tuple[int, ...]) -> tuple[list[float], int]:
+    """Train 4 steps; at the second the ranks in `raising` raise in forward, catch it, and try again."""
+    rank, losses, raised = dist.get_rank(), [], 0
+    model = make_net()
+    bad = [1] if rank in raising else []
+    engine, *_ = zero.initialize(model=model, config=config(stage, 2))
+
+    def refuse(module: torch.nn.Module, args: Any) -> None:
+        if engine.global_steps == 1 and bad:
+            bad.pop()
+            raise ValueError("bad batch")
+
+    model.blocks[1].down.register_forward_pre_hook(refuse)
+    for step in range(4):
+        tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(step, 4))
+        try:
+            loss = engine(tokens, targets)
+        except ValueError:
+            raised += 1
+            loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses, raised
+
+
+@pytest.mark.parametrize(("stage", "raising"), [(3, (0, 1)), (1, (0, 1)), (1, (1,))])
+def test_an_exception_that_is_caught_in_time_ends_nothing(pool: Pool, stage: int, raising: tuple[int, ...]) -> None:
+    plain = pool.run(2, train_past, stage, ())
+    results = pool.run(2, train_past, stage, raising)
+    assert [raised for _, raised in results] == [int(rank in raising) for rank in range(2)]
+    assert [losses for losses, _ in results] == [losses for losses, _ in plain]
+
+
+PROGRAM = """
+import sys, torch, zero
+from models import batch, config, make_net
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return tuple(part[0] for part in batch(index, 1))
+
+engine, _, loader, _ = zero.initialize(model=make_net(), config=config(3, 2), training_data=Data())
+workers = torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+for tokens, targets in workers:
+    engine.backward(engine(tokens, targets))
+    engine.step()
+sys.stdout.write(f"trained {engine.global_steps}\\n")
+"""
+
+
+def test_forked_workers_and_a_program_that_just_ends_do_no_harm(launchers: Launchers, tmp_path: Path) -> None:
+    """Without destroy(): the process ends by itself, with exit code 0."""
+    here = Path(__file__).parents[1]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    path = os.pathsep.join([str(here.parent), str(here)])
+    ended = launchers.run("run", "--num_gpus", "2", str(program), environment=os.environ | {"PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (ended.stdout + ended.stderr).count("trained 8") == 2

@@ -1,0 +1,199 @@
+"""One parameter of a model that is being built: whole while its module works on it, cut among the ranks after."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from zero.core import comm
+from zero.core.mesh import Mesh, local_device
+from zero.core.owner import Owner
+from zero.core.released import Released, absent
+from zero.core.unit import State, Unit
+from zero.memory.state_placement import StatePlacement
+from zero.plan.layout import make_layout
+from zero.plan.units import ParamSpec, UnitPlan
+
+# What a parameter's storage is referred to by when nobody but the parameter has it: its tensor, and our question.
+_OWN_REFERENCES = 2
+
+
+class Rest(NamedTuple):
+    """Where shards lie: a device, and whether main memory is page-locked so that a GPU copies from it faster."""
+
+    device: torch.device
+    pinned: bool = False
+
+    def lay(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard, there."""
+        shard = shard.to(self.device)
+        return shard.pin_memory() if self.pinned and not shard.is_cuda and torch.cuda.is_available() else shard
+
+
+class Built(Released):
+    """Mixed into the class of a closed parameter of a model under construction."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As every released parameter's; `nn.Parameter(other)` gives a parameter of `other`'s own class."""
+        found = super().__torch_function__(func, types, args, kwargs)
+        # It makes one of anything but a plain parameter, which `other` was not until now, by detach(), and wants the
+        # same class back. Whoever else detaches wants a tensor.
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            return torch.Tensor._make_subclass(type(args[0]), found, False)
+        return found
+
+
+@functools.cache
+def built_class(kind: type) -> type:
+    """The class that a parameter of class `kind` has while it is closed."""
+    return type(f"Released{kind.__name__}", (Built, kind), {"__module__": __name__, "__doc__": Built.__doc__})
+
+
+class DeferredParam(Unit):
+    """A unit of one parameter, without gradient, optimizer state or a buffer that outlives its release.
+
+    FULL without a shard ("open"): the values are those of the parameter itself, as in plain torch, and may differ
+    from rank to rank. Code may replace `param.data` then, also by another dtype or shape.
+    SHARDED: this rank holds its shard of rank 0's values.
+    FULL with a shard: gathered for a reader, the same on all ranks.
+
+    Unlike that of other units, the memory of the values is let go and not resized: whoever kept a view of them
+    may still read it.
+
+    origin: the module that registered the parameter first, by number.
+    """
+
+    _away = staticmethod(built_class)
+
+    def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
+        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, StatePlacement.here(local_device()))
+        self.origin = origin
+        self.shard = self.full = self.master = None
+        self._views: list[torch.Tensor] = []
+        self.rename(name)
+
+    @property
+    def opened(self) -> bool:
+        """Whether the values are those of the parameter itself."""
+        return self.shard is None
+
+    @property
+    def aliased(self) -> bool:
+        """Whether anything but the parameter refers to the memory of its values, so that it may still be written."""
+        storage = self.params[0].untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES
+
+    def rename(self, name: str) -> None:
+        """Call the parameter `name` in messages from now on."""
+        self.params[0]._zero_owner = Owner(name, self, 0)
+
+    def close(self, rest: Rest) -> None:
+        """Keep this rank's shard of rank 0's values on `rest`, and let go of the whole; a collective."""
+        param = self.params[0]
+        values = param.detach()
+        self.plan = _plan(param, self.plan.params[0].name, self.mesh)
+        self.shard = rest.lay(comm.deal(values, self.window.numel, 0, self._axis))
+        self._absent = [absent(values.shape, values.dtype, values.device)]
+        self._kinds = [type(param)]
+        self.release()
+
+    def open(self) -> None:
+        """Give the parameter its values to work on; a collective."""
+        self.gather()
+        self.wait()
+        self.shard, self.full, self._views = None, None, []
+
+    def release(self, spare: bool = True) -> None:
+        """As every unit's; what is open has nothing to come back from."""
+        if not self.opened:
+            super().release(spare)
+
+    def references(self) -> tuple[int, ...]:
+        """Of what is being built no graph is kept."""
+        return ()
+
+    def lay_down(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
+        """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
+        if self.state is not State.SHARDED:
+            return
+        self.bring = None
+        (before,) = self._absent
+        dtype = dtype if dtype is not None and before.dtype.is_floating_point else before.dtype
+        self.shard = rest.lay(self.shard.to(dtype))
+        self._absent = [absent(before.shape, dtype, device)]
+        self.params[0].__class__ = self._kinds[0]  # a released one would not take new data
+        self._hide()
+
+    def overwrite(self, index: int, source: int, known: list[torch.Tensor] | None = None) -> None:
+        """As every unit's; while open, the whole values only."""
+        if not self.opened:
+            super().overwrite(index, source, known)
+            return
+        values = self.params[0].detach()
+        sent = values.contiguous()
+        comm.broadcast(sent, source, self._axis)
+        if sent is not values:
+            values.copy_(sent)
+
+    def known(self, index: int) -> list[torch.Tensor]:
+        """As every unit's; while open there are no other values than the parameter's."""
+        return [] if self.opened else super().known(index)
+
+    def reattach(self, index: int) -> str | None:
+        """As every unit's; while open, `param.data` may be anything."""
+        return None if self.opened else super().reattach(index)
+
+    def keep_writes(self) -> None:
+        """As every unit's; what was open until now has been taken as a whole."""
+        if self._views:
+            super().keep_writes()
+
+    def hand_over(self, target: torch.Tensor) -> bool:
+        """Copy the values to `target`, of the parameter's shape, and let go of the parameter, which then has none.
+
+        Returns whether the values were the same on all ranks. Where parameters are cut, a collective.
+        """
+        equal = not self.opened
+        self.gather()
+        self.wait()
+        param = self.params[0]
+        target.copy_(param.detach())
+        self.let_go()
+        param.data = absent(param.shape, param.dtype, param.device)
+        return equal
+
+    def let_go(self) -> None:
+        """Make the parameter, which must be full, a plain one with memory of its own."""
+        for param in self.params:
+            del param._zero_owner
+        self.params, self._views, self.shard, self.bring = [], [], None, None
+        self.full = None
+
+    def _allocate(self) -> None:
+        (before,) = self._absent
+        self.full = torch.empty(self.plan.layout.numel, dtype=before.dtype, device=before.device)
+        self._views = [self.full.narrow(0, 0, before.numel()).view(before.shape)]
+
+    def _free(self, spare: bool) -> None:
+        self.full, self._views = None, []
+
+
+def manageable(param: torch.Tensor) -> bool:
+    """Whether a parameter can be cut: a dense one with values, in a dtype that units know. Others stay as they are."""
+    return (
+        not is_lazy(param)
+        and not param.is_meta
+        and param.layout is torch.strided
+        and (param.is_floating_point() or param.dtype in (torch.int8, torch.uint8))
+    )
+
+
+def _plan(param: nn.Parameter, name: str, mesh: Mesh) -> UnitPlan:
+    spec = ParamSpec(name, param.numel(), str(param.dtype).removeprefix("torch."), False, -1, param.ndim)
+    return UnitPlan(name, "", (spec,), make_layout({name: param.numel()}, mesh.world_size))

@@ -1,0 +1,49 @@
+"""Shards that rest in files, on their way to host memory before they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from zero.core.unit import Unit
+from zero.plan.order import Limits, Position, read_ahead
+
+
+class DiskPrefetcher:
+    """Reads further ahead than parameters are gathered: it takes slots in host memory and none of the device's.
+
+    What has been asked for depends on the order of uses only, and so is alike on all ranks; whether there was a slot
+    for it, or an update in its way, is not. A unit that was not asked for before is not gathered ahead: its gather
+    would wait for the whole of the drive.
+    """
+
+    def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
+        self._units = units
+        self._limits = limits
+        self._files = {unit.index for unit in units if unit.cut and not unit.home.kept.permanent}
+        self._asked: set[int] = set()
+        self._begun: set[int] = set()  # of those, the ones that are on their way or there
+
+    def asked(self, unit: Unit) -> bool:
+        """Whether the shard is in memory anyway, or was asked for when another unit was used."""
+        return unit.index not in self._files or unit.index in self._asked
+
+    def ask(self, order: Sequence[int], position: Position, there: Collection[int]) -> None:
+        """Begin to read what comes next; units that are `there` need not be read."""
+        wanted = read_ahead(order, position, self._limits, self._files, there)
+        self._asked.update(wanted)
+        for index in wanted:
+            if not self._units[index].read():
+                return  # no slot: those behind it would be taken from it
+            self._begun.add(index)
+
+    def over(self, unit: Unit) -> None:
+        """The unit is gathered now."""
+        self._asked.discard(unit.index)
+        self._begun.discard(unit.index)
+
+    def forget(self) -> None:
+        """Give back what nobody has come for."""
+        begun, self._begun = self._begun, set()
+        self._asked.clear()
+        for index in sorted(begun):
+            self._units[index].unread()

@@ -1,0 +1,384 @@
+"""From a module to units: reads the model's structure, lets `plan` decide, and puts the parts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero.core import comm
+from zero.core.agree import agree
+from zero.core.conversion import guard, unguard
+from zero.core.deferred_param import DeferredParam
+from zero.core.finite import FirstNotFinite
+from zero.core.frozen import FrozenUnits
+from zero.core.gradients import GradientDtypes
+from zero.core.hooks import Reads, attach, attach_waits, uncalled_leaves
+from zero.core.leaf import z3_leaf_module
+from zero.core.mesh import Mesh
+from zero.core.offload import Offload, OffloadSettings
+from zero.core.own_unit import is_apart
+from zero.core.owner import owner_of
+from zero.core.prefetcher import ParamPrefetcher, in_backward
+from zero.core.ratio import Training, settle_ratio
+from zero.core.reducer import Reducer
+from zero.core.unit import Unit
+from zero.log import log_once, logger
+from zero.memory.available import give_back
+from zero.memory.state_placement import StatePlacement
+from zero.plan.formats import Formats
+from zero.plan.memory import StateBytes, gradient_dtype
+from zero.plan.order import Limits, stay_whole
+from zero.plan.sharding import Sharding
+from zero.plan.units import ModuleNode, ParamSpec, plan_units
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class MixedPrecisionPolicy(NamedTuple):
+    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state.
+
+    accumulate:  the dtype in which gradients add up;
+    communicate: what gradients are rounded to before they travel; None leaves them as they are;
+    buffers:     the dtype of the module's floating-point buffers; None leaves each as it is;
+    tree:        gradients are added in an order that does not depend on the number of ranks.
+    """
+
+    compute_dtype: str
+    accumulation: int
+    formats: Formats = Formats()
+    accumulate: str = "fp32"
+    communicate: str | None = None
+    buffers: str | None = None
+    tree: bool = False
+
+    def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
+        """Of a unit whose parameters are of `dtype`."""
+        local = gradient_dtype(dtype, sharding, self.accumulation, self.accumulate)
+        travel = None if self.communicate is None else DTYPES[self.communicate]
+        return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
+
+
+class ShardedModule:
+    """A module whose parameters live in units, and the two parts that move them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        mesh: Mesh,
+        numerics: MixedPrecisionPolicy,
+        limits: Limits,
+        offload: Offload | None = None,
+    ) -> None:
+        self.module = module
+        self.offload = offload
+        self.numerics = numerics
+        self.units = tuple(units)
+        self.trained = tuple(unit for unit in units if unit.gradients is not None)
+        for unit in self.trained if numerics.tree else ():
+            unit.gradients.sum_as_tree()
+        self.sharding = sharding
+        self.mesh = mesh
+        self.gatherer = ParamPrefetcher(self.units, limits)
+        self.reducer = Reducer(self.units, sharding, self.gatherer.done, FirstNotFinite(self.trained, mesh))
+        self.reducer.on_flush(self.gatherer.end_of_backward)
+        if any(unit.cut for unit in units):
+            self.reducer.on_flush(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
+        self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
+        self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
+        self._awaited = _awaited(module, [unit for unit in self.trained if unit.home.away and not unit.cut])
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._attach(self._reads, self._awaited)
+        guard(module)
+
+    @property
+    def handles(self) -> list[RemovableHandle]:
+        """Of all our hooks on modules."""
+        return [handle for handles in self._handles.values() for handle in handles]
+
+    def unhook(self, modules: Iterable[nn.Module]) -> None:
+        """Take the hooks off modules that are called only from inside of one that keeps its hooks."""
+        for module in modules:
+            for handle in self._handles.pop(module, ()):
+                handle.remove()
+
+    def hook(self, modules: Iterable[nn.Module]) -> None:
+        """Put back what `unhook` took off."""
+        modules = list(modules)
+        reads = {module: self._reads[module] for module in modules if module in self._reads}
+        self._attach(reads, {module: self._awaited[module] for module in modules if module in self._awaited})
+
+    def _attach(self, reads: Mapping[nn.Module, Reads], awaited: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        for handles in (attach(reads, self.gatherer, self.reducer.begin), attach_waits(awaited)):
+            for module, made in handles.items():
+                self._handles.setdefault(module, []).extend(made)
+
+    def accumulate_over(self, micro_batches: int) -> None:
+        """From now on so many micro-batches add up in one step; to be said while there are no gradients."""
+        self.numerics = self.numerics._replace(accumulation=micro_batches)
+        for unit in self.trained:
+            unit.gradients.collect_in(self.numerics.gradient_dtypes(unit.plan.dtype, self.sharding))
+
+    def abandon(self) -> None:
+        """Make the next step possible after an exception; the gradients of the running window are dropped."""
+        self.reducer.abandon()
+        self.gatherer.abandon()
+
+    def recover(self) -> bool:
+        """Clean up behind a backward that raised outside the engine's sight; whether there was one."""
+        if not self.reducer.open or in_backward():
+            return False
+        logger.warning("a backward pass ended with an exception; the gradients of this step are dropped")
+        self.abandon()
+        return True
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError where somebody moved, converted or replaced parameters: an update would not reach them.
+
+        What was added beside them may have an optimizer of its own, so that is a warning.
+        """
+        there = dict(self.module.named_parameters())
+        new = [name for name, param in there.items() if owner_of(param) is None and param.grad is not None]
+        if new:
+            text = (
+                f"parameter '{new[0]}' came into the model after initialize(), and no step of this engine uses its "
+                "gradient; destroy() the engine, change the model and call initialize() then, or freeze what is new"
+            )
+            ours = {id(param) for unit in self.units for param in unit.params}
+            if not ours <= {id(param) for param in there.values()}:
+                raise RuntimeError(text)
+            log_once(logging.WARNING, text)
+        for unit in self.units:
+            unit.check_parameters()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, local and reduced."""
+        self.reducer.drop()
+
+    def check_order(self) -> None:
+        """Raise RuntimeError on all ranks when they communicated in different orders since the last call; collective.
+
+        Does nothing unless the mesh notes the order.
+        """
+        watch = self.mesh.watch
+        if watch.order is not None:
+            order, watch.order = watch.order, []
+            what = f"the ranks' orders of collectives differ in step {watch.standing.steps}, at position {{index}}"
+            agree(order, self.mesh.reduced_over, self.units[0].full.device, what, "none any more")
+            watch.order.clear()  # the comparison itself
+
+    def nbytes(self) -> StateBytes:
+        """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state.
+
+        What was sent off the device is not among them; `offload.host` counts that.
+        """
+        parameters = gradients = masters = 0
+        for unit in self.units:
+            parameters += unit.full.untyped_storage().nbytes()
+            parameters += unit.shard.nbytes if unit.cut and not unit.home.shards_away else 0
+            if unit.gradients is not None:
+                gradients += unit.gradients.nbytes
+                # Beside a master on the device, a copy of a shard that is not.
+                copied = unit.master.shard.nbytes if unit.home.mirrored else 0
+                masters += 0 if unit.home.away else unit.master.nbytes + copied
+        return StateBytes(parameters, gradients, masters)
+
+    def leave(self) -> None:
+        """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `take_back` gives."""
+        self.mesh.watch.close()
+        if all(unit.readable and not unit.cut for unit in self.units):
+            self.dissolve()
+            return
+        for unit in self.units:
+            unit.left = self
+
+    def dissolve(self, broken: bool = False) -> None:
+        """Undo the wrapping: hooks off, every parameter whole and on its own; collective, unless it is `broken`."""
+        self.unhook(list(self._handles))
+        unguard(self.module)
+        self.reducer.detach()
+        for unit in self.units:
+            unit.dissolve(broken)
+        if self.offload is not None:
+            self.offload.close()
+
+
+def take_back(module: nn.Module) -> None:
+    """Give parameters of engines that were dropped without `destroy()` whole storage of their own; collective."""
+    owners = [owner for owner in map(owner_of, module.parameters()) if owner is not None]
+    for sharded in list({id(owner.unit.left): owner.unit.left for owner in owners}.values()):
+        if sharded is not None:
+            sharded.abandon()  # what is gathered on some ranks only is not, afterwards
+            sharded.dissolve()
+
+
+def wrap(
+    module: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    sharding: Sharding,
+    mesh: Mesh,
+    device: torch.device,
+    numerics: MixedPrecisionPolicy,
+    patterns: Sequence[str] = (),
+    limits: Limits | None = None,
+    places: OffloadSettings | None = None,
+) -> ShardedModule:
+    """Put the parameters of `module` into units on `device` and hook them up.
+
+    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay, `places` where they and the
+    optimizer's state rest. Every rank takes rank 0's
+    parameters and buffers; what was built under `zero.Init` is taken over from its shards. Raises ValueError for a
+    parameter that cannot be managed.
+    """
+    limits = limits or Limits()
+    named = {param: name for name, param in module.named_parameters()}
+    for param, name in named.items():
+        owner = owner_of(param)
+        if owner is not None and not isinstance(owner.unit, DeferredParam):
+            raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
+    specs = _specs(named, groups, numerics.compute_dtype)
+    plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
+    mesh.watch.units = [plan.name for plan in plans]
+    by_name = {name: param for param, name in named.items()}
+    whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
+    offload = None
+    if places is not None and places.enabled:
+        resting = _resting_dtype(numerics, mesh)
+        dtype = DTYPES[numerics.compute_dtype]
+        training = Training(sharding, numerics.formats, dtype, resting, numerics.accumulate, numerics.accumulation)
+        places = settle_ratio(places, plans, mesh, device, training)
+        offload = Offload(places, plans, mesh, device, numerics.formats, resting, numerics.accumulate)
+    units = []
+    for index, plan in enumerate(plans):
+        home = StatePlacement.here(device) if offload is None else offload.home(index)
+        unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, home)
+        dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
+        unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
+        unit.whole = unit.cut and index in whole
+        unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
+        units.append(unit)
+    _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
+    if offload is not None:
+        give_back()
+    sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
+    mesh.watch.tie(sharded)
+    if mesh.rank == 0:
+        logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
+    return sharded
+
+
+def _resting_dtype(numerics: MixedPrecisionPolicy, mesh: Mesh) -> str:
+    """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
+
+    Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
+    """
+    alone = mesh.world_size == 1 or mesh.shard.native
+    exact = numerics.accumulation == 1 and alone and not numerics.tree and numerics.communicate is None
+    return numerics.compute_dtype if exact and numerics.compute_dtype != "fp32" else numerics.accumulate
+
+
+def _specs(
+    named: dict[nn.Parameter, str], groups: Sequence[Sequence[nn.Parameter]], compute_dtype: str
+) -> list[ParamSpec]:
+    group_of: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(groups):
+        for param in group:
+            if param in group_of:
+                raise ValueError(f"parameter '{named.get(param, '?')}' occurs twice in the optimizer's groups")
+            if param not in named:
+                raise ValueError(
+                    f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} "
+                    "that is not a parameter of the model"
+                )
+            group_of[param] = index
+    specs = []
+    for param, name in named.items():
+        dtype = _dtype_name(param, name, compute_dtype)
+        # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
+        trained = param in group_of and param.requires_grad
+        specs.append(ParamSpec(name, param.numel(), dtype, trained, group_of.get(param, -1), param.ndim))
+    return specs
+
+
+def _dtype_name(param: nn.Parameter, name: str, compute_dtype: str) -> str:
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter '{name}' is {param.layout}; wanted a dense one")
+    if compute_dtype != "fp32" and param.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return compute_dtype
+    if param.dtype not in _NAMES or (param.requires_grad and param.dtype == torch.float64):
+        raise ValueError(
+            f"parameter '{name}' is {param.dtype}; wanted float32, bfloat16 or float16 "
+            "(frozen ones also float64, int8, uint8)"
+        )
+    return _NAMES[param.dtype]
+
+
+def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> ModuleNode:
+    own = tuple(named[param] for param in module._parameters.values() if param is not None)
+    children = tuple(_tree(child, named, f"{path}.{name}" if path else name) for name, child in module.named_children())
+    repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
+    kind = type(module).__name__
+    return ModuleNode(path, kind, own, children, repeats, z3_leaf_module(module), is_apart(module))
+
+
+def _reads(module: nn.Module, units: Sequence[Unit], gatherer: ParamPrefetcher) -> dict[nn.Module, Reads]:
+    """What each module that has parameters reads: the units anchored at it, and those of parameters it owns."""
+    found: dict[nn.Module, list[Unit]] = {module: []}  # the root always: it tells where a forward ends
+    frozen: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        anchor = module.get_submodule(unit.plan.anchor)
+        found.setdefault(anchor, []).append(unit)
+        if unit.gradients is None:
+            frozen.setdefault(anchor, []).append(unit)
+    for child in module.modules():
+        if next(child.parameters(), None) is not None:
+            found.setdefault(child, [])  # none of its own where all are below it
+        for param in child._parameters.values():
+            if param is not None and param._zero_owner.unit not in found[child]:
+                found[child].append(param._zero_owner.unit)
+    reads = {}
+    for child, needed in found.items():
+        inside = {unit.index: unit for below in child.modules() for unit in found.get(below, ())}
+        trained = [unit for unit in inside.values() if unit.gradients is not None]
+        follow = FrozenUnits(frozen[child], trained, gatherer) if child in frozen else None
+        reads[child] = Reads(tuple(needed), follow)
+    return reads
+
+
+def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Unit, ...]]:
+    """For each module that reads some of these units what it must wait for; one that is compiled, all below it."""
+    wanted = {param: unit for unit in units for param in unit.params}
+    found: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(module.get_submodule(unit.plan.anchor), []).append(unit)
+    for child in module.modules():
+        # Compiled code asks what its parameters are before anything in it runs.
+        compiled = child._compiled_call_impl is not None or isinstance(getattr(child, "_orig_mod", None), nn.Module)
+        for param in child.parameters(recurse=compiled):
+            if param in wanted:
+                found.setdefault(child, []).append(wanted[param])
+    return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
+
+
+def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None) -> None:
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
+                for axis in (mesh.shard, mesh.replica):
+                    if buffer.numel():
+                        comm.broadcast(buffer, 0, axis, "buffers")

@@ -1,0 +1,257 @@
+"""How one unit's shard is updated: one of our fused formulas, or any element-wise optimizer of `torch.optim`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.config.optimizers import ARGUMENTS, Arguments, torch_reason
+from zero.core.unit import Unit
+from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
+from zero.kernels.moments import Moment
+from zero.kernels.step import step as fused_step
+from zero.log import rank_zero
+from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
+from zero.optim.torch_rule import TorchShardOptimizer
+from zero.plan.formats import Formats, Run, runs
+from zero.plan.layout import Fragment, Span, round_up
+
+# These look at whole matrices or at the whole model, which a shard is not.
+NOT_ELEMENTWISE = {
+    "Adafactor": "it factors the second moment over rows and columns of whole matrices",
+    "LBFGS": "it needs a closure and inner products over the whole model",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it needs sparse gradients, and gradients here are dense",
+}
+
+
+def _adam(group: Group, decoupled: bool) -> Adam:
+    beta1, beta2 = map(float, group["betas"])
+    numbers = (float(group[key]) for key in ("eps", "weight_decay"))
+    return Adam(float(group["lr"]), beta1, beta2, *numbers, decoupled, bool(group["bias_correction"]))
+
+
+def _lion(group: Group) -> Lion:
+    beta1, beta2 = map(float, group["betas"])
+    return Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
+
+
+def _sgd(group: Group) -> Sgd:
+    numbers = (float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay"))
+    return Sgd(*numbers, bool(group["nesterov"]))
+
+
+def _adagrad(group: Group) -> Adagrad:
+    return Adagrad(*(float(group[key]) for key in ("lr", "lr_decay", "eps", "weight_decay")))
+
+
+_FORMULAS: Mapping[str, Callable[[Group], Formula]] = {
+    # As in DeepSpeed, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
+    "adam": lambda group: _adam(group, group["adam_w_mode"]),
+    "adamw": lambda group: _adam(group, True),
+    "lion": _lion,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+}
+# Arguments that decide before the first step and mean nothing in a parameter group.
+_NOT_IN_GROUPS = ("zero", "torch_adam", "amsgrad", "fp32_optimizer_states", "maximize", "foreach", "fused")
+
+
+class States(NamedTuple):
+    """The optimizer's state for one shard: for each run of one format its moments; and how many steps it has seen."""
+
+    names: tuple[str, ...]
+    first: int  # of the shard in the unit's flat buffer, elements
+    runs: tuple[tuple[Run, tuple[Moment, ...]], ...]
+    steps: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all moments."""
+        return sum(moment.nbytes for _, moments in self.runs for moment in moments)
+
+
+class FusedRule:
+    """Adam, AdamW, Lion, SGD and Adagrad, each in one fused pass over the shard (zero/kernels/step.py).
+
+    `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.
+    """
+
+    foreseen = True
+
+    def __init__(self, kind: str, params: Arguments, compute_dtype: str) -> None:
+        self._formula = _FORMULAS[kind]
+        self.defaults = {key: value for key, value in params if key not in _NOT_IN_GROUPS}
+        master, moments = (params.zero.master, params.zero.moments) if params.zero else (None, "fp32")
+        master = master or ("remainder" if compute_dtype == "bf16" else "fp32")
+        self.formats = Formats(master, moments, len(self._formula(self.defaults).state_names))
+        self._states: dict[int, States] = {}
+
+    def check(self, group: Group) -> None:
+        """See `ShardOptimizer.check`."""
+        self._formula(group)
+
+    def begin(self, unit: Unit, group: Group) -> None:
+        """See `ShardOptimizer.begin`."""
+        self.states(unit, group)
+
+    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+        """One step of the formula on the unit's shard, with the hyperparameters of `group`; see `ShardOptimizer`."""
+        formula = self._formula(group)
+        states = self.states(unit, group)
+        self._states[unit.index] = states = states._replace(steps=states.steps + 1)
+        master, param = unit.master.tensor, unit.master.rounding
+        for run, moments in states.runs:
+            part = slice(run.start, run.start + run.numel)
+            fused_step(
+                formula,
+                master[part],
+                moments,
+                grad[part],
+                None if param is None else param[part],
+                step=states.steps,
+                grad_scale=factor,
+                # Stochastic rounding takes its bits by unit, step and place in the unit: all the same on every stage.
+                key=unit.index,
+                first=0 if run.format == "fp32" else states.first + run.start,
+                threads=threads,
+            )
+
+    def states(self, unit: Unit, group: Group) -> States:
+        """The unit's state; new, at step 0, before the first step, and when SGD's momentum begins or ends."""
+        formula = self._formula(group)
+        known = self._states.get(unit.index)
+        if known is None or known.names != formula.state_names:
+            window = unit.window
+            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.home.updates
+            kept = tuple(
+                (run, tuple(Moment.filled(run.numel, run.format, value, device, signed) for signed in formula.signed))
+                for run in runs(unit.plan, window, self.formats.moments)
+            )
+            self._states[unit.index] = known = States(formula.state_names, window.start, kept, 0)
+            unit.home.states.put([tensor for _, _, tensor in self.tensors(unit)])
+        return known
+
+    def nbytes(self, unit: Unit, group: Group) -> int:
+        """See `ShardOptimizer.nbytes`."""
+        return self.states(unit, group).nbytes
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """See `ShardOptimizer.tensors`; codes of 8 bit are followed by their scales."""
+        known = self._states.get(unit.index)
+        for run, moments in known.runs if known else ():
+            for name, moment in zip(known.names, moments, strict=True):
+                span = Span(run.start, run.numel)
+                yield name, span, moment.values
+                if moment.scales is not None:
+                    yield f"a scale of {name}", span, moment.scales
+
+    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `ShardOptimizer.keys`."""
+        return self._formula(group).state_names, ("step",)
+
+    def number(self, unit: Unit, group: Group, key: str) -> float:
+        """See `ShardOptimizer.number`."""
+        unit.settle()
+        return self.states(unit, group).steps
+
+    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
+        """See `ShardOptimizer.set_number`."""
+        unit.settle()
+        self._states[unit.index] = self.states(unit, group)._replace(steps=int(value))
+
+    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
+        """See `ShardOptimizer.read`."""
+        with unit.borrow():
+            moment, signed = self._moment(unit, group, key, part)
+            return moment.decode(signed)[: part.numel].clone()
+
+    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
+        """See `ShardOptimizer.write`."""
+        with unit.borrow(written=True):
+            moment, signed = self._moment(unit, group, key, part)
+            padded = moment.values.new_zeros(moment.numel, dtype=torch.float32)
+            padded[: part.numel] = values
+            moment.write(padded, signed)
+
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
+        """See `ShardOptimizer.kept`."""
+        names = self._formula(group).state_names
+        return {key: Kept(*self._moment(unit, group, key, part)) for key in names}
+
+    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
+        """See `ShardOptimizer.restart`."""
+        value = float(group.get("initial_accumulator_value", 0.0))
+        if part is None:
+            formula = self._formula(group)
+            for _, moments in self.states(unit, group).runs:
+                for moment, signed in zip(moments, formula.signed, strict=True):
+                    moment.fill(value, signed)
+            self._states[unit.index] = self.states(unit, group)._replace(steps=0)
+            return
+        for moment, signed in self.kept(unit, group, part).values():
+            moment.fill(value, signed)
+
+    def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
+        """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""
+        index = self._formula(group).state_names.index(key)
+        for run, moments in self.states(unit, group).runs:
+            if run.start <= part.at < run.start + run.numel:
+                numel = round_up(part.numel, self.formats.alignment)
+                start = part.at - run.start
+                found = moments[index].narrow(start, min(numel, run.numel - start))
+                return found, self._formula(group).signed[index]
+        raise RuntimeError(f"unit '{unit.plan.name}' has no state for element {part.at} of its shard")
+
+    def forget(self) -> None:
+        """See `ShardOptimizer.forget`."""
+        self._states.clear()
+
+
+def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> ShardOptimizer:
+    """The rule that `optimizer.type` and `optimizer.params` of the JSON name; raises ValueError by JSON path."""
+    reason = torch_reason(kind, params)
+    if reason is None:
+        arguments = ARGUMENTS[kind.lower()].model_validate(params)
+        return FusedRule(kind.lower(), arguments, compute_dtype)
+    if kind.lower() in ARGUMENTS:
+        rank_zero(logging.INFO, "optimizer %s runs as torch's own class, because %s", kind, reason)
+        kind, params = _torch_arguments(kind.lower(), params)
+    if kind in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"optimizer.type: '{kind}' cannot run on shards: {NOT_ELEMENTWISE[kind]}; "
+            "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
+        )
+    found = getattr(torch.optim, kind, None)
+    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+        torchs = sorted(name for name, value in vars(torch.optim).items() if _is_optimizer(value))
+        known = ["Adam", "AdamW", "Lion", *torchs]
+        near = difflib.get_close_matches(kind, known, 1)
+        hint = f"; did you mean '{near[0]}'?" if near else "."
+        raise ValueError(f"optimizer.type: unknown optimizer '{kind}'{hint} Known: {', '.join(dict.fromkeys(known))}")
+    try:
+        return TorchShardOptimizer(found, params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.params: torch.optim.{kind} refuses {params}: {error}") from error
+
+
+def _torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of torch's class for one of ours, without the arguments that only ours has."""
+    decoupled = kind == "adamw" or params.get("adam_w_mode", True)
+    name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}[kind]
+    ours = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "zero")
+    return name, {key: value for key, value in params.items() if key not in ours}
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        inspect.isclass(value)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+        and value.__name__ not in NOT_ELEMENTWISE
+    )

@@ -1,0 +1,79 @@
+"""What the update of a unit's shard has to offer, whoever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from zero.core.unit import Unit
+from zero.kernels.moments import Moment
+from zero.plan.formats import Formats
+from zero.plan.layout import Fragment, Span
+
+Group = Mapping[str, Any]
+
+
+class ShardOptimizer(Protocol):
+    """Updates the shard of one unit with one parameter group's hyperparameters."""
+
+    defaults: dict[str, Any]
+    formats: Formats
+    foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
+
+    def check(self, group: Group) -> None:
+        """Raise ValueError for hyperparameters that no step can be taken with; nothing was touched then."""
+
+    def begin(self, unit: Unit, group: Group) -> None:
+        """Make the state of the unit, so that it is where it rests before the first step."""
+
+    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+        """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
+
+        The state must be lent. `threads`: how many compute it on a CPU; default torch's.
+        """
+
+    def nbytes(self, unit: Unit, group: Group) -> int:
+        """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """All tensors of the unit's state that exist, as they are kept: name, elements of the shard, and the tensor."""
+
+    def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Torch's names of the states: those with an element per parameter, and single numbers of the unit."""
+
+    def number(self, unit: Unit, group: Group, key: str) -> float:
+        """The number `key`; "step" is an int."""
+
+    def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
+        """Replace it."""
+
+    def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
+        """State `key` of a fragment of the shard, fp32 [n], a copy; before the first step, where that begins."""
+
+    def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
+        """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
+
+    def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
+        """All states of a fragment of the shard as they are kept, views to read and write while the state is lent.
+
+        The last block of one in 8 bit is whole, so it may have elements behind the fragment, which are padding.
+        Empty where the state does not exist yet; those called `make` exist afterwards.
+        """
+
+    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
+        """Make the states of a fragment what the first step begins with; of the whole unit, numbers too, without one.
+
+        The state must be lent.
+        """
+
+    def forget(self) -> None:
+        """Give all state back."""
+
+
+class Kept(NamedTuple):
+    """One state of some elements, and whether it can be negative."""
+
+    moment: Moment
+    signed: bool
