@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from zero import log
 from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve, tree_error
 from zero.config.errors import ConfigError, dotted, show
-from zero.config.file import Config, File, autocast_dtype
+from zero.config.file import Config, File, autocast_dtype, shard_sizes
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
 from zero.config.tidy import Tidy, hint, section_of
@@ -46,7 +46,7 @@ def load(
         errors += filter(None, [tree_error(batch.steps, world_size)])
     errors += _together(file)
     if not any(line.startswith("zero_optimization.stage") for line in errors):
-        errors += _offload(file)
+        errors += _offload(file) + _shards(file, world_size)
     errors += [f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)]
     for line in tidy.warnings:
         log.log_once(logging.WARNING, line)  # before the error: a misspelt section may be its cause
@@ -222,6 +222,41 @@ def _offload(file: File) -> list[str]:
             "which keeps whole parameters on the device; set the stage to 3, or leave offload_param out"
         )
     return lines
+
+
+def _shards(file: File, world_size: int) -> list[str]:
+    """What is wrong with groups of ranks that are smaller than the world."""
+    stage, hpz = file.zero_optimization.stage, file.zero_optimization.zero_hpz_partition_size
+    sizes, hpz_key, lines = shard_sizes(file), "zero_optimization.zero_hpz_partition_size", []
+    if len(set(sizes.values())) > 1:
+        (key, size), (other, differs) = sizes.items()
+        lines.append(f"{key} and {other}: got {size} and {differs} for one size; keep one of them")
+    for key, size in sizes.items():
+        if stage == 0:
+            lines.append(
+                f"{key}: got {size} with zero_optimization.stage 0, where every rank keeps all state; set the stage to "
+                "1, 2 or 3, or leave it out"
+            )
+        lines += _indivisible(key, size, world_size)
+    if hpz > 1:
+        if stage < 3:
+            lines.append(
+                f"{hpz_key}: got {hpz} with zero_optimization.stage {stage}, which keeps whole parameters on every "
+                "rank; set the stage to 3, or leave it out"
+            )
+        lines += [
+            f"{hpz_key}: got {hpz} with {key} {size}; it is for state that is cut over all ranks, keep one of the two"
+            for key, size in sizes.items()
+        ]
+        lines += _indivisible(hpz_key, hpz, world_size)
+    return lines
+
+
+def _indivisible(key: str, size: int, world_size: int) -> list[str]:
+    if world_size % size == 0:
+        return []
+    divisors = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+    return [f"{key}: got {size}, wanted a divisor of world size {world_size}: {', '.join(divisors)}"]
 
 
 def _recompute(file: File) -> list[str]:

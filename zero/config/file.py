@@ -167,6 +167,15 @@ def autocast_dtype(file: File) -> str | None:
     return (file.torch_autocast.dtype or default) if file.torch_autocast.enabled else None
 
 
+def shard_sizes(file: File) -> dict[str, int]:
+    """The keys that limit how many ranks state is cut over, with their values; empty where none does."""
+    values = {
+        "zero.shard_size": file.zero.shard_size,
+        "zero_optimization.mics_shard_size": file.zero_optimization.mics_shard_size,
+    }
+    return {key: value for key, value in values.items() if value > 0}
+
+
 class Config(File):
     """A checked config: the batch sizes resolved, everything else as in the file or by default."""
 
@@ -197,6 +206,18 @@ class Config(File):
     def scales_loss(self) -> bool:
         """Whether anything runs in fp16, so that the loss is scaled as the section `fp16` says."""
         return self.fp16.enabled or self.autocast_dtype == "fp16"
+
+    @property
+    def shard_size(self) -> int:
+        """The number of ranks that state is cut over, from zero.shard_size or mics_shard_size; 0 for all ranks."""
+        size = next(iter(shard_sizes(self).values()), 0)
+        return 0 if size == self.world_size else size
+
+    @property
+    def secondary_shard_size(self) -> int:
+        """The number of ranks that hold a second copy of the parameters (hpZ); 1 for no such copy."""
+        size = self.zero_optimization.zero_hpz_partition_size
+        return 1 if size == self.world_size else size
 
     @property
     def gradient_factor(self) -> float:

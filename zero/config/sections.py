@@ -261,6 +261,9 @@ class Zero(Section):
     units: Texts = Field(default_factory=list)
     """Class names or path patterns (fnmatch on the module path) of the modules that become one unit each;
     default: found by itself from repeated blocks."""
+    shard_size: integer(-1) = 0
+    """The number of ranks that state is cut over, at stages 1 to 3; each group of so many consecutive ranks holds a
+    replica of all of it. A divisor of the world size; 0 and -1 are all ranks."""
     reduce_every_micro_batch: Bool = False
     """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
     micro-batch like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under

@@ -52,7 +52,6 @@ def enabled(value: Any) -> bool:
 _ZERO = "zero_optimization"
 _MONITOR = "is not available in this release; log the loss in the training loop"
 _PLUS = "ZeRO++ is not available in this release; leave it out"
-_MICS = "shard groups smaller than the world are not available in this release; leave it out"
 _MODEL = "is not available in this release; only data parallelism is"
 _ONE_GATHER = "another way to gather is not available in this release; leave it out"
 
@@ -81,13 +80,10 @@ UNAVAILABLE: tuple[Unavailable, ...] = (
     Unavailable(f"{_ZERO}.legacy_stage1", true, "is gone from DeepSpeed too; leave it out"),
     Unavailable(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", true, _ONE_GATHER),
     Unavailable(f"{_ZERO}.stage3_allgather_sequential", true, _ONE_GATHER),
-    Unavailable(f"{_ZERO}.zero_hpz_partition_size", above(1), _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_weights", true, _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_nontrainable_weights", true, _PLUS),
     Unavailable(f"{_ZERO}.zero_quantized_gradients", true, _PLUS),
     Unavailable(f"{_ZERO}.zeropp_loco_param", given, _PLUS),
-    Unavailable(f"{_ZERO}.mics_shard_size", above(0), _MICS),
-    Unavailable(f"{_ZERO}.mics_hierarchical_params_gather", true, _MICS),
     Unavailable(f"{_ZERO}.save_muon_momentum_buffer_in_memory", true, "is not available; leave it out"),
     Unavailable(f"{_ZERO}.zenflow", given, "ZenFlow is not available; leave it out"),
     Unavailable("aio.use_gds", true, "GPUDirect is not available; what is read goes through host memory"),
@@ -141,6 +137,7 @@ IDLE: tuple[Idle, ...] = (
             )
         ),
     ),
+    Idle("the backend decides how a gather crosses machines", (f"{_ZERO}.mics_hierarchical_params_gather",)),
     Idle("not used yet", ("timers",)),
     Idle(
         "every rank reads its own part of a checkpoint, of any world size",

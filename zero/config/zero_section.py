@@ -10,7 +10,6 @@ from zero.config.values import (
     Count,
     Fraction,
     FractionOrAuto,
-    Int,
     Object,
     Positive,
     Section,
@@ -169,7 +168,8 @@ class ZeroOptimization(Section):
     """Modules that are gathered all at once."""
 
     zero_hpz_partition_size: Positive = 1
-    """ZeRO++: ranks of a second shard group inside a machine."""
+    """ZeRO++'s hpZ: ranks that together hold a second copy of the parameters at stage 3, as many as one machine has;
+    the backward pass gathers from it. 1 keeps none."""
     zero_quantized_weights: Bool = False
     """ZeRO++: gather quantized weights."""
     zero_quantized_nontrainable_weights: Bool = False
@@ -178,10 +178,10 @@ class ZeroOptimization(Section):
     """ZeRO++: reduce quantized gradients."""
     zeropp_loco_param: Object | None = None
     """ZeRO++: error feedback of the quantized gradients."""
-    mics_shard_size: Int = -1
-    """MiCS: ranks that share one copy of the parameters; -1 is all of them."""
+    mics_shard_size: integer(-1) = -1
+    """MiCS: DeepSpeed's name of zero.shard_size; -1 and 0 are all ranks."""
     mics_hierarchical_params_gather: Bool = False
-    """MiCS: gather inside a machine and between machines in two steps."""
+    """MiCS: gather inside a machine and between machines in two steps; here the backend decides that."""
     save_muon_momentum_buffer_in_memory: Bool = False
     """Keep Muon's momentum in main memory."""
     zenflow: Object | None = None
