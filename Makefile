@@ -1,5 +1,6 @@
 # make train   install into .venv once, then train the example GPT (CONFIG, STEPS and ARGS change it)
-# make test    the same .venv, then ruff and pytest
+# make test    the same .venv, then ruff and the tests, one case for each promise
+# make test-long   the long ones: hundreds of kills, all pairs of checkpoints, real hosts, restarts
 # make nodes   the programs of the system that tests over real hosts and under MPI run, where they may be installed
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
@@ -27,7 +28,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test nodes report sanitize peers clean
+.PHONY: train test test-long nodes report sanitize peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
@@ -40,11 +41,16 @@ nodes:
 
 # A process of tests that dies, or is ended because a test hangs, ends the run: started again it would meet the same test.
 # Tests start hundreds of processes: each one would compile this library anew where Python is told to keep nothing.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-long: export PYTHONDONTWRITEBYTECODE :=
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --max-worker-restart 0 --dist loadfile \
+	--no-loadscope-reorder --durations 40
+
 test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --max-worker-restart 0 --dist loadfile \
-		--no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-long: $(STAMP) nodes
+	$(PYTEST) -m long $(ARGS)
 
 report: $(STAMP)
 	$(VENV)/bin/zero report $(ARGS)

@@ -1,4 +1,10 @@
-"""Shared by all tests: one thread for torch, and the pool of ranks."""
+"""Shared by all tests: one thread for torch, and the pool of ranks.
+
+    make test                                       everything but the tests marked `long`
+    make test-long                                  those that are
+    .venv/bin/python -m pytest tests/core           a topic, or a file, in one process; without the long ones
+    .venv/bin/python -m pytest -m "" tests/core     with them
+"""
 
 from __future__ import annotations
 
@@ -24,6 +30,7 @@ UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is s
 FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}}
 
 SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
+LONG_SECONDS = 3600.0  # the same of a test that is marked `long`
 
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
@@ -57,9 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that hangs ends its process, with a traceback of each thread; pytest-xdist then names the test."""
-    long = item.config.getoption("usepdb") or "ZERO_LONG" in os.environ or "ZERO_ALL_PAIRS" in os.environ
-    if not long:
-        faulthandler.dump_traceback_later(SECONDS, exit=True, file=item.config.stash[STDERR])
+    if not item.config.getoption("usepdb"):
+        seconds = LONG_SECONDS if item.get_closest_marker("long") else SECONDS
+        faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)
     finally:

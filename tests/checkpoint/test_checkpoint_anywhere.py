@@ -3,13 +3,11 @@
 Exact values and moments come back bit by bit (moments in fewer bits: their rounding), and so do the losses of the steps
 that follow, wherever the order of sums is the same: with the same ranks, and under zero.reduce "tree" with others.
 
-With ZERO_ALL_PAIRS=1 in the environment every configuration loads every other one's checkpoint; else each one loads
-that of one other.
+Each configuration loads the checkpoint of one other, and among the long tests those of all others.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -101,7 +99,7 @@ def test_every_configuration_loads_what_another_saved(pool: Any, tmp_path: Path,
         before, its = case, folder
 
 
-@pytest.mark.skipif("ZERO_ALL_PAIRS" not in os.environ, reason="some minutes; set ZERO_ALL_PAIRS=1")
+@pytest.mark.long
 def test_all_pairs(pool: Any, tmp_path: Path) -> None:
     sources, targets = cases(), cases(shift=1)
     places = folders(tmp_path, len(sources) + 1)

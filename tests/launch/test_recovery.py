@@ -4,7 +4,7 @@ Two ranks save every step, asynchronously or not, and are killed, all of them or
 save. Each attempt loads a whole checkpoint, never an older one than the last that was reported saved. `zero run
 --max_restarts` does it by itself.
 
-ZERO_LONG=1 kills 200 times and restarts 20 times, and not just a few.
+10 kills and one restart; among the long tests 200 kills and 20 restarts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from launching import Launched, Launchers
 
 HERE = Path(__file__).parents[1]
-LONG = os.environ.get("ZERO_LONG") == "1"
-KILLS, RESTARTS = (200, 20) if LONG else (10, 1)
 
 
 def environment() -> dict[str, str]:
@@ -37,21 +35,29 @@ def lines(path: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]]:
+class Killed(NamedTuple):
     """The losses of the uninterrupted run by step, and what each attempt found."""
-    seed = random.SystemRandom().randrange(10**6) if LONG else 1
-    command = [sys.executable, str(HERE / "kills.py"), str(tmp_path_factory.mktemp("kills")), str(KILLS), str(seed)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=450 + 10 * KILLS)
+
+    kills: int
+    losses: dict[str, str]
+    attempts: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[10, pytest.param(200, marks=pytest.mark.long)], ids="{} kills".format)
+def killed(tmp_path_factory, request) -> Killed:
+    kills = request.param
+    seed = 1 if kills == 10 else random.SystemRandom().randrange(10**6)
+    command = [sys.executable, str(HERE / "kills.py"), str(tmp_path_factory.mktemp("kills")), str(kills), str(seed)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=450 + 10 * kills)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     losses, *attempts = map(json.loads, done.stdout.splitlines())
     print(f"{len(attempts)} kills, seed {seed}: {sum(one['torn'] for one in attempts)} in the middle of a save")
-    return dict(losses), attempts
+    return Killed(kills, dict(losses), attempts)
 
 
 def test_each_attempt_loads_a_checkpoint_not_older_than_the_last_reported(killed):
-    _, attempts = killed
-    assert len(attempts) >= KILLS
+    attempts = killed.attempts
+    assert len(attempts) >= killed.kills
     for number, one in enumerate(attempts):
         assert not any(one["before"]), f"attempt {number} failed by itself: {one}"
         if one["began"] is not None:
@@ -62,11 +68,11 @@ def test_each_attempt_loads_a_checkpoint_not_older_than_the_last_reported(killed
 
 
 def test_each_attempt_goes_on_with_the_losses_of_the_uninterrupted_run(killed):
-    losses, attempts = killed
+    losses, attempts = killed.losses, killed.attempts
     for one in attempts:
         assert [int(step) for step, _ in one["losses"]] == [one["began"] + 1 + i for i in range(len(one["losses"]))]
         assert [loss for _, loss in one["losses"]] == [losses[step] for step, _ in one["losses"]], one
-    assert sum(len(one["losses"]) for one in attempts) >= KILLS
+    assert sum(len(one["losses"]) for one in attempts) >= killed.kills
 
 
 def launch(launchers: Launchers, folder: Path, ranks: int, steps: int, *options: str) -> Launched:
@@ -75,9 +81,9 @@ def launch(launchers: Launchers, folder: Path, ranks: int, steps: int, *options:
     return launchers.start("run", "--num_gpus", str(ranks), *options, *program, environment=environment())
 
 
-def ended(process: Launched) -> str:
+def ended(process: Launched, restarts: int = 0) -> str:
     with process:
-        _, said = process.communicate(240 + 30 * RESTARTS)
+        _, said = process.communicate(240 + 30 * restarts)
     assert process.returncode == 0, said
     return said
 
@@ -94,16 +100,17 @@ def kill_some_rank(process: Launched, folder: Path, attempt: int, draw: random.R
 
 
 def test_zero_run_recovers_from_kills_by_itself_and_a_smaller_world_goes_on_from_there(launchers, killed, tmp_path):
-    draw, steps, losses = random.Random(RESTARTS), 10 * RESTARTS, killed[0]
+    restarts, losses = killed.kills // 10, killed.losses
+    draw, steps = random.Random(restarts), 10 * restarts
     here = tmp_path / "killed"
-    process = launch(launchers, here, 2, steps, "--max_restarts", str(RESTARTS))
-    for attempt in range(RESTARTS):
+    process = launch(launchers, here, 2, steps, "--max_restarts", str(restarts))
+    for attempt in range(restarts):
         kill_some_rank(process, here, attempt, draw)
-    said = [line for line in ended(process).splitlines() if line.startswith("zero run: rank")]
-    assert len(said) == RESTARTS
+    said = [line for line in ended(process, restarts).splitlines() if line.startswith("zero run: rank")]
+    assert len(said) == restarts
     for number, line in enumerate(said, start=1):
-        killed = r"zero run: rank \d was killed by SIGKILL \(the kernel does that when memory runs out\), pid \d+; "
-        assert re.fullmatch(killed + f"restart {number} of {RESTARTS}", line), line
+        wanted = r"zero run: rank \d was killed by SIGKILL \(the kernel does that when memory runs out\), pid \d+; "
+        assert re.fullmatch(wanted + f"restart {number} of {restarts}", line), line
     # Some steps ran twice, because the kill came before they were saved; every time with the same loss.
     found = [line[1:] for line in lines(here / "losses")]
     assert {int(step) for step, _ in found} == set(range(1, steps + 1))
