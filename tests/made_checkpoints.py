@@ -15,30 +15,30 @@ SAVE = "00ff00ff"
 
 
 def checkpoint(
-    root: Path, pieces: list[list[TensorChunk]], tied: dict[str, str] | None = None, tag: str = "global_step3"
+    root: Path, chunks: list[list[TensorChunk]], tied: dict[str, str] | None = None, tag: str = "global_step3"
 ):
-    """`root`/`tag` and `root`/latest, as ranks that have these pieces write them; returns the folder of the tag."""
+    """`root`/`tag` and `root`/latest, as ranks that have these chunks write them; returns the folder of the tag."""
     target = root / tag
     target.mkdir(parents=True)
     lines, files, known = [], {}, {}
-    for rank, own in enumerate(pieces):
+    for rank, own in enumerate(chunks):
         for kind, in_file in (("weights", ("weight", "buffer")), ("masters", ("master",)), ("moments", ("exp_avg",))):
-            path = target / file_name(kind, rank, len(pieces), SAVE)
-            if not (inside := [piece for piece in own if piece.kind in in_file]):
+            path = target / file_name(kind, rank, len(chunks), SAVE)
+            if not (inside := [chunk for chunk in own if chunk.kind in in_file]):
                 continue
             lines += [line_of(*done) for done in write(path, inside)]
             files[path.name] = path.stat().st_size
-        for piece in own:
-            if piece.kind == "weight":
-                known[piece.name] = {
+        for chunk in own:
+            if chunk.kind == "weight":
+                known[chunk.name] = {
                     "group": 0,
                     "numbers": {},
-                    "dtype": NAMES[piece.values.dtype],
-                    "shape": piece.shape,
+                    "dtype": NAMES[chunk.values.dtype],
+                    "shape": chunk.shape,
                 }
     shared = {"global_steps": 3}
     values = {"save": SAVE, "tag": tag, "files": files, "tied": tied or {}, "shared": shared}
-    index = assemble(lines, known, {**values, "ranks": tuple({} for _ in pieces)})
+    index = assemble(lines, known, {**values, "ranks": tuple({} for _ in chunks)})
     folder.publish(target / folder.INDEX, index.to_json())
     folder.publish(root / folder.LATEST, tag + "\n")
     return target

@@ -25,7 +25,7 @@ from zero.recompute.holder import HOLDER
 from zero.recompute.rest import ALONE, Rest
 from zero.recompute.seeds import SeedTracker, seed_model_parallel
 from zero.recompute.settings import RestSettings
-from zero.watch.watch import Watch
+from zero.watchdog.watchdog import Watchdog
 
 __all__ = [
     "checkpoint",
@@ -129,7 +129,7 @@ def _axis(mpu: Any) -> Axis:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"mpu_: its group does not hold this process (rank {dist.get_rank()})")
-    return Axis(group, size, rank, dist.get_backend(group) == "nccl", Watch(dist.get_rank()))
+    return Axis(group, size, rank, dist.get_backend(group) == "nccl", Watchdog(dist.get_rank()))
 
 
 def _config(source: Any) -> Config:

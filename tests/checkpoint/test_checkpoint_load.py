@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
 
 import zero.core.unit as unit_module
-import zero.engine.checkpoint.together as together_module
+import zero.engine.checkpoint.collective_read as together_module
 from zero.checkpoint.index import CHUNK, Damaged, Part
 from zero.checkpoint.safe_file import read_part
 

@@ -63,7 +63,7 @@ def test_the_model_of_a_run_is_there_exactly(pool, stage, dtype, tmp_path):
                 assert torch.equal(value, rounded), name
 
 
-def pieces(world: int) -> tuple[list[list[TensorChunk]], dict[str, torch.Tensor]]:
+def chunks(world: int) -> tuple[list[list[TensorChunk]], dict[str, torch.Tensor]]:
     """Parameters and buffers of several dtypes, cut at odd places, and the exact values."""
     generator = torch.Generator().manual_seed(world)
     exact = {"a": torch.randn(37, 11, generator=generator), "b": torch.randn(5, generator=generator)}
@@ -88,7 +88,7 @@ def pieces(world: int) -> tuple[list[list[TensorChunk]], dict[str, torch.Tensor]
 
 
 def test_the_layout_of_hugging_face(tmp_path):
-    given, exact = pieces(3)
+    given, exact = chunks(3)
     folder = checkpoint(tmp_path / "run", given, {"z": "a"})
     out = tmp_path / "out"
     single = consolidate(folder, out)
@@ -146,7 +146,7 @@ def test_what_is_not_in_the_model_is_said(tmp_path, capsys):
 
 
 def test_damage_gives_no_model(tmp_path, capsys):
-    given, _ = pieces(2)
+    given, _ = chunks(2)
     folder = checkpoint(tmp_path / "run", given)
     path = next(folder.glob("masters-00001-of-00002*"))
     data = bytearray(path.read_bytes())
@@ -175,7 +175,7 @@ def test_damage_gives_no_model(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_meant_is_said(arguments, text, tmp_path, capsys):
-    checkpoint(tmp_path / "run", pieces(1)[0])
+    checkpoint(tmp_path / "run", chunks(1)[0])
     assert main(["consolidate", *(given.format(run=tmp_path / "run") for given in arguments)]) == 2
     assert text in capsys.readouterr().err
 

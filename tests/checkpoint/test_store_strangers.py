@@ -18,7 +18,7 @@ import psutil, torch
 import torch.distributed as dist
 import zero
 from models import batch, config, make_net
-from zero.plan.whereabouts import Place, Record
+from zero.watchdog.hang_report import Phase, Record
 
 KEYS = "zero/0/engine/1/"
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
@@ -32,7 +32,7 @@ def stranger():
 def write():
     store = stranger()
     found = [store.get(f"{KEYS}{rank}") for rank in range(2)]
-    forged = Record(1, beat=1 << 30, place=Place.ENDED, error="forged", fault=1, gave_up=True).to_json().encode()
+    forged = Record(1, beat=1 << 30, phase=Phase.ENDED, error="forged", fault=1, gave_up=True).to_json().encode()
     # No signature, one of another value, a record of another place, and an old one.
     values = [forged, b"\\xff", found[0][:64] + forged, *found]
     while not ended.wait(0.02):

@@ -22,7 +22,7 @@ import zero
 
 WIDTH = 4
 # What the watch keeps of each other rank, from whenever it first hears of it: by the clock, not by steps.
-BY_TIME = ("zero.plan.whereabouts.Record", "zero.plan.whereabouts.Seen")
+BY_TIME = ("zero.watchdog.hang_report.Record", "zero.watchdog.hang_report.Seen")
 
 
 class Tiny(nn.Module):

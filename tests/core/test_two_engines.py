@@ -18,7 +18,7 @@ from torch import nn
 
 import zero
 from zero.core.mesh import make_mesh
-from zero.watch.watch import Watch
+from zero.watchdog.watchdog import Watchdog
 
 STEPS = 3
 
@@ -235,7 +235,7 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
     mine = {name: group for name, group in pairs.items() if dist.get_rank(group) >= 0}
     made, module = {}, importlib.import_module("zero.engine.initialize")
     if dist.get_rank() == 0:
-        watch = Watch(0)
+        watch = Watchdog(0)
         watch.start(2, pairs["a"], 60.0, False)
         watch.close()
     with pytest.MonkeyPatch.context() as patch:
@@ -243,8 +243,8 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
             for name, group in reversed(mine.items()):
                 patch.setattr(module, "make_mesh", functools.partial(make_mesh, group=group))
                 made[f"{name}{seed}"] = zero.initialize(model=net(seed), config=offloaded(stage))[0], group
-    numbers = {name: engine._watch.number for name, (engine, _) in made.items()}
-    prefixes = [engine._watch.prefix for engine, _ in made.values()]
+    numbers = {name: engine._watchdog.number for name, (engine, _) in made.items()}
+    prefixes = [engine._watchdog.prefix for engine, _ in made.values()]
     assert numbers == {name: int(name[1]) + (name[0] == "a") for name in made}, "the group's own count"
     assert len(set(prefixes)) == len(prefixes)
     return dict(zip(made, trained_in_turn(list(made.values())), strict=True))

@@ -29,7 +29,7 @@ FLOORS = {
     "zero.plan": 1,
     "zero.launch": 1,
     "zero.kernels": 2,
-    "zero.watch": 2,
+    "zero.watchdog": 2,
     "zero.memory": 3,
     "zero.core": 4,
     "zero.optim": 5,
@@ -86,6 +86,8 @@ STEPS_OF_CORE = {
 }
 COMPILED = ("zero._cpu", "zero._cuda")
 WITHOUT_TORCH = ("zero.log", "zero.config", "zero.plan", "zero.launch", "zero.__main__")
+# Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
+TORCH_FREE = ("zero.watchdog.hang_report",)
 TORCH_ON_USE = "zero.launch.node.agent"  # it runs torch's elastic agent, and imports it when something is to start
 
 
@@ -201,20 +203,22 @@ def test_imports_point_down() -> None:
 def test_the_lowest_floor_imports_no_torch() -> None:
     offences = []
     for name, path in modules_of_zero().items():
-        below = any(name == home or name.startswith(f"{home}.") for home in WITHOUT_TORCH)
+        below = any(name == home or name.startswith(f"{home}.") for home in (*WITHOUT_TORCH, *TORCH_FREE))
         for what, line, on_use in imports_of(path) if below or name == "zero" else ():
             if is_torch(what) and not (on_use and name == TORCH_ON_USE):
                 offences.append(f"{where(path, line)}: {name} must not import {what}")
     assert not offences, report(offences)
 
 
-def test_plan_needs_nothing_but_python() -> None:
+def test_plan_and_the_pure_files_beside_their_feature_need_nothing_but_python() -> None:
+    modules = modules_of_zero()
+    assert not (gone := set(TORCH_FREE) - modules.keys()), f"TORCH_FREE of this test names what is not there: {gone}"
     offences = [
         f"{where(path, line)}: {name} must not import {what}"
-        for name, path in modules_of_zero().items()
-        if name.startswith("zero.plan")
+        for name, path in modules.items()
+        if name.startswith("zero.plan") or name in TORCH_FREE
         for what, line, _ in imports_of(path)
-        if not what.startswith("zero.plan") and what.split(".")[0] not in sys.stdlib_module_names
+        if not what.startswith(("zero.plan", *TORCH_FREE)) and what.split(".")[0] not in sys.stdlib_module_names
     ]
     assert not offences, report(offences)
 

@@ -11,9 +11,9 @@ from zero.checkpoint.safe_file import NAMES, TensorChunk
 Line = list[Any]  # [kind, name, dtype, shape, start, numel, file, offset, checksums], as JSON carries it
 
 
-def line_of(piece: TensorChunk, part: Part) -> Line:
-    """What a rank tells of a piece that it has written."""
-    return [piece.kind, piece.name, NAMES[piece.values.dtype], list(piece.shape), *part]
+def line_of(chunk: TensorChunk, part: Part) -> Line:
+    """What a rank tells of a chunk that it has written."""
+    return [chunk.kind, chunk.name, NAMES[chunk.values.dtype], list(chunk.shape), *part]
 
 
 def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> Index:

@@ -40,14 +40,14 @@ def consolidate(
     if single and limit is not None:
         raise ValueError(f"a largest size of files is for a folder, and '{out}' is one file; give a folder")
     index = read_index(folder)
-    pieces = model_pieces(folder, index, dtype)
-    moved = progress(sum(piece.values.nbytes for piece in pieces))
+    chunks = model_chunks(folder, index, dtype)
+    moved = progress(sum(chunk.values.nbytes for chunk in chunks))
     if single:
-        return write_model(out.parent, out.name, pieces, index.tied, None, moved)
-    return write_model(out, NAME, pieces, index.tied, limit or LIMIT, moved)
+        return write_model(out.parent, out.name, chunks, index.tied, None, moved)
+    return write_model(out, NAME, chunks, index.tied, limit or LIMIT, moved)
 
 
-def model_pieces(folder: Path, index: Index, dtype: str) -> list[TensorChunk]:
+def model_chunks(folder: Path, index: Index, dtype: str) -> list[TensorChunk]:
     """Parameters and buffers, whole, each read when it is written."""
     found = []
     for name, parameter in index.parameters.items():

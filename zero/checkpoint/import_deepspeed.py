@@ -66,14 +66,14 @@ def import_deepspeed(
             f"{folder} is not laid out as DeepSpeed's ZeRO 1, 2 and 3 lay it out ({type(error).__name__}: {error}); "
             "nothing is imported"
         ) from error
-    moved = progress(sum(piece.values.nbytes for pieces in kinds.values() for piece in pieces))
+    moved = progress(sum(chunk.values.nbytes for chunks in kinds.values() for chunk in chunks))
     save = secrets.token_hex(4)
     target.mkdir(parents=True, exist_ok=True)
     lines, sizes = [], {}
-    for kind, pieces in kinds.items():
-        if pieces:
+    for kind, chunks in kinds.items():
+        if chunks:
             path = target / file_name(kind, 0, 1, save)
-            lines += [line_of(*written) for written in write(path, pieces, None, moved)]
+            lines += [line_of(*written) for written in write(path, chunks, None, moved)]
             sizes[path.name] = path.stat().st_size
     folders.sync(target)
     index = assemble(lines, known, {**values, "save": save, "tag": target.name, "files": sizes})
@@ -102,7 +102,7 @@ def _weights(
 ) -> tuple[list[TensorChunk], dict[str, dict[str, Any]]]:
     """Parameters as the model computes with them, buffers, and what `assemble` wants to know of the parameters."""
     module, buffers = files.model["module"], set(files.model["buffer_names"])
-    pieces, known = [], {}
+    chunks, known = [], {}
     for flat, shapes in enumerate(files.shapes()):
         group, numbers = files.group_of(flat), _numbers(files, flat)
         for name, shape in shapes.items():
@@ -112,11 +112,11 @@ def _weights(
                 values: torch.Tensor | Flow = whole.detach().contiguous().view(-1)
             else:
                 values = Flow(dtype, numel, partial(_gather, where[name], partial(_master, files)))
-            pieces.append(TensorChunk("weight", name, 0, shape, values))
+            chunks.append(TensorChunk("weight", name, 0, shape, values))
             known[name] = {"group": group, "numbers": numbers, "dtype": NAMES[dtype], "shape": shape}
     tied = files.model.get("shared_params") or {}
     for name, shape, values in _frozen(files):
-        pieces.append(TensorChunk("weight", name, 0, shape, values))
+        chunks.append(TensorChunk("weight", name, 0, shape, values))
         known[name] = {"group": None, "numbers": {}, "dtype": NAMES[values.dtype], "shape": shape}
     for name, value in module.items():
         if name in known or name in tied:
@@ -126,13 +126,13 @@ def _weights(
             continue
         shape, flat_values = tuple(value.shape), value.detach().contiguous().view(-1)
         if name in buffers:
-            pieces.append(TensorChunk("buffer", name, 0, shape, flat_values))
+            chunks.append(TensorChunk("buffer", name, 0, shape, flat_values))
         elif not files.cut:  # at ZeRO 3 it is empty: its values are elsewhere, or were left out
-            pieces.append(TensorChunk("weight", name, 0, shape, flat_values))
+            chunks.append(TensorChunk("weight", name, 0, shape, flat_values))
             known[name] = {"group": None, "numbers": {}, "dtype": NAMES[value.dtype], "shape": shape}
         else:
             left.append(f"parameter '{name}', which was saved without values")
-    return pieces, known
+    return chunks, known
 
 
 def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], Flow]]:

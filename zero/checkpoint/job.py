@@ -12,10 +12,10 @@ from typing import Any
 
 from zero.checkpoint import folder
 from zero.checkpoint.assemble import Line, assemble, file_name, line_of
-from zero.checkpoint.exchange import Exchange, Lost, nothing_known
 from zero.checkpoint.retention import Retention, tidy
 from zero.checkpoint.safe_file import TensorChunk, Writing
 from zero.checkpoint.staging import Staging
+from zero.checkpoint.store_barrier import Lost, StoreBarrier, nothing_known
 from zero.log import logger
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
@@ -42,25 +42,25 @@ class Target:
 class Job:
     """The files of this rank in one save, and how it ends.
 
-    Pieces come through `put`, as many and in whatever order they become readable; `finish` does the rest, in any
+    Chunks come through `put`, as many and in whatever order they become readable; `finish` does the rest, in any
     thread. fields: of the index; used on rank 0 only. own: what this rank keeps for itself, as JSON. failure: why this
     rank's part cannot be written, or None.
     """
 
-    def __init__(self, target: Target, exchange: Exchange) -> None:
+    def __init__(self, target: Target, barrier: StoreBarrier) -> None:
         self.target = target
         self.fields: dict[str, Any] = {}
         self.known: Mapping[str, Mapping[str, Any]] = {}
         self.signed: dict[str, bool] = {}
         self.own: Any = {}
-        self._exchange = exchange
+        self._barrier = barrier
         self._kinds: Mapping[str, Sequence[TensorChunk]] | None = {}
         self._writings: list[Writing] = []
         self._homes: dict[tuple[str, str, int], Writing] = {}
         self.failure: BaseException | None = None
 
     def begin(self, kinds: Mapping[str, Sequence[TensorChunk]]) -> None:
-        """Say for each kind of file which pieces it will hold; their values may be on the meta device."""
+        """Say for each kind of file which chunks it will hold; their values may be on the meta device."""
         self._kinds = kinds
 
     def _open(self) -> None:
@@ -68,7 +68,7 @@ class Job:
         kinds, self._kinds = self._kinds, None
         if kinds is None:
             return
-        rank, world_size, staging = self._exchange.rank, self._exchange.world_size, Staging()
+        rank, world_size, staging = self._barrier.rank, self._barrier.world_size, Staging()
         end = time.monotonic() + APPEARS
         while not self.target.place.is_dir() and time.monotonic() < end:
             time.sleep(0.1)
@@ -77,20 +77,20 @@ class Job:
         for kind, forms in kinds.items():
             path = self.target.place / file_name(kind, rank, world_size, self.target.save)
             with _naming(path):
-                made = Writing(path, forms, {}, self._exchange.moved, staging)
+                made = Writing(path, forms, {}, self._barrier.moved, staging)
             self._writings.append(made)
             self._homes |= {(form.kind, form.name, form.start): made for form in forms}
 
-    def put(self, piece: TensorChunk) -> None:
-        """Write one piece. Raises OSError."""
+    def put(self, chunk: TensorChunk) -> None:
+        """Write one chunk. Raises OSError."""
         self._open()
-        writing = self._homes[piece.kind, piece.name, piece.start]
+        writing = self._homes[chunk.kind, chunk.name, chunk.start]
         with _naming(writing.path):
-            writing.put(piece)
+            writing.put(chunk)
 
     def moved(self, nbytes: int) -> None:
         """This rank gets on."""
-        self._exchange.moved(nbytes)
+        self._barrier.moved(nbytes)
 
     @property
     def interrupted(self) -> bool:
@@ -112,16 +112,16 @@ class Job:
             if self.failure is not None:
                 raise self.failure
             self._open()
-            for piece in rest:
-                self.put(piece)
+            for chunk in rest:
+                self.put(chunk)
             said = self._said()
         except BaseException as error:
             said = self.failure = error
         agreed = False
         try:
-            self._exchange.settle(said, self._publish, WRITES, in_vain)
+            self._barrier.settle(said, self._publish, WRITES, in_vain)
         except Exception as error:
-            agreed = not isinstance(error, Lost) or self._exchange.rank == 0
+            agreed = not isinstance(error, Lost) or self._barrier.rank == 0
             if not isinstance(said, BaseException) or isinstance(said, Exception):
                 raise
         finally:
@@ -168,10 +168,10 @@ class Job:
         index = assemble(lines, self.known, self.fields | more)
         if problems := index.problems():
             raise RuntimeError(f"the ranks have not written a whole checkpoint: {'; '.join(problems[:5])}")
-        self._exchange.moved(1)
+        self._barrier.moved(1)
         self._name(index.to_json())
         try:
-            tidy(target.root, target.tag, target.retention, target.began, self._exchange.moved)
+            tidy(target.root, target.tag, target.retention, target.began, self._barrier.moved)
         except (OSError, ValueError) as error:  # nothing that a run depends on
             logger.warning("checkpoint '%s' is saved, but what is old could not be removed: %s", target.tag, error)
         except BaseException as error:
@@ -224,7 +224,7 @@ class Job:
                 raise RuntimeError(
                     _not_shared(path, f"what rank {rank} has written, {size} bytes, for rank 0: {problem}")
                 )
-            self._exchange.moved(1)
+            self._barrier.moved(1)
             time.sleep(0.1)
 
 

@@ -27,7 +27,7 @@ def size_of(value: int | str, what: str) -> int:
 def write_model(
     folder: Path,
     name: str,
-    pieces: Sequence[TensorChunk],
+    chunks: Sequence[TensorChunk],
     tied: Mapping[str, str],
     limit: int | None,
     moved: Callable[[int], None] = id,
@@ -35,14 +35,14 @@ def write_model(
     """Write whole tensors into `folder`, and return the files with tensors.
 
     name:  of the file, with the suffix .safetensors.
-    tied:  other names of tensors -> the name among `pieces`; they go into the metadata.
+    tied:  other names of tensors -> the name among `chunks`; they go into the metadata.
     limit: None for one file. Else the most bytes of a file, as far as single tensors are not larger, and the layout
            of Hugging Face: where one file is enough, it is `name`; else name-00001-of-0000N.safetensors and so on, and
            name.safetensors.index.json. Files of an earlier model of that name that this one does not have go away.
-    Raises OSError and what pieces raise; nothing that this call wrote is there then.
+    Raises OSError and what chunks raise; nothing that this call wrote is there then.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cut = [list(pieces)] if limit is None else _cut(pieces, limit)
+    cut = [list(chunks)] if limit is None else _cut(chunks, limit)
     stem = name.removesuffix(".safetensors")
     many = len(cut) > 1
     names = [f"{stem}-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
@@ -53,7 +53,7 @@ def write_model(
     done: list[Path] = []
     try:
         for path, some in zip(paths, cut, strict=True):
-            inside = {piece.name for piece in some}
+            inside = {chunk.name for chunk in some}
             write(path, some, {other: one for other, one in tied.items() if one in inside}, moved)
             done.append(path)
     except BaseException:
@@ -68,21 +68,21 @@ def write_model(
     return paths
 
 
-def _cut(pieces: Sequence[TensorChunk], limit: int) -> list[list[TensorChunk]]:
+def _cut(chunks: Sequence[TensorChunk], limit: int) -> list[list[TensorChunk]]:
     found: list[list[TensorChunk]] = [[]]
     size = 0
-    for piece in pieces:
-        if found[-1] and size + piece.values.nbytes > limit:
+    for chunk in chunks:
+        if found[-1] and size + chunk.values.nbytes > limit:
             found.append([])
             size = 0
-        found[-1].append(piece)
-        size += piece.values.nbytes
+        found[-1].append(chunk)
+        size += chunk.values.nbytes
     return found
 
 
 def _index(paths: Sequence[Path], cut: Sequence[Sequence[TensorChunk]]) -> str:
-    total = sum(piece.values.nbytes for some in cut for piece in some)
-    where = {piece.name: path.name for path, some in zip(paths, cut, strict=True) for piece in some}
+    total = sum(chunk.values.nbytes for some in cut for chunk in some)
+    where = {chunk.name: path.name for path, some in zip(paths, cut, strict=True) for chunk in some}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
 
 

@@ -70,9 +70,9 @@ class TensorChunk(NamedTuple):
 
 
 class Writing:
-    """A file that is being written: its header first, then its pieces in any order, each once.
+    """A file that is being written: its header first, then its chunks in any order, each once.
 
-    `forms`: the pieces that there will be, whose values may be on the meta device. `moved` is told how many bytes more
+    `forms`: the chunks that there will be, whose values may be on the meta device. `moved` is told how many bytes more
     have been written. The file has its name, and is safe on the disk, after `finish` only. Raises OSError.
     """
 
@@ -84,16 +84,16 @@ class Writing:
         moved: Callable[[int], object] = id,
         staging: Staging | None = None,
     ) -> None:
-        order = sorted(forms, key=lambda piece: -piece.values.element_size())  # so that each lies on its own multiple
+        order = sorted(forms, key=lambda chunk: -chunk.values.element_size())  # so that each lies on its own multiple
         header, begins = _header(order, metadata or {})
         self.path = path
         self._beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._left = {piece.key: len(header) + begin for piece, begin in zip(order, begins, strict=True)}
+        self._left = {chunk.key: len(header) + begin for chunk, begin in zip(order, begins, strict=True)}
         self._found: list[tuple[TensorChunk, Part]] = []
         self._moved = moved
         self._staging = staging or Staging()
         self._dirty = 0  # bytes that the kernel has not been told to write
-        self.nbytes = len(header) + sum(piece.values.nbytes for piece in order)
+        self.nbytes = len(header) + sum(chunk.values.nbytes for chunk in order)
         self._file = os.open(self._beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             _write_all(self._file, memoryview(header), 0)
@@ -101,28 +101,28 @@ class Writing:
             self.discard()
             raise
 
-    def put(self, piece: TensorChunk) -> None:
-        """Write one piece, of the dtype and size of its form; RuntimeError for one that there is no form of."""
-        if piece.key not in self._left:
-            raise RuntimeError(f"{self.path.name}: there is no place for '{piece.key}', or it is written already")
-        begin = offset = self._left.pop(piece.key)
+    def put(self, chunk: TensorChunk) -> None:
+        """Write one chunk, of the dtype and size of its form; RuntimeError for one that there is no form of."""
+        if chunk.key not in self._left:
+            raise RuntimeError(f"{self.path.name}: there is no place for '{chunk.key}', or it is written already")
+        begin = offset = self._left.pop(chunk.key)
         sums = []
-        for block in self._staging.blocks(piece.values):
+        for block in self._staging.blocks(chunk.values):
             for at in range(0, block.nbytes, CHUNK):  # while it is in the cache: first counted, then copied
-                chunk = block[at : at + CHUNK]
-                sums.append(crc32(chunk))
-                _write_all(self._file, chunk, offset)
-                offset += chunk.nbytes
-                self._dirty += chunk.nbytes
-                self._moved(chunk.nbytes)
+                data = block[at : at + CHUNK]
+                sums.append(crc32(data))
+                _write_all(self._file, data, offset)
+                offset += data.nbytes
+                self._dirty += data.nbytes
+                self._moved(data.nbytes)
                 if self._dirty >= _BEHIND:
                     begin_writeback(self._file)
                     self._dirty = 0
-        part = Part(piece.start, piece.values.numel(), self.path.name, begin, tuple(sums))
-        self._found.append((piece, part))
+        part = Part(chunk.start, chunk.values.numel(), self.path.name, begin, tuple(sums))
+        self._found.append((chunk, part))
 
     def finish(self) -> list[tuple[TensorChunk, Part]]:
-        """Sync the file and give it its name; returns where each piece lies."""
+        """Sync the file and give it its name; returns where each chunk lies."""
         if self._left:
             raise RuntimeError(f"{self.path.name}: never written: {', '.join(list(self._left)[:5])}")
         os.fsync(self._file)
@@ -142,30 +142,30 @@ class Writing:
 
 def write(
     path: Path,
-    pieces: Sequence[TensorChunk],
+    chunks: Sequence[TensorChunk],
     metadata: Mapping[str, str] | None = None,
     moved: Callable[[int], object] = id,
 ) -> list[tuple[TensorChunk, Part]]:
-    """Write one file, sync it, and give it its name only then; returns where each piece lies.
+    """Write one file, sync it, and give it its name only then; returns where each chunk lies.
 
     `moved` is told how many bytes more have been written. Raises OSError; the file is not there then.
     """
-    writing = Writing(path, pieces, metadata, moved)
+    writing = Writing(path, chunks, metadata, moved)
     try:
-        for piece in pieces:
-            writing.put(piece)
+        for chunk in chunks:
+            writing.put(chunk)
         return writing.finish()
     finally:
         writing.discard()
 
 
-def _header(pieces: Sequence[TensorChunk], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+def _header(chunks: Sequence[TensorChunk], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
     """The bytes before the first tensor, and the first byte of each tensor behind them."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     begins, end = [], 0
-    for piece in pieces:
-        values, name = piece.values, piece.key
-        shape = piece.shape if values.numel() == math.prod(piece.shape) else values.shape
+    for chunk in chunks:
+        values, name = chunk.values, chunk.key
+        shape = chunk.shape if values.numel() == math.prod(chunk.shape) else values.shape
         begins.append(end)
         end += values.nbytes
         if values.dtype not in NAMES:

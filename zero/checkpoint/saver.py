@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.job import Job, Target
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.safe_file import TensorChunk
 from zero.checkpoint.snapshot import Snapshot
+from zero.checkpoint.store_barrier import StoreBarrier
 from zero.log import logger
 
 
@@ -32,8 +32,8 @@ class Saver:
     asynchronous: whether saves are to run beside the training loop, from the snapshot.
     """
 
-    def __init__(self, exchange: Exchange, retention: Retention, asynchronous: bool, pinned: bool) -> None:
-        self.exchange = exchange
+    def __init__(self, barrier: StoreBarrier, retention: Retention, asynchronous: bool, pinned: bool) -> None:
+        self.barrier = barrier
         self.asynchronous = asynchronous
         self.snapshot = Snapshot(pinned)
         self._retention = retention
@@ -54,7 +54,7 @@ class Saver:
 
     def job(self, root: Path, tag: str, save: str, latest: bool) -> Job:
         """A new save; see `Target`."""
-        return Job(Target(root, tag, save, latest, self._retention, self._began), self.exchange)
+        return Job(Target(root, tag, save, latest, self._retention, self._began), self.barrier)
 
     def begin(self, job: Job) -> None:
         """Have the snapshot written beside the caller; at the interpreter's end it is waited for."""
@@ -109,9 +109,9 @@ class Saver:
         except Exception as error:
             self._error = error
             where = f"'{job.target.tag}' in {job.target.root}"
-            logger.error("rank %d: checkpoint %s could not be saved: %s", self.exchange.rank, where, error)
+            logger.error("rank %d: checkpoint %s could not be saved: %s", self.barrier.rank, where, error)
         finally:
-            self.exchange.shut()
+            self.barrier.shut()
             self.snapshot.clear()
 
 

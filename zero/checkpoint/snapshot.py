@@ -12,14 +12,14 @@ from zero.plan.layout import round_up
 
 
 class Snapshot:
-    """Room for the pieces of one save. pinned: whether a GPU copies into it."""
+    """Room for the chunks of one save. pinned: whether a GPU copies into it."""
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned
         self._memory: torch.Tensor | None = None
         self._used = 0
         self._mark: torch.cuda.Event | None = None
-        self.pieces: list[TensorChunk] = []
+        self.chunks: list[TensorChunk] = []
 
     @property
     def nbytes(self) -> int:
@@ -37,13 +37,13 @@ class Snapshot:
             except RuntimeError as error:
                 raise MemoryError(f"an asynchronous save needs {wanted} bytes of host memory: {error}") from None
 
-    def take(self, piece: TensorChunk) -> None:
-        """Copy a piece; on a GPU behind what its current stream does, which goes on behind the copy."""
-        values = piece.values
+    def take(self, chunk: TensorChunk) -> None:
+        """Copy a chunk; on a GPU behind what its current stream does, which goes on behind the copy."""
+        values = chunk.values
         place = self._memory.narrow(0, self._used, values.nbytes).view(values.dtype)
         place.copy_(values, non_blocking=self._pinned)
         self._used = round_up(self._used + values.nbytes, ALIGNED)
-        self.pieces.append(piece._replace(values=place))
+        self.chunks.append(chunk._replace(values=place))
         if values.device.type == "cuda":
             self._mark = torch.cuda.current_stream(values.device).record_event()
 
@@ -52,8 +52,8 @@ class Snapshot:
         if self._mark is not None:
             self._mark.synchronize()
             self._mark = None
-        return self.pieces
+        return self.chunks
 
     def clear(self) -> None:
-        """Forget the pieces, but keep the memory."""
-        self.pieces, self._used, self._mark = [], 0, None
+        """Forget the chunks, but keep the memory."""
+        self.chunks, self._used, self._mark = [], 0, None

@@ -9,7 +9,7 @@ import torch
 
 from zero.core import comm
 from zero.core.mesh import Axis
-from zero.plan.whereabouts import difference_text, first_difference
+from zero.watchdog.hang_report import difference_text, first_difference
 
 _LENGTH = 8  # bytes in front of a text, that say how many it has
 _SHORT = 1024 - _LENGTH  # bytes of a text that come along with them

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from zero.core.mesh import Axis, local_device
 from zero.core.tree import sum_tree
 from zero.kernels.bucket import sum_rows
-from zero.watch.standing import Collective
-from zero.watch.watch import Watch
+from zero.watchdog.rank_status import Collective
+from zero.watchdog.watchdog import Watchdog
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next.
 PIECE = 1 << 20
@@ -45,11 +45,11 @@ class Pending(NamedTuple):
     """A collective that this rank has begun, and who looks after its waits."""
 
     collective: Collective
-    watch: Watch
+    watchdog: Watchdog
 
     def wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for some of its messages; RuntimeError that names the missing ranks when they do not come."""
-        self.watch.wait(works, self.collective)
+        self.watchdog.wait(works, self.collective)
 
 
 class Transfer(NamedTuple):
@@ -72,7 +72,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
     """Start to fill `full` [axis.size x n] from every rank's slice of it; the own slice must be in place already."""
     if axis.size == 1:
         return Transfer((), full)
-    pending = Pending(axis.watch.began(tag), axis.watch)
+    pending = Pending(axis.watchdog.began(tag), axis.watchdog)
     if axis.native:
         # NCCL sends from GPU memory only; a model that is being built may lie elsewhere.
         there = full if full.is_cuda else full.to(local_device())
@@ -83,7 +83,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
     buffer = full if host is None else host
     works = []
-    with axis.watch.sending(pending.collective):
+    with axis.watchdog.sending(pending.collective):
         for step in range(1, axis.size):
             peer = (axis.rank + step) % axis.size
             works.append(dist.irecv(_slice(buffer, axis, peer), group=axis.group, group_src=peer, tag=tag))
@@ -140,7 +140,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     numel = flat.numel() // axis.size
     if axis.size == 1:
         return Inbox(flat, (flat,), ((),), (), max(1, numel), None, pairwise)
-    pending = Pending(axis.watch.began(tag), axis.watch)
+    pending = Pending(axis.watchdog.began(tag), axis.watchdog)
     if axis.native and pairwise:  # the backend's own reduction adds in an order of its own
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=axis.group, async_op=True)
@@ -156,7 +156,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     rows = {peer: received[index] for index, peer in enumerate(peers)}
     rows[axis.rank] = _slice(flat, axis, axis.rank)
     starts = range(0, numel, PIECE)
-    with axis.watch.sending(pending.collective):
+    with axis.watchdog.sending(pending.collective):
         # All receives first: a message that finds its buffer waiting is written straight into it.
         arrivals = [
             [dist.irecv(rows[peer][at : at + PIECE], group=axis.group, group_src=peer, tag=tag) for peer in peers]
@@ -183,11 +183,11 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
     sent = tensor.contiguous()
-    collective = axis.watch.begin("broadcast", unit)
-    with axis.watch.sending(collective):
+    collective = axis.watchdog.begin("broadcast", unit)
+    with axis.watchdog.sending(collective):
         # As bytes: not every backend knows every dtype.
         work = dist.broadcast(sent.view(-1).view(torch.uint8), group=axis.group, group_src=source, async_op=True)
-    axis.watch.wait((work,), collective)
+    axis.watchdog.wait((work,), collective)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
 
@@ -203,8 +203,8 @@ def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = 
     flat = values.reshape(-1)
     pieces = [min(rank * numel, flat.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
     count = pieces[axis.rank + 1] - pieces[axis.rank]
-    collective = axis.watch.begin("scatter", unit)
-    with axis.watch.sending(collective):
+    collective = axis.watchdog.begin("scatter", unit)
+    with axis.watchdog.sending(collective):
         # Messages, and not the backend's scatter, whose thread would hold on to the values for a while longer. As
         # bytes: not every backend knows every dtype.
         if axis.rank == source:
@@ -219,7 +219,7 @@ def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = 
             works = [dist.irecv(own[:count].view(torch.uint8), group=axis.group, group_src=source, tag=DEAL_TAG)]
         else:
             works = []
-    axis.watch.wait(works, collective)
+    axis.watchdog.wait(works, collective)
     return own
 
 
@@ -228,17 +228,17 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     if axis.size == 1:
         return values[None]
     out = torch.empty(axis.size * values.numel(), dtype=values.dtype, device=values.device)
-    collective = axis.watch.begin(what)
-    with axis.watch.sending(collective):
+    collective = axis.watchdog.begin(what)
+    with axis.watchdog.sending(collective):
         work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
     # The caller reads the values at once. On NCCL that is where the host waits for the other ranks.
     arrive = torch.cuda.current_stream(values.device).synchronize if axis.native else None
-    axis.watch.wait((work,), collective, arrive)
+    axis.watchdog.wait((work,), collective, arrive)
     return out.view(axis.size, -1)
 
 
 def _own_tag(tag: int, axis: Axis) -> int:
-    return FIRST_TAG + axis.watch.number % ENGINES * TAGS + tag
+    return FIRST_TAG + axis.watchdog.number % ENGINES * TAGS + tag
 
 
 def _slice(flat: torch.Tensor, axis: Axis, rank: int) -> torch.Tensor:

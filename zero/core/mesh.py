@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from zero.plan.sharding import Sharding
-from zero.plan.whereabouts import Place
-from zero.watch.watch import Watch
+from zero.watchdog.hang_report import Phase
+from zero.watchdog.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Axis:
     size: int
     rank: int
     native: bool  # NCCL: take the backend's own reduce-scatter and all-gather
-    watch: Watch = field(default_factory=Watch)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def ordered(self) -> bool:
@@ -34,7 +34,7 @@ class Axis:
 
         Our messages over gloo find each other by their tags.
         """
-        return self.size > 1 and (self.native or self.watch.order is not None)
+        return self.size > 1 and (self.native or self.watchdog.order is not None)
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Mesh:
         return self.shard if self.shard.size > 1 else self.replica
 
     @property
-    def watch(self) -> Watch:
+    def watchdog(self) -> Watchdog:
         """Who minds the waits of both axes."""
-        return self.shard.watch
+        return self.shard.watchdog
 
 
 def make_mesh(
@@ -71,31 +71,31 @@ def make_mesh(
         return mesh_of_one()
     group = group or dist.group.WORLD
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    watch, native = Watch(rank), dist.get_backend(group) == "nccl"
+    watchdog, native = Watchdog(rank), dist.get_backend(group) == "nccl"
     if size > 1:
-        watch.start(size, group, timeout, native)
+        watchdog.start(size, group, timeout, native)
         try:
-            watch.renumber(_highest(watch, group, native))
+            watchdog.renumber(_highest(watchdog, group, native))
         except BaseException:
-            watch.close()
+            watchdog.close()
             raise
-        watch.order = [] if check_order else None
-    line, point = Axis(group, size, rank, native, watch), Axis(None, 1, 0, native, watch)
+        watchdog.order = [] if check_order else None
+    line, point = Axis(group, size, rank, native, watchdog), Axis(None, 1, 0, native, watchdog)
     shard, replica = (line, point) if sharding.optim else (point, line)
     return Mesh(rank, size, shard, replica)
 
 
-def _highest(watch: Watch, group: dist.ProcessGroup, native: bool) -> int:
+def _highest(watchdog: Watchdog, group: dist.ProcessGroup, native: bool) -> int:
     """The highest number that a rank of the group has for the engine that is being made.
 
     A rank may have begun one that others never came to; and ranks of one group may be in different other ones.
     """
-    number = torch.tensor(watch.number, device=local_device() if native else "cpu")
-    with watch.call(Place.INITIALIZE):
-        collective = watch.begin("comparison")
-        with watch.sending(collective):
+    number = torch.tensor(watchdog.number, device=local_device() if native else "cpu")
+    with watchdog.call(Phase.INITIALIZE):
+        collective = watchdog.begin("comparison")
+        with watchdog.sending(collective):
             work = dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
-        watch.wait((work,), collective)
+        watchdog.wait((work,), collective)
     return int(number)
 
 

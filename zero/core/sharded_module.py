@@ -174,12 +174,12 @@ class ShardedModule:
 
         Does nothing unless the mesh notes the order.
         """
-        watch = self.mesh.watch
-        if watch.order is not None:
-            order, watch.order = watch.order, []
-            what = f"the ranks' orders of collectives differ in step {watch.standing.steps}, at position {{index}}"
+        watchdog = self.mesh.watchdog
+        if watchdog.order is not None:
+            order, watchdog.order = watchdog.order, []
+            what = f"the ranks' orders of collectives differ in step {watchdog.status.steps}, at position {{index}}"
             agree(order, self.mesh.reduced_over, self.units[0].full.device, what, "none any more")
-            watch.order.clear()  # the comparison itself
+            watchdog.order.clear()  # the comparison itself
 
     def nbytes(self) -> StateBytes:
         """Bytes of parameters and gradients alive on this rank; masters in 16-bit runs count as optimizer state.
@@ -199,7 +199,7 @@ class ShardedModule:
 
     def leave(self) -> None:
         """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `take_back` gives."""
-        self.mesh.watch.close()
+        self.mesh.watchdog.close()
         if all(unit.readable and not unit.cut for unit in self.units):
             self.dissolve()
             return
@@ -252,7 +252,7 @@ def wrap(
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     specs = _specs(named, groups, numerics.compute_dtype)
     plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
-    mesh.watch.units = [plan.name for plan in plans]
+    mesh.watchdog.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
     whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload = None
@@ -275,7 +275,7 @@ def wrap(
     if offload is not None:
         give_back()
     sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
-    mesh.watch.tie(sharded)
+    mesh.watchdog.tie(sharded)
     if mesh.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded

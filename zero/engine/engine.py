@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
+from zero.checkpoint.store_barrier import StoreBarrier
 from zero.config import Config
 from zero.core.hooks import as_forward
 from zero.core.sharded_module import ShardedModule
@@ -38,8 +38,8 @@ from zero.log import logger
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.plan.host import HostBytes
 from zero.plan.memory import StateBytes
-from zero.plan.whereabouts import Place
 from zero.recompute.modules import Recomputing
+from zero.watchdog.hang_report import Phase
 
 if TYPE_CHECKING:
     from zero.engine.check.compare import Report
@@ -78,13 +78,13 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._config = config
         self._sharded = sharded
-        self._watch = sharded.mesh.watch
+        self._watchdog = sharded.mesh.watchdog
         self._recomputing = recomputing
         sharded.reducer.on_flush(recomputing.backward_ended)
         self._window = Window()
         saving = config.zero.checkpoint
         self._saver = Saver(
-            Exchange(sharded.mesh.rank, sharded.mesh.world_size, sharded.mesh.watch.prefix, config.zero.timeout),
+            StoreBarrier(sharded.mesh.rank, sharded.mesh.world_size, sharded.mesh.watchdog.prefix, config.zero.timeout),
             Retention(saving.keep, saving.keep_optimizer),
             saving.asynchronous,
             device.type == "cuda",
@@ -141,7 +141,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         try:
-            with self._watch.call(Place.BACKWARD), self._progress.phase("backward"):
+            with self._watchdog.call(Phase.BACKWARD), self._progress.phase("backward"):
                 scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
@@ -279,9 +279,9 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
                 self._undo_compile()
                 self._recomputing.undo()
                 failed = self.optimizer is not None and self.optimizer.failure is not None
-                self._sharded.dissolve(failed or self._watch.broken)
+                self._sharded.dissolve(failed or self._watchdog.broken)
             finally:
-                self._watch.close()
+                self._watchdog.close()
                 self._sharded = None
                 self.__class__ = destroyed_class(type(self))
                 if self.optimizer is not None:
@@ -347,7 +347,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         if self._sharded.recover():
             self._begin_window()
         try:
-            watched, timed = self._watch.call(Place.FORWARD), self._progress.phase("forward")
+            watched, timed = self._watchdog.call(Phase.FORWARD), self._progress.phase("forward")
             with watched, timed, self._precision.forward(), self._seeded(), self._recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
                 return call(*inputs, **kwargs)
@@ -362,7 +362,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         try:
             self._sharded.abandon()
         except RuntimeError as error:
-            if str(error) != self._watch.standing.verdict:  # else it is the exception on its way
+            if str(error) != self._watchdog.status.verdict:  # else it is the exception on its way
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._begin_window()
 
@@ -386,7 +386,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         self._sharded.recover()
         try:
-            with self._watch.call(Place.STEP), self._progress.phase("step"):
+            with self._watchdog.call(Phase.STEP), self._progress.phase("step"):
                 if self._replicas is not None:
                     self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()

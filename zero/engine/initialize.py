@@ -40,12 +40,12 @@ from zero.plan.formats import Formats
 from zero.plan.order import Limits
 from zero.plan.placement import Where
 from zero.plan.sharding import Sharding
-from zero.plan.whereabouts import Place
 from zero.recompute.modules import Recomputing
+from zero.watchdog.hang_report import Phase
 
 Groups = list[dict[str, Any]]
 
-MARGIN = 60.0  # seconds that a process group waits longer than the watch
+MARGIN = 60.0  # seconds that a process group waits longer than the watchdog
 MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
 
 
@@ -178,7 +178,7 @@ def _wrap(
     )
     mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order)
     try:
-        with mesh.watch.call(Place.INITIALIZE):
+        with mesh.watchdog.call(Phase.INITIALIZE):
             what = "the ranks do not initialize the same engine"
             refused = refusals(model, bool(groups), sharding.params or places.enabled)
             agree(refused or description(model, groups, settings), mesh.reduced_over, device, what)
@@ -192,7 +192,7 @@ def _wrap(
             return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
     except BaseException:
         recomputing.undo()
-        mesh.watch.close()
+        mesh.watchdog.close()
         raise
 
 
@@ -217,7 +217,7 @@ def _places(settings: Config) -> OffloadSettings:
 
 
 def _group_timeout(source: str | PathLike | Mapping[str, Any]) -> timedelta:
-    """What a process group of ours gets, so that the watch's own time-out, which has a report, comes first.
+    """What a process group of ours gets, so that the watchdog's own time-out, which has a report, comes first.
 
     The group is made before the file can be checked, for which the world size must be known.
     """

@@ -19,7 +19,7 @@ from zero.optim.exact_norm import exact_norm
 from zero.optim.fused import ShardOptimizer
 from zero.optim.scaler import LossScaler
 from zero.optim.updates import Update, Updates, last_words, snapshot
-from zero.plan.whereabouts import ranks_text
+from zero.watchdog.hang_report import ranks_text
 
 
 class HeldOpen(RuntimeError):

@@ -78,7 +78,7 @@ class Updates:
             self.failure = RuntimeError(text)
             logger.error("%s", text)  # the loop may have taken its last step, and would not hear of it
             # This rank may be anywhere, and others wait for parameters that do not come.
-            unit.mesh.watch.fail(self.failure)
+            unit.mesh.watchdog.fail(self.failure)
             raise self.failure from error
 
     def _update(self, update: Update) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.checkpoint.folder import LATEST
-from zero.plan.whereabouts import difference_text
+from zero.watchdog.hang_report import difference_text
 
 
 class Options(NamedTuple):

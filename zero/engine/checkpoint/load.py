@@ -23,10 +23,10 @@ from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.checkpoint.checks import check_folder
+from zero.engine.checkpoint.chunks import saved_buffers
+from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.others import load_others, renew, replaced
-from zero.engine.checkpoint.pieces import saved_buffers
 from zero.engine.checkpoint.resume import check, restore
-from zero.engine.checkpoint.together import Found, Together
 from zero.engine.checkpoint.units import (
     Source,
     doubled,
@@ -132,8 +132,8 @@ class LoadCheckpoint:
             return
         restore(self, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
 
-    def _ranks(self, what: str) -> Together:
-        return Together(what, self._sharded.mesh.reduced_over, self.device)
+    def _ranks(self, what: str) -> CollectiveRead:
+        return CollectiveRead(what, self._sharded.mesh.reduced_over, self.device)
 
     def _may_load(self) -> None:
         """As `_alive`, but for what a load repairs."""
@@ -191,7 +191,7 @@ class LoadCheckpoint:
         return found
 
     @torch.no_grad()
-    def _take(self, ranks: Together, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
+    def _take(self, ranks: CollectiveRead, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
         """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read.
 
         The engine is half loaded until the caller, who may have more to bring, says otherwise.

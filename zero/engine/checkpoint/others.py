@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from zero.core.unit import Unit
-from zero.engine.checkpoint.together import Found
+from zero.engine.checkpoint.collective_read import Found
 from zero.engine.checkpoint.units import Source, straight
 from zero.plan.layout import Span
 

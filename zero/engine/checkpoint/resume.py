@@ -79,7 +79,7 @@ def restore(
         setattr(engine, name, int(shared["counters"][name]))
     window.start, window.rounds, window.samples = engine.micro_steps, reducer.rounds, 0
     engine._applied = False
-    engine._watch.standing.steps = engine.global_steps
+    engine._watchdog.status.steps = engine.global_steps
     engine._mark_boundary()
 
     takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)

@@ -18,10 +18,10 @@ from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Window
 from zero.engine.checkpoint.checks import Options, begin, check_folder, check_tag
 from zero.engine.checkpoint.resume import rank_state, shared_state
-from zero.engine.checkpoint.survey import Plain, Survey
+from zero.engine.checkpoint.save_plan import Plain, SavePlan
 from zero.optim.optimizer import ZeroOptimizer
-from zero.plan.whereabouts import Place
-from zero.watch.watch import Watch
+from zero.watchdog.hang_report import Phase
+from zero.watchdog.watchdog import Watchdog
 
 CHECKS = "the checks before a checkpoint is written"
 FILES = "writing the part of a checkpoint that rests in files"
@@ -39,7 +39,7 @@ class SaveCheckpoint:
     _config: Config
     _sharded: ShardedModule
     _saver: Saver
-    _watch: Watch
+    _watchdog: Watchdog
     _window: Window
 
     def save_checkpoint(
@@ -65,13 +65,13 @@ class SaveCheckpoint:
         saver = self._saver
         saver.join()
         options = Options(bool(save_latest), bool(exclude_frozen_parameters))
-        saver.exchange.start()
+        saver.barrier.start()
         try:
-            with self._watch.call(Place.SAVE), self._watch.listening() as in_vain:
+            with self._watchdog.call(Phase.SAVE), self._watchdog.listening() as in_vain:
                 error = self._save(save_dir, tag, client_state, options, in_vain)
         finally:
             if not saver.running:
-                saver.exchange.shut()
+                saver.barrier.shut()
         if error is not None:
             # Not inside of the watched call: the engine is sound, and no other rank must take this one for lost.
             raise error
@@ -87,7 +87,7 @@ class SaveCheckpoint:
         self, save_dir: Any, tag: Any, client: Any, options: Options, in_vain: Callable[[], str]
     ) -> Exception | None:
         """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks."""
-        saver, survey, asked = self._saver, None, None
+        saver, plan, asked = self._saver, None, None
         try:
             if (error := saver.error()) is not None:
                 raise error
@@ -97,38 +97,38 @@ class SaveCheckpoint:
             tag = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
             plain = Plain(shared_state(self), client or {}, rank_state(self))
             units, rank = self._sharded.units, self.global_rank
-            survey = Survey(self.module, units, self.optimizer, plain, rank, options.exclude_frozen)
+            plan = SavePlan(self.module, units, self.optimizer, plain, rank, options.exclude_frozen)
             asked = {
                 "dir": str(root),
                 "tag": tag,
                 "options": list(options),
-                **survey.request(saver.exchange.world_size == 1),
+                **plan.request(saver.barrier.world_size == 1),
             }
         except Exception as error:
             asked = error
         try:
-            answer = saver.exchange.settle(asked, begin, CHECKS, in_vain)
+            answer = saver.barrier.settle(asked, begin, CHECKS, in_vain)
         except (OSError, ValueError, RuntimeError) as error:
             return error
         saver.heard()
         job = saver.job(root, tag, answer["save"], options.latest)
-        return self._write(job, survey, answer, in_vain)
+        return self._write(job, plan, answer, in_vain)
 
     def _write(
-        self, job: Job, survey: Survey, answer: Mapping[str, Any], in_vain: Callable[[], str]
+        self, job: Job, plan: SavePlan, answer: Mapping[str, Any], in_vain: Callable[[], str]
     ) -> Exception | None:
         saver, rest = self._saver, []
         try:
             if self.global_rank == 0:
-                survey.describe(job, self.config, self.global_steps)
+                plan.describe(job, self.config, self.global_steps)
             snapshot = saver.snapshot if saver.asynchronous else None
-            rest = survey.write(job, self.global_rank, answer["differ"], snapshot)
+            rest = plan.write(job, self.global_rank, answer["differ"], snapshot)
         except BaseException as error:
             job.fail(error)  # the others must hear of it
         if saver.asynchronous and answer["files"]:
             try:
                 # Nobody goes on to a collective in which it would wait for who still writes.
-                saver.exchange.settle(job.failure, lambda told: None, FILES, in_vain)
+                saver.barrier.settle(job.failure, lambda told: None, FILES, in_vain)
             except (OSError, ValueError, RuntimeError) as error:
                 job.fail(error)
         if saver.asynchronous and not job.interrupted:

@@ -16,7 +16,7 @@ from zero.checkpoint.index import Index, Parameter, Stored
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.unit import Unit
-from zero.engine.checkpoint.pieces import saved_buffers
+from zero.engine.checkpoint.chunks import saved_buffers
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import Kept, ShardOptimizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from zero.checkpoint.plain import decode
+from zero.engine.checkpoint.collective_read import Found
 from zero.engine.checkpoint.random_state import for_world
-from zero.engine.checkpoint.together import Found
 from zero.engine.checkpoint.units import Source
 
 

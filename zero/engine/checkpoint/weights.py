@@ -18,9 +18,9 @@ from zero.core.deferred_param import DeferredParam
 from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
 from zero.core.unit import State
+from zero.engine.checkpoint.chunks import saved_buffers
+from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.load import LoadCheckpoint
-from zero.engine.checkpoint.pieces import saved_buffers
-from zero.engine.checkpoint.together import Found, Together
 from zero.engine.checkpoint.units import (
     Source,
     doubled,
@@ -77,7 +77,7 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path
     if any(not isinstance(unit, DeferredParam) for unit in pieces):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = pieces[0].mesh.reduced_over if pieces else Axis(None, 1, 0, False)
-    ranks = Together("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
+    ranks = CollectiveRead("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
     found = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
 
     def read() -> None:

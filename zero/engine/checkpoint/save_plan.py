@@ -15,8 +15,8 @@ from zero.checkpoint.plain import encode
 from zero.checkpoint.safe_file import NAMES, TensorChunk
 from zero.checkpoint.snapshot import Snapshot
 from zero.core.unit import Unit
-from zero.engine.checkpoint.pieces import (
-    buffer_pieces,
+from zero.engine.checkpoint.chunks import (
+    buffer_chunks,
     by_file,
     config_of,
     digest,
@@ -25,10 +25,10 @@ from zero.engine.checkpoint.pieces import (
     numbers,
     saved_buffers,
     signs,
-    tensor_pieces,
+    tensor_chunks,
     tied_names,
+    unit_chunks,
     unit_forms,
-    unit_pieces,
 )
 from zero.optim.optimizer import ZeroOptimizer
 
@@ -41,7 +41,7 @@ class Plain(NamedTuple):
     own: Mapping[str, Any]
 
 
-class Survey:
+class SavePlan:
     """Of one save. Raises ValueError, naming it, for what a checkpoint cannot hold.
 
     units: those that are written; excluded: the frozen parameters that are not.
@@ -75,7 +75,7 @@ class Survey:
         self._client = encode(plain.client, "client_state")
         self._own = encode(plain.own, f"rank_state/{rank}")
         self._forms = [form for unit in self.units for form in unit_forms(unit, optimizer)]
-        self._checked = [form_of(piece) for piece in buffer_pieces(self._buffers)]
+        self._checked = [form_of(chunk) for chunk in buffer_chunks(self._buffers)]
 
     @property
     def in_files(self) -> bool:
@@ -92,7 +92,7 @@ class Survey:
         }
 
     def write(self, job: Job, rank: int, differ: Sequence[str], snapshot: Snapshot | None) -> list[TensorChunk]:
-        """Hand all pieces to the job, or, where they are in memory, to the snapshot; returns what is left to write."""
+        """Hand all chunks to the job, or, where they are in memory, to the snapshot; returns what is left to write."""
         small = self._small(job, rank, differ)
         job.begin(by_file([*self._forms, *map(form_of, small)]))
         if snapshot is None:
@@ -100,8 +100,8 @@ class Survey:
             return small
         kept = [form for unit in self.units if unit.home.permanent for form in unit_forms(unit, self._optimizer)]
         snapshot.begin([*kept, *small])
-        for piece in small:
-            snapshot.take(piece)
+        for chunk in small:
+            snapshot.take(chunk)
         self._write_units(job, snapshot)
         return []
 
@@ -128,16 +128,16 @@ class Survey:
         tensors = {**{own[name]: self._buffers[name] for name in own}, **self._own[1]}
         if rank == 0:
             tensors |= {**self._shared[1], **self._extra[1], **self._client[1]}
-        return [*(buffer_pieces(self._buffers) if rank == 0 else ()), *tensor_pieces(tensors)]
+        return [*(buffer_chunks(self._buffers) if rank == 0 else ()), *tensor_chunks(tensors)]
 
     def _write_units(self, job: Job, snapshot: Snapshot | None) -> None:
         for unit in self.units:
             with unit.borrow():
-                for piece in unit_pieces(unit, self._optimizer):
+                for chunk in unit_chunks(unit, self._optimizer):
                     if snapshot is not None and unit.home.permanent:
-                        snapshot.take(piece)
+                        snapshot.take(chunk)
                     else:
-                        job.put(piece)
+                        job.put(chunk)
                     job.moved(1)
                 job.signed |= signs(unit, self._optimizer)
 

@@ -15,7 +15,7 @@ MOST_RANGES = 8
 MOST_LETTERS = 300  # of another rank's message
 
 
-class Place(enum.Enum):
+class Phase(enum.Enum):
     """Which call of the engine a rank is in."""
 
     INITIALIZE = "initialize()"
@@ -43,7 +43,7 @@ class Record:
 
     rank: int
     beat: int = 0
-    place: Place = Place.OUTSIDE
+    phase: Phase = Phase.OUTSIDE
     steps: int = 0
     number: int = 0
     last: str = ""
@@ -57,13 +57,13 @@ class Record:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(dataclasses.asdict(self) | {"place": self.place.value}, separators=(",", ":"))
+        return json.dumps(dataclasses.asdict(self) | {"phase": self.phase.value}, separators=(",", ":"))
 
 
 def record_of(text: str | bytes) -> Record:
     """The record that `to_json` wrote."""
     values = json.loads(text)
-    return Record(**values | {"place": Place(values["place"]), "blames": tuple(values["blames"])})
+    return Record(**values | {"phase": Phase(values["phase"]), "blames": tuple(values["blames"])})
 
 
 class Seen(NamedTuple):
@@ -121,20 +121,20 @@ def where(record: Record) -> str:
         return f"gave up{blamed}: {record.error}"
     if record.fault:
         return f"raised {record.error}{last}"
-    if record.place is Place.ENDED:
+    if record.phase is Phase.ENDED:
         fatal = f" with {record.error}" if record.error else ""
         return f"has ended its program{fatal} after {_steps(record)}{last}"
-    if record.place is Place.DESTROYED:
+    if record.phase is Phase.DESTROYED:
         return f"has let go of its engine after {_steps(record)}{last}"
     went_on = f"; earlier it raised {record.error} and went on" if record.error and not record.fault else ""
     if record.waits:
-        return f"waiting for the {record.waits}, {_within(record.place)}after {_steps(record)}{went_on}"
-    if record.place is Place.OUTSIDE:
+        return f"waiting for the {record.waits}, {_within(record.phase)}after {_steps(record)}{went_on}"
+    if record.phase is Phase.OUTSIDE:
         return f"outside the engine since its {_ordinal(record)}{last}{went_on}"
-    return f"computing {_within(record.place)}after {_steps(record)}{last}{went_on}"
+    return f"computing {_within(record.phase)}after {_steps(record)}{last}{went_on}"
 
 
-def whereabouts(view: View, waits: str) -> str:
+def hang_report(view: View, waits: str) -> str:
     """Where every other rank is, in groups; `waits` is the text of what this rank waits for."""
     groups: dict[str, list[int]] = {}
     for rank, seen in sorted(view.others.items()):
@@ -201,7 +201,7 @@ def cause(view: View, number: int) -> str:
     gone = [
         rank
         for rank, (record, _) in view.others.items()
-        if record.place in (Place.ENDED, Place.DESTROYED) and record.number < number
+        if record.phase in (Phase.ENDED, Phase.DESTROYED) and record.number < number
     ]
     if gone:
         return f"{ranks_text(gone)} {where(view.others[gone[0]].record)}"
@@ -217,7 +217,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
     own = [seen.record for seen in _faults(view) if not seen.record.gave_up]
     if own:
         return _told(own[0])
-    ended = sorted(rank for rank, seen in view.others.items() if seen.record.place in (Place.ENDED, Place.DESTROYED))
+    ended = sorted(rank for rank, seen in view.others.items() if seen.record.phase in (Phase.ENDED, Phase.DESTROYED))
     # Who has ended is silent, too, but said so before.
     silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence and rank not in ended)
     gave_up = [seen.record for seen in _faults(view) if seen.record.gave_up]
@@ -261,7 +261,7 @@ def _keeper(view: View) -> tuple[int, ...]:
 
 def _phrase(seen: Seen, waits: str, silence: float) -> str:
     record = seen.record
-    if record.place not in (Place.ENDED, Place.DESTROYED) and seen.silent >= silence:
+    if record.phase not in (Phase.ENDED, Phase.DESTROYED) and seen.silent >= silence:
         return _silence(seen)
     if waits and record.waits == waits and not record.fault:
         return _SAME
@@ -288,5 +288,5 @@ def _ordinal(record: Record) -> str:
     return f"step {record.steps}" if record.steps else "start"
 
 
-def _within(place: Place) -> str:
-    return "" if place is Place.OUTSIDE else f"in {place.value} "
+def _within(phase: Phase) -> str:
+    return "" if phase is Phase.OUTSIDE else f"in {phase.value} "

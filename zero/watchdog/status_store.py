@@ -17,16 +17,16 @@ import time
 import torch.distributed as dist
 
 from zero.log import logger
-from zero.plan.whereabouts import Seen, View, record_of
-from zero.watch.signed import Signed
-from zero.watch.standing import Standing
+from zero.watchdog.hang_report import Seen, View, record_of
+from zero.watchdog.rank_status import RankStatus
+from zero.watchdog.signed import Signed
 
 PERIOD = 1.0  # seconds between two records of a rank in peace
 HURRY = 0.4  # while this rank reads or fails
 WRITES = 300  # per second that the store sees of all ranks together, at most
 
 
-class Board(threading.Thread):
+class StatusStore(threading.Thread):
     """Writes this rank's record, and reads those of the others while `reading` is set.
 
     number: of this engine among those of its process group, from 1; the same on all ranks once they have agreed;
@@ -34,13 +34,13 @@ class Board(threading.Thread):
     asks:   how often ranks have said that they wait; a change tells a rank that it may be waited for.
     """
 
-    def __init__(self, standing: Standing, size: int, group: dist.ProcessGroup) -> None:
-        super().__init__(name="zero-board", daemon=True)
+    def __init__(self, status: RankStatus, size: int, group: dist.ProcessGroup) -> None:
+        super().__init__(name="zero-store", daemon=True)
         self.asks = 0
         self.reading = False
         self.listeners = 0  # who else wants the records of the others
         self.read_at = -math.inf  # time.monotonic() of the last complete reading
-        self._standing = standing
+        self._status = status
         self._size = size
         self._world = dist.group.WORLD
         self._period, self._hurry = max(PERIOD, size / WRITES), max(HURRY, size / WRITES / 2)
@@ -48,7 +48,7 @@ class Board(threading.Thread):
         self._beat = self._fault = 0
         self._seen: dict[int, tuple[Seen, float]] = {}  # with the time at which the beat changed
         self._read_from: dict[int, str] = {}  # keys by rank
-        self._signed = Signed(standing.rank)
+        self._signed = Signed(status.rank)
         self._answered = time.monotonic()
         self._gone = False  # the connection to the store is closed
         self._wake = threading.Event()
@@ -71,7 +71,7 @@ class Board(threading.Thread):
             self.number = self._count(number - self.number)
 
     def _count(self, more: int) -> int:
-        return self._store.add(f"{self._keys}engines/{self._standing.rank}", more)
+        return self._store.add(f"{self._keys}engines/{self._status.rank}", more)
 
     @property
     def silence(self) -> float:
@@ -88,7 +88,7 @@ class Board(threading.Thread):
     @property
     def keeps(self) -> bool:
         """Whether the store goes when this process does."""
-        return self._keeper == self._standing.rank
+        return self._keeper == self._status.rank
 
     def ask(self) -> None:
         """Tell the others that this rank waits."""
@@ -115,21 +115,21 @@ class Board(threading.Thread):
                 self._turn()
             except Exception as error:  # of whatever kind the store raises
                 self._gone = True
-                logger.log(logging.DEBUG, "rank %d: the store is gone: %s", self._standing.rank, error)
+                logger.log(logging.DEBUG, "rank %d: the store is gone: %s", self._status.rank, error)
                 return
             if ended:
                 return
-            self._wake.wait(self._hurry if self.reading or self.listeners or self._standing.failing else self._period)
+            self._wake.wait(self._hurry if self.reading or self.listeners or self._status.failing else self._period)
             self._wake.clear()
 
     def _turn(self) -> None:
-        standing = self._standing
-        if standing.failing and not self._fault:
+        status = self._status
+        if status.failing and not self._fault:
             self._fault = self._store.add(self.prefix + "faults", 1)
-        elif not standing.failing:
+        elif not status.failing:
             self._fault = 0
         self._beat += 1
-        key, record = self._key(standing.rank), standing.record(self._beat, self._fault)
+        key, record = self._key(status.rank), status.record(self._beat, self._fault)
         self._store.set(key, self._signed.sign(key, record.to_json().encode()))
         asked = self._asked
         self.asks = self._store.add(self.prefix + "asks", asked - self._told)
@@ -139,7 +139,7 @@ class Board(threading.Thread):
         self._answered = time.monotonic()
 
     def _read(self) -> None:
-        keys = {rank: self._key(rank) for rank in range(self._size) if rank != self._standing.rank}
+        keys = {rank: self._key(rank) for rank in range(self._size) if rank != self._status.rank}
         if keys != self._read_from:  # what was seen before the ranks had agreed on the number was not of this engine
             self._read_from, self._seen = keys, {}
         if not self._store.check(list(keys.values())):

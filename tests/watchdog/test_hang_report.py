@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero.plan.whereabouts import (
-    Place,
+from zero.watchdog.hang_detector import HangDetector
+from zero.watchdog.hang_report import (
+    Phase,
     Record,
     Seen,
     View,
@@ -20,20 +21,19 @@ from zero.plan.whereabouts import (
     difference_text,
     doubtful,
     first_difference,
+    hang_report,
     ranks_text,
     record_of,
     wanted,
     where,
-    whereabouts,
 )
-from zero.watch.sentry import Sentry
-from zero.watch.standing import Collective, Loss, Standing, Waiting
+from zero.watchdog.rank_status import Collective, Loss, RankStatus, Waiting
 
 WAITS = "gather of unit 'blocks.3'"
 
 
 def waiting(rank: int, number: int = 57) -> Record:
-    return Record(rank, place=Place.FORWARD, steps=7, number=number, last="x", waits=WAITS, wait=number, seconds=4.0)
+    return Record(rank, phase=Phase.FORWARD, steps=7, number=number, last="x", waits=WAITS, wait=number, seconds=4.0)
 
 
 def view(*records: Record, silent: dict[int, float] | None = None, store: float = 0.0, world: int = 0) -> View:
@@ -56,14 +56,14 @@ def test_ranks_in_words(ranks: list[int], text: str) -> None:
 
 
 def test_a_record_survives_the_store() -> None:
-    record = Record(3, 9, Place.STEP, 4, 5, "a", "b", 6, 1.5, "ValueError: 'ü'", 2, (0, 7), True)
+    record = Record(3, 9, Phase.STEP, 4, 5, "a", "b", 6, 1.5, "ValueError: 'ü'", 2, (0, 7), True)
     assert record_of(record.to_json()) == record
     assert record_of(record.to_json().encode()) == record
 
 
 def test_ranks_that_wait_for_the_same_come_first_and_the_one_outside_is_described() -> None:
     outside = Record(2, steps=7, number=56, last="gather of unit 'head' (#56)")
-    text = whereabouts(view(waiting(1), outside, waiting(3, 58)), WAITS)
+    text = hang_report(view(waiting(1), outside, waiting(3, 58)), WAITS)
     assert text == (
         "ranks 1, 3: waiting for the same; "
         "rank 2: outside the engine since its step 7, last the gather of unit 'head' (#56)"
@@ -73,7 +73,7 @@ def test_ranks_that_wait_for_the_same_come_first_and_the_one_outside_is_describe
 
 def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_counted() -> None:
     seen = view(waiting(1), waiting(2), silent={2: 3.4}, world=5)
-    text = whereabouts(seen, WAITS)
+    text = hang_report(seen, WAITS)
     assert "rank 1: waiting for the same" in text
     assert "rank 2: not heard of for 3 s, stopped or dead (when last heard: waiting for the gather" in text
     assert text.endswith("2 rank(s): never heard of")
@@ -83,16 +83,16 @@ def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_counted() 
 def test_ranks_that_wait_for_different_units_are_told_what_to_do() -> None:
     remedy = "make the module around these blocks a leaf (zero_optimization.leaf_module) or name it in zero.units"
     other = replace(waiting(2), waits="reduce of unit 'head'")
-    assert remedy in whereabouts(view(waiting(1), other), WAITS)
-    assert remedy not in whereabouts(view(waiting(1), other, silent={2: 3.4}), WAITS), "it is stopped"
-    assert remedy not in whereabouts(view(waiting(1), waiting(2)), WAITS)
-    assert remedy not in whereabouts(view(replace(other, waits="outcome of writing")), WAITS)
+    assert remedy in hang_report(view(waiting(1), other), WAITS)
+    assert remedy not in hang_report(view(waiting(1), other, silent={2: 3.4}), WAITS), "it is stopped"
+    assert remedy not in hang_report(view(waiting(1), waiting(2)), WAITS)
+    assert remedy not in hang_report(view(replace(other, waits="outcome of writing")), WAITS)
 
 
 def test_a_report_stays_short_at_any_world_size() -> None:
     odd = [Record(rank, steps=rank, number=1) for rank in range(1, 1024)]
-    assert len(whereabouts(view(*odd), WAITS)) < 1000
-    assert "elsewhere" in whereabouts(view(*odd), WAITS)
+    assert len(hang_report(view(*odd), WAITS)) < 1000
+    assert "elsewhere" in hang_report(view(*odd), WAITS)
     assert len(clipped("long " * 1000)) == 300
     assert clipped("one\ntwo") == "one"
 
@@ -101,15 +101,15 @@ def test_a_report_stays_short_at_any_world_size() -> None:
     ("record", "text"),
     [
         (Record(1), "outside the engine since its start"),
-        (Record(1, place=Place.BACKWARD, steps=1), "computing in backward after 1 step"),
+        (Record(1, phase=Phase.BACKWARD, steps=1), "computing in backward after 1 step"),
         (Record(1, error="E: m", steps=2), "outside the engine since its step 2; earlier it raised E: m and went on"),
         (Record(1, error="E: m", fault=1), "raised E: m"),
-        (Record(1, place=Place.ENDED, error="E: m", fault=1), "raised E: m"),
-        (Record(1, place=Place.ENDED), "has ended its program after 0 steps"),
-        (Record(1, place=Place.ENDED, error="E: m", steps=1), "has ended its program with E: m after 1 step"),
-        (Record(1, place=Place.DESTROYED, last="reduce"), "has let go of its engine after 0 steps, last the reduce"),
+        (Record(1, phase=Phase.ENDED, error="E: m", fault=1), "raised E: m"),
+        (Record(1, phase=Phase.ENDED), "has ended its program after 0 steps"),
+        (Record(1, phase=Phase.ENDED, error="E: m", steps=1), "has ended its program with E: m after 1 step"),
+        (Record(1, phase=Phase.DESTROYED, last="reduce"), "has let go of its engine after 0 steps, last the reduce"),
         (Record(1, error="because", fault=1, gave_up=True), "gave up: because"),
-        (Record(1, 0, Place.ENDED, error="it", fault=1, blames=(0,), gave_up=True), "gave up for want of rank 0: it"),
+        (Record(1, 0, Phase.ENDED, error="it", fault=1, blames=(0,), gave_up=True), "gave up for want of rank 0: it"),
     ],
 )
 def test_where_a_rank_is(record: Record, text: str) -> None:
@@ -122,7 +122,7 @@ def test_a_rank_that_failed_ends_the_wait_of_others_only_if_it_has_not_sent_its_
     assert cause(view(waiting(1), failed), 56) == ""
     went_on = Record(2, number=56, error="ValueError: bad")
     assert cause(view(waiting(1), went_on), 57) == ""
-    ended = Record(2, number=56, place=Place.ENDED)
+    ended = Record(2, number=56, phase=Phase.ENDED)
     assert cause(view(waiting(1), ended), 57) == "rank 2 has ended its program after 0 steps"
     assert cause(view(waiting(1), ended), 56) == "", "it has ended well; somebody else is slow"
 
@@ -136,26 +136,26 @@ def test_the_first_exception_is_the_cause_not_those_that_followed() -> None:
     assert cause_of_loss(view(waiting(1), victim), 0.1) == "rank 2 gave up for want of rank 3: rank 3 raised"
 
 
-def gives_up(standing: Standing, lost: bool = True) -> None:
-    """Let a sentry look at a wait that is over its time-out; the wait fails, or else ends well, while it is judged."""
+def gives_up(status: RankStatus, lost: bool = True) -> None:
+    """Have a detector look at a wait that is over its time-out; the wait fails, or else ends well, meanwhile."""
     waiting_for = Waiting(Collective("gather", "blocks.3", 58), time.monotonic() - 9.0)
-    standing.waiting = waiting_for
+    status.waiting = waiting_for
 
     def told() -> None:
-        standing.waiting = None
-        standing.loss = Loss(waiting_for, "closed", time.monotonic()) if lost else None
+        status.waiting = None
+        status.loss = Loss(waiting_for, "closed", time.monotonic()) if lost else None
 
     elsewhere = replace(waiting(0), waits="gather of unit '<root>'")
-    board = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
-    Sentry(standing, board, None, 8.0, native=True)._look(time.monotonic())  # type: ignore[arg-type]
+    store = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
+    HangDetector(status, store, None, 8.0, native=True)._look(time.monotonic())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:
-    standing = Standing(2)
-    gives_up(standing)
-    assert standing.verdict.startswith("rank 2 has waited for the gather of unit 'blocks.3' (#58)")
-    alone = Standing(2)
-    alone.place = Place.FORWARD
+    status = RankStatus(2)
+    gives_up(status)
+    assert status.verdict.startswith("rank 2 has waited for the gather of unit 'blocks.3' (#58)")
+    alone = RankStatus(2)
+    alone.phase = Phase.FORWARD
     alone.fail(ValueError("bad sample"))
     alone.failing = False  # it went on with the next batch
     gives_up(alone)
@@ -165,10 +165,10 @@ def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:
 
 
 def test_a_wait_that_ends_well_while_it_is_judged_leaves_no_trace() -> None:
-    standing = Standing(2)
-    standing.error = "ValueError: bad sample"
-    gives_up(standing, lost=False)
-    assert (standing.verdict, standing.error, standing.failing) == ("", "ValueError: bad sample", False)
+    status = RankStatus(2)
+    status.error = "ValueError: bad sample"
+    gives_up(status, lost=False)
+    assert (status.verdict, status.error, status.failing) == ("", "ValueError: bad sample", False)
 
 
 def test_a_lost_connection_waits_for_a_culprit_but_not_for_ever() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from divergence import CASES, TIMEOUT, WORLD
 
-from zero.watch.sentry import DOUBTS, SAYS, TICK
+from zero.watchdog.hang_detector import DOUBTS, SAYS, TICK
 
 LINE = re.compile(r"warning: rank (\d) has waited for the (.+? of unit '.+?') \(#\d+\) for (\d+\.\d) s")
 LAST = re.compile(r"has waited for the .+ \(#\d+\) for (\d+\.\d) s.*, the time-out \(zero\.timeout\)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from zero.plan.whereabouts import Place, Record, clipped
+from zero.watchdog.hang_report import Phase, Record, clipped
 
 
 class Collective(NamedTuple):
@@ -40,7 +40,7 @@ class Loss(NamedTuple):
     at: float
 
 
-class Standing:
+class RankStatus:
     """What one engine does on this rank. Attributes are plain values, each written by one thread; no lock is needed.
 
     Only an update beside the training loop that fails writes `error` and `failing`, too; nothing else counts then.
@@ -53,7 +53,7 @@ class Standing:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.place = Place.OUTSIDE
+        self.phase = Phase.OUTSIDE
         self.steps = 0
         self.number = 0
         self.last: Collective | None = None
@@ -66,7 +66,7 @@ class Standing:
 
     def fail(self, error: BaseException) -> None:
         """An exception leaves the engine."""
-        self.error = self.verdict or f"{type(error).__name__}: {clipped(str(error))} in {self.place.value}"
+        self.error = self.verdict or f"{type(error).__name__}: {clipped(str(error))} in {self.phase.value}"
         self.failing = True
 
     def own_error(self) -> str:
@@ -81,7 +81,7 @@ class Standing:
         return Record(
             rank=self.rank,
             beat=beat,
-            place=self.place,
+            phase=self.phase,
             steps=self.steps,
             number=self.number,
             last=str(last) if last is not None else "",

@@ -32,7 +32,7 @@ class Found(NamedTuple):
     near: bool = False
 
 
-class Together:
+class CollectiveRead:
     """The ranks of `axis`, whose messages are on `device`; `what` they do is said in errors.
 
     Methods are collectives.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zero.watch.signed import Signed
+from zero.watchdog.signed import Signed
 
 POLL = (0.005, 0.25)  # seconds between two looks at the store, at first and after a while
 PERIOD = 1.0  # seconds between two words about progress
@@ -20,7 +20,7 @@ LARGEST = 4 << 20  # bytes of one value; the store takes 8 MiB
 LEAVES = 1.0  # seconds that the thread has to end
 
 
-class Mail(NamedTuple):
+class Message(NamedTuple):
     """A value to put down under a key; `readers`: how many will read it, the last of whom takes it away."""
 
     key: str
@@ -28,14 +28,14 @@ class Mail(NamedTuple):
     readers: int = 1
 
 
-class Courier(threading.Thread):
+class BarrierThread(threading.Thread):
     """Puts down what is posted, brings what is expected, and tells and watches progress in between.
 
     failed: why the store cannot be used any more, or "".
     """
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, progress: Callable[[], int]) -> None:
-        super().__init__(name="zero-courier", daemon=True)
+        super().__init__(name="zero-thread", daemon=True)
         self.failed = ""
         self._store = store
         self._prefix = prefix
@@ -44,7 +44,7 @@ class Courier(threading.Thread):
         self._progress = progress
         self._signed = Signed(rank)
         self._state = threading.Condition()
-        self._posts: list[Mail] = []
+        self._posts: list[Message] = []
         self._unread: list[str] = []  # counters of what was posted and not read by all
         self._expected: dict[str, int] = {}  # key -> the rank that puts it down
         self._found: dict[str, Any] | None = None
@@ -52,10 +52,10 @@ class Courier(threading.Thread):
         self._told = self._looked = self._answered = time.monotonic()
         self._ended = False
 
-    def post(self, mail: Mail) -> None:
+    def post(self, message: Message) -> None:
         """Put this down as soon as possible."""
         with self._state:
-            self._posts.append(mail)
+            self._posts.append(message)
             self._state.notify_all()
 
     def expect(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
@@ -164,16 +164,16 @@ class Courier(threading.Thread):
         """This rank's progress; of rank 0 also that of those for whom it waits, since all wait for rank 0."""
         return f"{self._progress()} {[moves for moves, _ in self._seen.values()] if self._rank == 0 else ''}"
 
-    def _put(self, mail: Mail) -> None:
-        data = zlib.compress(json.dumps(mail.value, separators=(",", ":")).encode(), 1)
+    def _put(self, message: Message) -> None:
+        data = zlib.compress(json.dumps(message.value, separators=(",", ":")).encode(), 1)
         parts = [data[at : at + LARGEST] for at in range(0, len(data), LARGEST)]
-        key = self._key(mail.key)
-        if mail.readers > 1:
-            self._store.set(f"{key}/unread", str(mail.readers))
+        key = self._key(message.key)
+        if message.readers > 1:
+            self._store.set(f"{key}/unread", str(message.readers))
             self._unread.append(f"{key}/unread")
         for index, part in enumerate(parts[1:], 1):
             self._set(f"{key}/{index}", part)
-        self._set(key, f"{len(parts)} {mail.readers} ".encode() + parts[0])  # last: who sees it reads the others
+        self._set(key, f"{len(parts)} {message.readers} ".encode() + parts[0])  # last: who sees it reads the others
 
     def _take(self, key: str) -> None:
         """Read a value; who reads it last takes it away. What no rank has put down is as if it were not there."""

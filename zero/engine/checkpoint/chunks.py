@@ -27,8 +27,8 @@ def window_of(unit: Unit) -> Span:
     return unit.plan.layout.shard(unit.mesh.rank, unit.mesh.world_size)
 
 
-def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorChunk]:
-    """The pieces of a unit that this rank writes; views that are valid while the unit is borrowed."""
+def unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorChunk]:
+    """The chunks of a unit that this rank writes; views that are valid while the unit is borrowed."""
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     window = window_of(unit)
     shift = window.start - unit.window.start  # of what is written in what is kept
@@ -45,9 +45,9 @@ def unit_pieces(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorC
 
 
 def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]:
-    """What `unit_pieces` will give, without values and without bringing any: on the meta device."""
+    """What `unit_chunks` will give, without values and without bringing any: on the meta device."""
     if unit.home.permanent:
-        return [form_of(piece) for piece in unit_pieces(unit, optimizer)]
+        return [form_of(chunk) for chunk in unit_chunks(unit, optimizer)]
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     shift = window_of(unit).start - unit.window.start
     found = []
@@ -60,7 +60,7 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]
             found.append(_form(base._replace(kind="master"), unit.master.tensor.dtype, part.numel))
         if unit.home.states.permanent:
             here = part._replace(at=part.at + shift)
-            found += [form_of(piece) for piece in _moments(unit, optimizer, here, base.shape)]
+            found += [form_of(chunk) for chunk in _moments(unit, optimizer, here, base.shape)]
             continue
         # Only rules that know their state beforehand let it rest in files.
         states = optimizer.rule.states(unit, optimizer.param_groups[unit.plan.group])
@@ -82,13 +82,13 @@ def signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:
     return {key: kept.signed for part in first for key, kept in optimizer.rule.kept(unit, group, part).items()}
 
 
-def form_of(piece: TensorChunk) -> TensorChunk:
-    """A piece without its values."""
-    return _form(piece, piece.values.dtype, piece.values.numel())
+def form_of(chunk: TensorChunk) -> TensorChunk:
+    """A chunk without its values."""
+    return _form(chunk, chunk.values.dtype, chunk.values.numel())
 
 
-def _form(piece: TensorChunk, dtype: torch.dtype, numel: int) -> TensorChunk:
-    return piece._replace(values=torch.empty(numel, dtype=dtype, device="meta"))
+def _form(chunk: TensorChunk, dtype: torch.dtype, numel: int) -> TensorChunk:
+    return chunk._replace(values=torch.empty(numel, dtype=dtype, device="meta"))
 
 
 def _blocks(shape: tuple[int, ...]) -> tuple[int]:
@@ -142,12 +142,12 @@ def digest(value: torch.Tensor) -> list[Any]:
     return [dtype_name(value.dtype), list(value.shape), crc32(host_bytes(flat))]
 
 
-def buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> list[TensorChunk]:
+def buffer_chunks(buffers: Mapping[str, torch.Tensor]) -> list[TensorChunk]:
     """Whole buffers."""
     return [_whole("buffer", name, value) for name, value in buffers.items()]
 
 
-def tensor_pieces(tensors: Mapping[str, torch.Tensor]) -> list[TensorChunk]:
+def tensor_chunks(tensors: Mapping[str, torch.Tensor]) -> list[TensorChunk]:
     """Whole tensors of client state, of random numbers and the like."""
     return [_whole("tensor", name, value) for name, value in tensors.items()]
 
@@ -160,11 +160,11 @@ def _whole(kind: str, name: str, value: torch.Tensor) -> TensorChunk:
     return TensorChunk(kind, name, 0, tuple(value.shape), value.detach().contiguous().view(-1))
 
 
-def by_file(pieces: Iterable[TensorChunk]) -> dict[str, list[TensorChunk]]:
-    """The pieces of each kind of file."""
+def by_file(chunks: Iterable[TensorChunk]) -> dict[str, list[TensorChunk]]:
+    """The chunks of each kind of file."""
     found: dict[str, list[TensorChunk]] = {}
-    for piece in pieces:
-        found.setdefault(FILES.get(piece.kind, "moments"), []).append(piece)
+    for chunk in chunks:
+        found.setdefault(FILES.get(chunk.kind, "moments"), []).append(chunk)
     return found
 
 

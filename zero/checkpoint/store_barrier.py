@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero.checkpoint.courier import Courier, Mail
+from zero.checkpoint.barrier_thread import BarrierThread, Message
 from zero.log import logger
-from zero.plan.whereabouts import ranks_text
+from zero.watchdog.hang_report import ranks_text
 
 GRACE = 5.0  # seconds more that others wait for rank 0, which waits as long for them before it says who is missing
 LINGERS = 10.0  # seconds that rank 0, with which the store may go, waits for the others to have read its answer
@@ -36,7 +36,7 @@ class Lost(RuntimeError):
     """What this rank has found out by itself: others may not know, or may have decided otherwise."""
 
 
-class Exchange:
+class StoreBarrier:
     """Rounds of values (whatever JSON holds) among the ranks of one engine. Of one rank nothing leaves the process.
 
     prefix:   of the keys in the store that are this engine's;
@@ -50,7 +50,7 @@ class Exchange:
         self.timeout = timeout
         self.progress = 0
         self._round = 0
-        self._courier: Courier | None = None
+        self._thread: BarrierThread | None = None
         if world_size > 1:
             # The original goes when the group does, and with it, on rank 0, the server.
             self._kept = dist.distributed_c10d._get_default_store()
@@ -64,7 +64,7 @@ class Exchange:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Around the rounds of one save: the time in between counts as work, in which the others look for progress."""
-        if self._courier is not None:
+        if self._thread is not None:
             yield
             return
         self.start()
@@ -76,14 +76,14 @@ class Exchange:
     def start(self) -> None:
         """Begin what `open` does; `shut`, in whatever thread, ends it."""
         if self.world_size > 1:
-            self._courier = Courier(self._store, self._prefix, self.rank, self.world_size, lambda: self.progress)
-            self._courier.start()
+            self._thread = BarrierThread(self._store, self._prefix, self.rank, self.world_size, lambda: self.progress)
+            self._thread.start()
 
     def shut(self) -> None:
         """End what `start` began."""
-        courier, self._courier = self._courier, None
-        if courier is not None:
-            courier.end()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
 
     def settle(
         self,
@@ -108,37 +108,37 @@ class Exchange:
     def _settle(
         self, mine: dict[str, Any], decide: Callable[[list[Any]], Any], phase: str, in_vain: Callable[[], str]
     ) -> Any:
-        courier, number = self._courier, self._round
+        thread, number = self._thread, self._round
         if self.rank != 0:
-            courier.post(Mail(f"{number}/{self.rank}", mine))
-            courier.expect([f"{number}/answer"], [0])
-            (found,) = self._await(courier, phase, self.timeout + GRACE, in_vain)
+            thread.post(Message(f"{number}/{self.rank}", mine))
+            thread.expect([f"{number}/answer"], [0])
+            (found,) = self._await(thread, phase, self.timeout + GRACE, in_vain)
             return _result(found)
         keys = [f"{number}/{rank}" for rank in range(1, self.world_size)]
-        courier.expect(keys, list(range(1, self.world_size)))
+        thread.expect(keys, list(range(1, self.world_size)))
         try:
-            answer = _answer([mine, *self._await(courier, phase, self.timeout, in_vain)], decide)
+            answer = _answer([mine, *self._await(thread, phase, self.timeout, in_vain)], decide)
         except BaseException as error:
-            courier.post(Mail(f"{number}/answer", _error_of(error), readers=self.world_size - 1))
-            courier.flushed(GONE)
+            thread.post(Message(f"{number}/answer", _error_of(error), readers=self.world_size - 1))
+            thread.flushed(GONE)
             raise
-        courier.post(Mail(f"{number}/answer", answer, readers=self.world_size - 1))
-        courier.flushed(LINGERS)
+        thread.post(Message(f"{number}/answer", answer, readers=self.world_size - 1))
+        thread.flushed(LINGERS)
         return _result(answer)
 
-    def _await(self, courier: Courier, phase: str, timeout: float, in_vain: Callable[[], str]) -> list[Any]:
-        """The values that the courier expects; raises RuntimeError that says who does not get on."""
+    def _await(self, thread: BarrierThread, phase: str, timeout: float, in_vain: Callable[[], str]) -> list[Any]:
+        """The values that the thread expects; raises RuntimeError that says who does not get on."""
         said, since = time.monotonic(), 0.0
         while True:
-            found = courier.wait(0.2)
+            found = thread.wait(0.2)
             if found is not None:
                 return found
             now = time.monotonic()
-            missing, silent = courier.missing(now)
+            missing, silent = thread.missing(now)
             who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
-            if courier.failed:
+            if thread.failed:
                 raise Lost(
-                    f"rank {self.rank}, {phase}: the store of the process group is gone ({courier.failed}), and rank 0 "
+                    f"rank {self.rank}, {phase}: the store of the process group is gone ({thread.failed}), and rank 0 "
                     "with it, unless a launcher keeps it"
                 )
             why = in_vain()
@@ -149,10 +149,10 @@ class Exchange:
                 raise Lost(
                     f"rank {self.rank}, {phase}: {who} made no progress for {silent:.0f} s, the time-out (zero.timeout)"
                 )
-            if courier.unanswered(now) > timeout:
+            if thread.unanswered(now) > timeout:
                 raise Lost(
                     f"rank {self.rank}, {phase}: the store of the process group has not answered for "
-                    f"{courier.unanswered(now):.0f} s (zero.timeout); rank 0 is stopped or out of reach"
+                    f"{thread.unanswered(now):.0f} s (zero.timeout); rank 0 is stopped or out of reach"
                 )
             if silent > SAYS and now - said > SAYS:
                 said = now + AGAIN - SAYS

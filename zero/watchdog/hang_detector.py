@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 
 from zero.log import logger
-from zero.plan.whereabouts import (
+from zero.watchdog.hang_report import (
     UNKNOWN,
     cause,
     cause_of_loss,
     clipped,
     doubtful,
+    hang_report,
     ranks_text,
     wanted,
     where,
-    whereabouts,
 )
-from zero.watch.board import Board
-from zero.watch.standing import Loss, Standing, Waiting
+from zero.watchdog.rank_status import Loss, RankStatus, Waiting
+from zero.watchdog.status_store import StatusStore
 
 TICK = 0.4  # seconds between two looks
 SAYS = 3.5  # seconds of a wait before the first line, so that it stands there before 5 have passed
@@ -43,16 +43,16 @@ NEAR = 1.0  # a wait that was lost this close to its time-out ended because of i
 TAG = (1 << 30) + 1  # of a message that nobody sends
 
 
-class Sentry(threading.Thread):
+class HangDetector(threading.Thread):
     """One per engine. `timeout`: seconds that a wait may last; `native`: waits cannot be ended from here."""
 
     def __init__(
-        self, standing: Standing, board: Board, group: dist.ProcessGroup, timeout: float, native: bool
+        self, status: RankStatus, store: StatusStore, group: dist.ProcessGroup, timeout: float, native: bool
     ) -> None:
-        super().__init__(name="zero-sentry", daemon=True)
-        self.explained = threading.Event()  # a `standing.verdict` is there
-        self._standing = standing
-        self._board = board
+        super().__init__(name="zero-detector", daemon=True)
+        self.explained = threading.Event()  # a `status.verdict` is there
+        self._status = status
+        self._store = store
         self._group = group
         self._world = dist.group.WORLD
         self._timeout = timeout
@@ -60,7 +60,7 @@ class Sentry(threading.Thread):
         self._said: Waiting | None = None  # the wait that the last line was about
         self._next = 0.0  # time.monotonic() of the next line about it
         self._answers = 0.0  # time.monotonic() of the next answer to ranks that wait for this one
-        self._asks = 0  # of the board, answered
+        self._asks = 0  # of the store, answered
         self._resumed = 0.0  # time.monotonic() at which this process went on after it was stopped
         self._wake = threading.Event()
         self._ended = False
@@ -86,103 +86,103 @@ class Sentry(threading.Thread):
                 self._look(now)
             except Exception:
                 # Training goes on without us; that nobody watches must not stay a secret.
-                logger.exception("rank %d: the watch over waiting ranks has ended", self._standing.rank)
+                logger.exception("rank %d: the watchdog over waiting ranks has ended", self._status.rank)
                 return
-            self._wake.wait(TICK if self._standing.loss is None else TICK / 4)
+            self._wake.wait(TICK if self._status.loss is None else TICK / 4)
             self._wake.clear()
 
     def _look(self, now: float) -> None:
-        standing, loss, waiting = self._standing, self._standing.loss, self._standing.waiting
-        if standing.verdict:
+        status, loss, waiting = self._status, self._status.loss, self._status.waiting
+        if status.verdict:
             # The connections are closed or worth nothing; whatever wait comes now is on the way out.
             if waiting is not None and now - waiting.since > SURE:
                 self._end_wait(waiting)
         elif loss is not None:
-            self._board.reading = True
-            self._board.poke()
+            self._store.reading = True
+            self._store.poke()
             self._explain(loss, now)
         elif waiting is None:
             self._answer(now)
         else:
             age = now - max(waiting.since, self._resumed)
-            self._board.reading = age > READS
-            view = self._board.view()
+            self._store.reading = age > READS
+            view = self._store.view()
             why = cause(view, waiting.collective.number) if age > SURE else ""
             if why:
                 self._give_up(waiting, f"{why}; {self._subject(waiting, age)}")
             elif age >= self._timeout:
                 text = f"{self._subject(waiting, age)}, the time-out (zero.timeout)"
-                self._give_up(waiting, f"{text}; {whereabouts(view, waiting.collective.text)}")
+                self._give_up(waiting, f"{text}; {hang_report(view, waiting.collective.text)}")
             elif age >= SAYS + DOUBTS or (age >= SAYS and not doubtful(view)):
                 self._say(waiting, age, now)
 
     def _subject(self, waiting: Waiting, age: float) -> str:
-        standing = self._standing
-        within = f" in {standing.place.value}" if standing.place.value != "outside" else ""
-        return f"rank {standing.rank} has waited for the {waiting.collective} for {age:.1f} s{within}"
+        status = self._status
+        within = f" in {status.phase.value}" if status.phase.value != "outside" else ""
+        return f"rank {status.rank} has waited for the {waiting.collective} for {age:.1f} s{within}"
 
     def _say(self, waiting: Waiting, age: float, now: float) -> None:
         """A line about a wait that lasts: at once, then every so often."""
         if waiting is self._said and now < self._next:
             return
         self._said, self._next = waiting, now + AGAIN
-        self._board.ask()
-        there = whereabouts(self._board.view(), waiting.collective.text)
+        self._store.ask()
+        there = hang_report(self._store.view(), waiting.collective.text)
         logger.log(logging.WARNING, "%s; %s", self._subject(waiting, age), there)
 
     def _answer(self, now: float) -> None:
         """This rank does not wait, but others may wait for it: then it says where it is."""
-        board, standing = self._board, self._standing
-        if board.asks == self._asks or now < self._answers:
-            board.reading = False
+        store, status = self._store, self._status
+        if store.asks == self._asks or now < self._answers:
+            store.reading = False
             return
-        board.reading = True
-        if now - board.read_at > board.silence:
+        store.reading = True
+        if now - store.read_at > store.silence:
             return  # look again when there is something to see
-        self._asks, self._answers = board.asks, now + AGAIN
-        waiting = [seen.record for seen in board.view().others.values() if seen.record.seconds >= SAYS - 1]
+        self._asks, self._answers = store.asks, now + AGAIN
+        waiting = [seen.record for seen in store.view().others.values() if seen.record.seconds >= SAYS - 1]
         if waiting:
             logger.log(
                 logging.WARNING,
                 "rank %d is waited for by %s (%s); rank %d: %s",
-                standing.rank,
+                status.rank,
                 ranks_text(record.rank for record in waiting),
                 f"{waiting[0].waits}, #{waiting[0].wait}",
-                standing.rank,
-                where(standing.record(0, int(standing.failing))),
+                status.rank,
+                where(status.record(0, int(status.failing))),
             )
 
     def _explain(self, loss: Loss, now: float) -> None:
         """Find out why a wait failed, and let the thread that is in it go."""
-        view, seconds = self._board.view(), now - loss.at
+        view, seconds = self._store.view(), now - loss.at
         collective, age = loss.waiting.collective, loss.at - loss.waiting.since
         why = cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
         if not why:
             return
-        text = f"{why}; rank {self._standing.rank} waited for the {collective} for {age:.1f} s"
+        text = f"{why}; rank {self._status.rank} waited for the {collective} for {age:.1f} s"
         if age >= self._timeout - NEAR:
-            text += f", the time-out (zero.timeout); {whereabouts(view, collective.text)}"
+            text += f", the time-out (zero.timeout); {hang_report(view, collective.text)}"
         elif why == UNKNOWN:
             # Such as the process group's own time-out, where it is shorter than ours.
-            text += f"; {whereabouts(view, collective.text)}; {clipped(loss.error)}"
+            text += f"; {hang_report(view, collective.text)}; {clipped(loss.error)}"
         self._judge(text, wanted(view, collective.text))
 
     def _judge(self, text: str, blames: tuple[int, ...]) -> None:
-        standing = self._standing
-        text = f"{standing.own_error()}{text}"
-        standing.blames, standing.verdict, standing.error, standing.failing = blames, text, text, True
-        self._board.poke()
+        status = self._status
+        text = f"{status.own_error()}{text}"
+        status.blames, status.verdict, status.error, status.failing = blames, text, text, True
+        self._store.poke()
         # Others read the reason before they see a connection close, and before the store is gone with this process.
-        time.sleep(LINGERS if self._board.keeps else TOLD)
+        time.sleep(LINGERS if self._store.keeps else TOLD)
         self.explained.set()
 
     def _give_up(self, waiting: Waiting, text: str) -> None:
-        standing = self._standing
-        error, failing = standing.error, standing.failing
-        self._judge(text, wanted(self._board.view(), waiting.collective.text))
-        if standing.waiting is not waiting and standing.loss is None:
+        status = self._status
+        error, failing = status.error, status.failing
+        self._judge(text, wanted(self._store.view(), waiting.collective.text))
+        if status.waiting is not waiting and status.loss is None:
             # It has ended well in the last moment.
-            standing.error, standing.failing, standing.verdict, standing.blames = error, failing, "", ()
+            status.error, status.failing, status.verdict, status.blames = error, failing, "", ()
             self.explained.clear()
         else:
             self._end_wait(waiting)
@@ -190,9 +190,9 @@ class Sentry(threading.Thread):
     def _end_wait(self, waiting: Waiting) -> None:
         """Make the thread that is in this wait leave it, or the process end."""
         end = time.monotonic() + LEAVES
-        while self._standing.waiting is waiting:
+        while self._status.waiting is waiting:
             if time.monotonic() > end:
-                logger.error("%s; the process ends, for the wait cannot be ended", self._standing.verdict)
+                logger.error("%s; the process ends, for the wait cannot be ended", self._status.verdict)
                 sys.stderr.flush()
                 os._exit(1)
             if not self._native:
@@ -205,7 +205,7 @@ class Sentry(threading.Thread):
         gloo does so when the wait for any message runs out of time, so we wait for one that nobody sends.
         """
         for peer in range(dist.get_world_size(self._group)):
-            if peer != self._standing.rank:
+            if peer != self._status.rank:
                 try:
                     work = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=TAG)
                     work.wait(datetime.timedelta(milliseconds=1))
