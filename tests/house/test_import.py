@@ -79,7 +79,7 @@ def test_the_lowest_floor_does_without_torch_and_compiled_code(module: str) -> N
     assert fresh(code, ("torch", "zero._cpu", "zero._cuda")) == f"zero.{module}"
 
 
-@pytest.mark.parametrize("module", ["layout", "memory", "order", "reshard", "sharding", "units"])
+@pytest.mark.parametrize("module", ["layout", "memory", "order", "sharding", "units"])
 def test_planning_does_without_torch_and_pydantic(module: str) -> None:
     code = f"import json, zero.plan.{module} as m; print(json.dumps(m.__name__))"
     assert fresh(code, ("torch", "pydantic", "numpy", "zero._cpu", "zero._cuda")) == f"zero.plan.{module}"
