@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from zero.config import Config, ConfigError, json_schema, load
 from zero.config.batch import Batch, BatchError, resolve
 from zero.config.file import File
+from zero.config.keys import aliases, names, sections
 from zero.config.optimizers import ARGUMENTS, States, torch_reason
-from zero.config.schema import told
-from zero.config.tidy import aliases, names, sections
-from zero.config.unavailable import IDLE, UNAVAILABLE
+from zero.config.schema import descriptions
 
 MICRO = {"train_micro_batch_size_per_gpu": 1}
 
@@ -315,16 +314,8 @@ def test_every_key_of_every_section_is_described():
     arguments = {("optimizer", kind): model for kind, model in ARGUMENTS.items()}
     for path, model in {**sections(), **arguments, ("zero",): States}.items():
         assert model.__doc__, path
-        assert told(model).keys() == model.model_fields.keys(), path
-        assert all(text["description"] for text in told(model).values()), path
-
-
-def test_the_tables_name_keys_that_exist():
-    known = sections()
-    for path in [row.path for row in UNAVAILABLE] + [path for row in IDLE for path in row.paths]:
-        parts = tuple(path.split("."))
-        length = next(n for n in range(len(parts) - 1, -1, -1) if parts[:n] in known)
-        assert parts[length] in known[parts[:length]].model_fields, path
+        assert descriptions(model).keys() == model.model_fields.keys(), path
+        assert all(text["description"] for text in descriptions(model).values()), path
 
 
 def test_other_names_point_at_keys():

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from zero.config import ConfigError, load
-from zero.config.unavailable import UNAVAILABLE, Unavailable
+from zero.config.keys import unavailable
+from zero.config.unavailable import Unavailable
 
-# Values that a key may be switched on with; which of them switch a row on, its own predicate says.
+# Values that a key may be switched on with; which of them switch it on, its mark says.
 VALUES: tuple[Any, ...] = (True, False, 2, "sum", "cpu", "nvme", {"enabled": True}, {"x": {"enabled": True}}, {"x": 1})
 
 
@@ -22,30 +23,30 @@ def written(path: str, value: Any) -> dict[str, Any]:
     return {"train_batch_size": 8, **value}
 
 
-def errors(row: Unavailable, value: Any) -> tuple[str, ...]:
+def errors(path: str, value: Any) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        load(written(row.path, value), 1)
+        load(written(path, value), 1)
     return caught.value.errors
 
 
-@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.path)
-def test_what_is_not_available_says_so(row):
-    exact = [f"{row.path}: {row.message}"]
-    switched_on = [value for value in VALUES if row.on(value)]
+@pytest.mark.parametrize(("path", "mark"), unavailable().items(), ids=unavailable())
+def test_what_is_not_available_says_so(path: str, mark: Unavailable):
+    exact = [f"{path}: {mark.message}"]
+    switched_on = [value for value in VALUES if mark.on(value)]
     assert switched_on, "no value of this test switches the key on"
-    # A value of another type is refused as such; one of the right type with the row's sentence and nothing else.
-    found = [list(errors(row, value)) for value in switched_on]
+    # A value of another type is refused as such; one of the right type with the mark's sentence and nothing else.
+    found = [list(errors(path, value)) for value in switched_on]
     assert exact in found
-    assert not row.on(None), "a key that is not given must be off"
+    assert not mark.on(None), "a key that is not given must be off"
 
 
-@pytest.mark.parametrize("row", UNAVAILABLE, ids=lambda row: row.path)
-def test_what_is_switched_off_is_accepted(row):
-    off = [value for value in (False, True, 0, 1, "mean", "none", {}, {"enabled": False}) if not row.on(value)]
+@pytest.mark.parametrize(("path", "mark"), unavailable().items(), ids=unavailable())
+def test_what_is_switched_off_is_accepted(path: str, mark: Unavailable):
+    off = [value for value in (False, True, 0, 1, "mean", "none", {}, {"enabled": False}) if not mark.on(value)]
     accepted = 0
     for value in off:
         try:
-            load(written(row.path, value), 1)
+            load(written(path, value), 1)
             accepted += 1
         except ConfigError as error:
             assert all("wanted" in line for line in error.errors), error
@@ -56,4 +57,4 @@ def test_several_are_reported_at_once():
     given = {"train_batch_size": 8, "sparse_gradients": True, "amp": {"enabled": True}, "autotuning": {"enabled": True}}
     with pytest.raises(ConfigError) as caught:
         load(given, 1)
-    assert [line.split(":")[0] for line in caught.value.errors] == ["amp", "sparse_gradients", "autotuning"]
+    assert [line.split(":")[0] for line in caught.value.errors] == ["sparse_gradients", "amp", "autotuning"]

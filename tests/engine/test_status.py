@@ -15,8 +15,7 @@ from models import config, make_net
 
 import zero
 from zero.config import ConfigError, load
-from zero.config.tidy import sections
-from zero.config.unavailable import IDLE, UNAVAILABLE
+from zero.config.keys import idle, sections, unavailable
 from zero.engine.queries import Queries
 
 TEXT = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
@@ -75,10 +74,8 @@ def test_names_exist_as_the_tables_say(table):
 
 
 def test_keys_are_refused_or_idle_as_the_table_says():
-    refused = {row.path for row in UNAVAILABLE}
-    idle = {path for row in IDLE for path in row.paths}
     status = {row.name: row.status for row in rows() if row.table == KEYS}
-    said = {key: "refused" if key in refused else "idle" if key in idle else "taken" for key in status}
+    said = {key: "refused" if key in unavailable() else "idle" if key in idle() else "taken" for key in status}
     wanted = {"works": "taken", "differs": "taken", "idle": "idle", "planned": "refused", "no": "refused"}
     assert said == {key: wanted[value] for key, value in status.items()}
 

@@ -11,10 +11,11 @@ from zero import log
 from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve, tree_error
 from zero.config.errors import ConfigError, dotted, show
 from zero.config.file import Config, File, autocast_dtype, shard_sizes
+from zero.config.keys import hint, idle, moves_only, section_of, unavailable
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
-from zero.config.tidy import Tidy, hint, section_of
-from zero.config.unavailable import idle, lookup, moves_only, unavailable
+from zero.config.tidy import Tidy
+from zero.config.unavailable import lookup
 from zero.config.values import WANTED, Section
 
 _STATES = "optimizer.params.zero"
@@ -33,10 +34,10 @@ def load(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
-    taken = read(source)
-    tidy = Tidy(taken.values)
+    config = read(source)
+    tidy = Tidy(config.values)
     file, errors = _validated(tidy)
-    errors = [*taken.errors, *tidy.errors, *errors, *_optimizer(tidy, file.bf16.enabled)]
+    errors = [*config.errors, *tidy.errors, *errors, *_optimizer(tidy, file.bf16.enabled)]
     errors += _autos(tidy, stand_ins) if filled else []
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
@@ -47,15 +48,19 @@ def load(
     errors += _together(file)
     if not any(line.startswith("zero_optimization.stage") for line in errors):
         errors += _offload(file) + _shards(file, world_size)
-    errors += [f"{dotted(tidy.written(tuple(path.split('.'))))}: {text}" for path, text in unavailable(tidy.values)]
+    errors += [
+        f"{dotted(tidy.written(tuple(path.split('.'))))}: {mark.message}"
+        for path, mark in unavailable().items()
+        if mark.on(lookup(tidy.values, path))
+    ]
     for line in tidy.warnings:
         log.log_once(logging.WARNING, line)  # before the error: a misspelt section may be its cause
     if errors or batch is None:
-        raise ConfigError(errors, taken.name)
+        raise ConfigError(errors, config.name)
     _say_idle(tidy)
     fields = dict(file) | {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
     return Config.model_construct(
-        _fields_set=set(file.model_fields_set), **fields, world_size=world_size, raw=taken.values
+        _fields_set=set(file.model_fields_set), **fields, world_size=world_size, raw=config.values
     )
 
 
@@ -67,11 +72,11 @@ def _validated(tidy: Tidy) -> tuple[File, list[str]]:
             return File.model_validate(tidy.values), lines
         except ValidationError as error:
             first = not lines
-            for found in error.errors(include_url=False):
+            for problem in error.errors(include_url=False):
                 # A key can be missing in a later round only because its wrong value was taken out before.
-                if first or found["type"] != "missing":
-                    lines.append(_line(found, tidy, File))
-                _remove(tidy.values, found["loc"])
+                if first or problem["type"] != "missing":
+                    lines.append(_line(problem, tidy, File))
+                _remove(tidy.values, problem["loc"])
 
 
 def _remove(values: dict, path: tuple) -> None:
@@ -90,26 +95,26 @@ def _remove(values: dict, path: tuple) -> None:
     here.pop(part, None)
 
 
-def _line(found: Any, tidy: Tidy, model: type[BaseModel], prefix: tuple = ()) -> str:
-    path = tidy.written((*prefix, *found["loc"]))
-    if found["type"] == "extra_forbidden":
-        home = _home(model, found["loc"][:-1])
+def _line(problem: Any, tidy: Tidy, model: type[BaseModel], prefix: tuple = ()) -> str:
+    path = tidy.written((*prefix, *problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        home = _home(model, problem["loc"][:-1])
         return f"{dotted(path[:-1])}: unknown key {str(path[-1])!r}{hint(str(path[-1]), home)}"
-    if found["type"] == "missing":
+    if problem["type"] == "missing":
         return f"{dotted(path[:-1])}: {str(path[-1])!r} is missing"
-    if found["type"] == WANTED:
-        wanted = found["ctx"]["wanted"]
-    elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+    if problem["type"] == WANTED:
+        wanted = problem["ctx"]["wanted"]
+    elif problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         wanted = "an object {...}"
     else:
-        return f"{dotted(path)}: got {show(found['input'])}; {found['msg']}"
+        return f"{dotted(path)}: got {show(problem['input'])}; {problem['msg']}"
     if (
-        found["input"] is None
+        problem["input"] is None
         and model is File
-        and isinstance(default := _default(found["loc"]), bool | int | float | str)
+        and isinstance(default := _default(problem["loc"]), bool | int | float | str)
     ):
         wanted += f"; leave it out for {show(default)}"
-    return f"{dotted(path)}: got {show(found['input'])}, wanted {wanted}"
+    return f"{dotted(path)}: got {show(problem['input'])}, wanted {wanted}"
 
 
 def _default(path: tuple) -> Any:
@@ -148,7 +153,7 @@ def _optimizer(tidy: Tidy, bf16: bool) -> list[str]:
     try:
         arguments.model_validate(known)
     except ValidationError as error:
-        lines += [_line(found, tidy, arguments, prefix) for found in error.errors(include_url=False)]
+        lines += [_line(problem, tidy, arguments, prefix) for problem in error.errors(include_url=False)]
     if str(lookup(known, "zero.master")).lower() == "remainder" and not bf16:
         lines.append(
             f"{_STATES}.master: 'remainder' needs bf16.enabled, because it is the lower half of a master "
@@ -327,10 +332,11 @@ def _dynamic_scale(file: File) -> list[str]:
 
 
 def _say_idle(tidy: Tidy) -> None:
-    groups = idle(tidy.values)
-    if groups:
-        text = "; ".join(
-            f"{', '.join(dotted(tidy.written(tuple(path.split('.')))) for path in paths)} ({why})"
-            for why, paths in groups
-        )
+    """Log the keys of the file that change nothing, grouped by the reason."""
+    paths: dict[str, list[str]] = {}
+    for path, mark in idle().items():
+        if lookup(tidy.values, path) is not None:
+            paths.setdefault(mark.why, []).append(dotted(tidy.written(tuple(path.split(".")))))
+    if paths:
+        text = "; ".join(f"{', '.join(group)} ({why})" for why, group in paths.items())
         log.log_once(logging.INFO, f"keys of the config that have no effect: {text}")

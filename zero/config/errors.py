@@ -40,8 +40,8 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known name that `key` was most likely meant to be, or None."""
     names = sorted(known)
     lowered = {name.lower(): name for name in reversed(names)}
-    found = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=0.6)
-    return lowered[found[0]] if found else None
+    matches = difflib.get_close_matches(key.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[matches[0]] if matches else None
 
 
 def dotted(path: Iterable[Any]) -> str:

@@ -1,6 +1,6 @@
 """The file as a whole, and what becomes of it once it is checked."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -9,20 +9,23 @@ from zero.config.sections import (
     Aio,
     Bf16,
     Checkpoint,
-    CommsLogger,
-    CsvMonitor,
     DataTypes,
-    FlopsProfiler,
     Fp16,
     Optimizer,
     Scheduler,
-    Tensorboard,
     TorchAutocast,
-    Wandb,
     Zero,
 )
-from zero.config.values import Bool, Dtype, NotNegative, Object, Positive, Section, Steps, absent, choice
+from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, above_one, enabled
+from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Settings, Steps, absent, choice
 from zero.config.zero_section import ZeroOptimization
+
+_ONLY_DATA = "is not available in this release; only data parallelism is"
+_LOG_THE_LOSS = "is not available in this release; log the loss in the training loop"
+_MONITOR = Unavailable(_LOG_THE_LOSS, at="enabled")
+_CUDA_GRAPHS = Unavailable("CUDA graphs are not available in this release; leave it out")
+_PROFILER = Unavailable("is not available in this release; use torch.profiler", at="enabled")
+_NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 
 
 class File(Section):
@@ -69,13 +72,13 @@ class File(Section):
     """The level of the library's log."""
     zero_allow_untested_optimizer: Bool = False
     """Allow an optimizer of the script's own under ZeRO."""
-    zero_force_ds_cpu_optimizer: Bool = True
+    zero_force_ds_cpu_optimizer: Annotated[Bool, NOTHING_TO_SET] = True
     """Insist on the library's CPU optimizer when the state is offloaded."""
 
     communication_data_type: Dtype | None = None
     """Gradients are rounded to this dtype before they travel; over gloo they are summed in fp32 all the same, NCCL sums
     in this dtype."""
-    seq_parallel_communication_data_type: Dtype | None = None
+    seq_parallel_communication_data_type: Annotated[Dtype | None, NOTHING_TO_SET] = None
     """The same over the ranks that share a sequence."""
     prescale_gradients: Bool = False
     """Divide gradients before they are reduced, by gradient_predivide_factor or else by the number of ranks; the result
@@ -85,21 +88,17 @@ class File(Section):
     is taken after it."""
     gradient_allreduce_op: choice("mean", "sum") = "mean"
     """Whether gradients are averaged or summed over the ranks."""
-    sparse_gradients: Bool = False
-    """Reduce the gradients of embeddings as rows and indices."""
+    sparse_gradients: Annotated[Bool, Unavailable("is not available in this release; gradients are dense")] = False
     managed_gradient_accumulation: Bool = True
     """Count micro-batches up to the optimizer step; false leaves that to the script."""
-    disable_allgather: Bool = False
+    disable_allgather: Annotated[Bool, NOTHING_TO_SET] = False
     """A relic in DeepSpeed."""
-    vocabulary_size: Positive | None = None
+    vocabulary_size: Annotated[Positive | None, NOTHING_TO_SET] = None
     """The size of the vocabulary."""
-    graph_harvesting: Bool = False
-    """Record CUDA graphs."""
-    use_data_before_expert_parallelism: Bool = False
-    """The order of the ranks under expert parallelism."""
-    sequence_parallel_size: Positive | None = None
-    """Ranks that share a sequence."""
-    data_parallel_size: Positive | None = None
+    graph_harvesting: Annotated[Bool, _CUDA_GRAPHS] = False
+    use_data_before_expert_parallelism: Annotated[Bool, Unavailable(_ONLY_DATA)] = False
+    sequence_parallel_size: Annotated[Positive | None, Unavailable(_ONLY_DATA, on=above_one)] = None
+    data_parallel_size: Annotated[Positive | None, NOTHING_TO_SET] = None
     """Ranks that see different samples."""
 
     activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
@@ -108,57 +107,45 @@ class File(Section):
     """Asynchronous file access."""
     checkpoint: Checkpoint = absent(Checkpoint)
     """Saving and loading."""
-    tensorboard: Tensorboard = absent(Tensorboard)
+    tensorboard: Annotated[Settings, _MONITOR]
     """Progress as TensorBoard events."""
-    wandb: Wandb = absent(Wandb)
+    wandb: Annotated[Settings, _MONITOR]
     """Progress to Weights & Biases."""
-    csv_monitor: CsvMonitor = absent(CsvMonitor)
+    csv_monitor: Annotated[Settings, _MONITOR]
     """Progress as CSV files."""
-    comms_logger: CommsLogger = absent(CommsLogger)
-    """A log of the communication."""
-    flops_profiler: FlopsProfiler = absent(FlopsProfiler)
-    """A count of the operations of one step."""
-
-    comet: Object = Field(default_factory=dict)
+    comet: Annotated[Settings, Unavailable(_LOG_THE_LOSS, on=enabled)]
     """Progress to Comet."""
-    timers: Object = Field(default_factory=dict)
+    comms_logger: Annotated[Settings, _PROFILER]
+    """A log of the communication."""
+    flops_profiler: Annotated[Settings, _PROFILER]
+    """A count of the operations of one step."""
+    timers: Annotated[Settings, Idle("not used yet")]
     """Settings of the throughput timer."""
-    amp: Object = Field(default_factory=dict)
-    """NVIDIA apex mixed precision."""
-    msamp: Object = Field(default_factory=dict)
-    """Microsoft's FP8 mixed precision."""
-    pipeline: Object = Field(default_factory=dict)
-    """Pipeline parallelism."""
-    tensor_parallel: Object = Field(default_factory=dict)
+
+    amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
+    msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
+    pipeline: Annotated[Settings, Unavailable(_ONLY_DATA)]
+    tensor_parallel: Annotated[
+        Settings,
+        Unavailable(_ONLY_DATA, at="autotp_size", on=above_one),
+        Unavailable(_ONLY_DATA, at="tp.tp_size", on=above_one),
+    ]
     """Tensor parallelism."""
-    expert_parallel: Object = Field(default_factory=dict)
-    """Expert parallelism."""
-    compile: Object = Field(default_factory=dict)
+    expert_parallel: Annotated[Settings, Unavailable(_ONLY_DATA, on=enabled)]
+    compile: Annotated[Settings, Unavailable("DeepCompile is not available; leave it out", at="deepcompile")]
     """DeepCompile."""
-    elasticity: Object = Field(default_factory=dict)
-    """Batch sizes that follow the number of ranks."""
-    autotuning: Object = Field(default_factory=dict)
-    """A search for good settings."""
-    hybrid_engine: Object = Field(default_factory=dict)
-    """Training and generation in turns."""
-    progressive_layer_drop: Object = Field(default_factory=dict)
-    """Skipping layers."""
-    data_efficiency: Object = Field(default_factory=dict)
-    """Sampling and routing of data."""
-    curriculum_learning: Object = Field(default_factory=dict)
-    """Data from easy to hard."""
-    compression_training: Object = Field(default_factory=dict)
-    """Pruning and quantization while training."""
-    quantize_training: Object = Field(default_factory=dict)
-    """Quantization while training."""
-    weight_quantization: Object = Field(default_factory=dict)
-    """Quantized weights."""
-    sparse_attention: Object = Field(default_factory=dict)
-    """Sparse attention kernels."""
-    nebula: Object = Field(default_factory=dict)
-    """Azure's checkpoint service."""
-    datastates_ckpt: Any = None
-    """An asynchronous checkpoint engine."""
+    elasticity: Annotated[Settings, Unavailable("is not available in this release; set train_batch_size", on=enabled)]
+    autotuning: Annotated[Settings, _NOT_ENABLED]
+    hybrid_engine: Annotated[Settings, _NOT_ENABLED]
+    progressive_layer_drop: Annotated[Settings, _NOT_ENABLED]
+    data_efficiency: Annotated[Settings, _NOT_ENABLED]
+    curriculum_learning: Annotated[Settings, _NOT_ENABLED]
+    compression_training: Annotated[Settings, _NOT_ENABLED]
+    quantize_training: Annotated[Settings, _NOT_ENABLED]
+    weight_quantization: Annotated[Settings, NOT_AVAILABLE]
+    sparse_attention: Annotated[Settings, NOT_AVAILABLE]
+    nebula: Annotated[Settings, _NOT_ENABLED]
+    datastates_ckpt: Annotated[Any, NOT_AVAILABLE] = None
 
 
 def autocast_dtype(file: File) -> str | None:

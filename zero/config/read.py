@@ -23,18 +23,14 @@ class Source(NamedTuple):
 class _Object(dict):
     """A parsed object that remembers the keys it was given twice."""
 
-    repeats: list[tuple[str, Any, Any]]
-
-
-def _object(pairs: list[tuple[str, Any]]) -> _Object:
-    made = _Object()
-    made.repeats = []
-    for key, value in pairs:
-        if key in made:
-            made.repeats.append((key, made[key], value))
-        else:
-            made[key] = value
-    return made
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__()
+        self.repeats: list[tuple[str, Any, Any]] = []  # key, first value, second value
+        for key, value in pairs:
+            if key in self:
+                self.repeats.append((key, self[key], value))
+            else:
+                self[key] = value
 
 
 def read(source: str | os.PathLike | Mapping) -> Source:
@@ -67,13 +63,13 @@ def _parse(text: str, name: str) -> Any:
         raise ConfigError(["the file is empty, wanted an object {...}"], name)
     try:
         # Strict JSON first: Infinity, which json.dump writes, is a quoteless string to hjson.
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         strict = error
     import hjson
 
     try:
-        return hjson.loads(text, object_pairs_hook=_object)
+        return hjson.loads(text, object_pairs_hook=_Object)
     except hjson.HjsonDecodeError as error:
         line = f"line {error.lineno} column {error.colno}: {error.msg}{_as_json(strict, error.pos)}"
         raise ConfigError([line], name) from error
@@ -87,17 +83,17 @@ def _as_json(strict: json.JSONDecodeError, later: int) -> str:
 
 
 def _repeats(value: Any, path: tuple = ()) -> list[str]:
-    found = []
+    lines = []
     if isinstance(value, _Object):
         for key, first, second in value.repeats:
             where = f"{dotted(path)}: " if path else ""
-            found.append(f"{where}key {key!r} stands twice ({show(first)}, then {show(second)}); keep one")
+            lines.append(f"{where}key {key!r} stands twice ({show(first)}, then {show(second)}); keep one")
         for key, inner in value.items():
-            found += _repeats(inner, (*path, key))
+            lines += _repeats(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            found += _repeats(inner, (*path, index))
-    return found
+            lines += _repeats(inner, (*path, index))
+    return lines
 
 
 def _plain(value: Any) -> Any:

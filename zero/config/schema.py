@@ -7,8 +7,9 @@ import textwrap
 from typing import Any
 
 from zero.config.file import File
+from zero.config.keys import aliases, sections
 from zero.config.optimizers import ARGUMENTS
-from zero.config.tidy import aliases, sections
+from zero.config.unavailable import Unavailable
 from zero.config.values import Section
 
 
@@ -18,7 +19,7 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for model in sections().values():
         properties = (schema if model is File else schema["$defs"][model.__name__])["properties"]
-        texts = told(model)
+        texts = descriptions(model)
         for name, shape in list(properties.items()):
             properties[name] = _or_auto(texts.get(name, {}) | shape)
         for alias, name in aliases(model).items():
@@ -34,12 +35,12 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     choices = []
     for model in dict.fromkeys(ARGUMENTS.values()):
         shape = model.model_json_schema(ref_template="#/$defs/{model}")
-        texts = {of.__name__: told(of) for of in sections(model).values()}
-        for name, found in {**shape.pop("$defs", {}), model.__name__: shape}.items():
+        texts = {of.__name__: descriptions(of) for of in sections(model).values()}
+        for name, definition in {**shape.pop("$defs", {}), model.__name__: shape}.items():
             if name not in schema["$defs"]:
-                of_each = {key: texts[name].get(key, {}) | of for key, of in found["properties"].items()}
-                found["properties"] = {key: _or_auto(of) for key, of in of_each.items()}
-                schema["$defs"][name] = found
+                of_each = {key: texts[name].get(key, {}) | of for key, of in definition["properties"].items()}
+                definition["properties"] = {key: _or_auto(of) for key, of in of_each.items()}
+                schema["$defs"][name] = definition
         # Names in any case, as the check takes them.
         pattern = "|".join("".join(f"[{c.upper()}{c}]" for c in kind) for kind in ARGUMENTS if ARGUMENTS[kind] is model)
         choices.append(
@@ -51,12 +52,16 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     schema["$defs"]["Optimizer"]["allOf"] = choices
 
 
-def told(model: type[Section]) -> dict[str, dict[str, str]]:
-    """The description of each field: the string that follows it in the source.
+def descriptions(model: type[Section]) -> dict[str, dict[str, str]]:
+    """The description of each field: the string that follows it in the source, or why it is not available.
 
     Pydantic would read the sources when the classes are made, which every program that imports them would wait for.
     """
-    found: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, str]] = {}
+    for name, field in model.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Unavailable):
+                texts[name] = {"description": f"An error once it is switched on: {mark.message}."}
     for home in reversed(model.__mro__):
         if not issubclass(home, Section):
             continue
@@ -67,8 +72,8 @@ def told(model: type[Section]) -> dict[str, dict[str, str]]:
                 continue
             value = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
             if isinstance(value, str):
-                found[field.target.id] = {"description": inspect.cleandoc(value)}
-    return found
+                texts[field.target.id] = {"description": inspect.cleandoc(value)}
+    return texts
 
 
 def _or_auto(shape: dict[str, Any]) -> dict[str, Any]:

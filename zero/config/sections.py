@@ -1,26 +1,36 @@
 """The sections of a config other than `zero_optimization`."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,
     Count,
     Dtype,
     Int,
     Nbytes,
-    Number,
     Object,
     Positive,
     Scale,
     Seconds,
     Section,
+    Settings,
     Text,
     Texts,
     absent,
     choice,
     integer,
+)
+
+_SAME_TAG = Idle("a tag that differs between ranks is an error on all of them")
+_TOGETHER = Idle("blocks go to the drive together, while others are on their way")
+_EXACT_MASTERS = Unavailable("masters are exact here; optimizer.params.zero.master says how")
+_UNIVERSAL = Unavailable("DeepSpeed's universal checkpoints are not available; leave it out")
+_SHARED_FOLDER = Unavailable("is not available in this release; use a shared folder")
+_STATES_IN_FP32 = Unavailable(
+    "set optimizer.params.zero.moments to 'bf16' or '8bit' instead", at="fp32_optimizer_states", on=false
 )
 
 
@@ -29,10 +39,9 @@ class Optimizer(Section):
 
     type: Text
     """Adam, AdamW, Lion, SGD, Adagrad, or a class in torch.optim; as in DeepSpeed, Adam decays weights as AdamW."""
-    params: Object = Field(default_factory=dict)
+    params: Annotated[Settings, _STATES_IN_FP32]
     """Its arguments; of the first five, `zero` says how their state is kept."""
-    legacy_fusion: Bool = False
-    """A detail of one of DeepSpeed's kernels."""
+    legacy_fusion: Annotated[Bool, NOT_AVAILABLE] = False
 
 
 class Scheduler(Section):
@@ -40,7 +49,7 @@ class Scheduler(Section):
 
     type: Text
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class in torch's lr_scheduler."""
-    params: Object = Field(default_factory=dict)
+    params: Settings
     """Its arguments."""
 
 
@@ -63,8 +72,7 @@ class Fp16(Section):
     """Forgive anew after each good step."""
     min_loss_scale: Int = 1
     """The dynamic scale never goes below this."""
-    fp16_master_weights_and_grads: Bool = False
-    """Keep the masters in fp16."""
+    fp16_master_weights_and_grads: Annotated[Bool, Unavailable("masters are exact fp32 here; leave it out")] = False
 
 
 class Bf16(Section):
@@ -72,14 +80,12 @@ class Bf16(Section):
 
     enabled: Bool = False
     """Compute in bf16; the masters stay exact, see optimizer.params.zero.master."""
-    immediate_grad_update: Bool = False
+    immediate_grad_update: Annotated[Bool, NOTHING_TO_SET] = False
     """Add each gradient to the fp32 sum as soon as it is there; here this is always so."""
     check_grad_overflow: Bool = True
     """Skip the step on all ranks when a gradient is not finite."""
-    bf16_master_weights_and_grads: Bool = False
-    """Keep the masters in bf16."""
-    bf16_optimizer_states: Bool = False
-    """Keep the optimizer state in bf16."""
+    bf16_master_weights_and_grads: Annotated[Bool, _EXACT_MASTERS] = False
+    bf16_optimizer_states: Annotated[Bool, Unavailable("set optimizer.params.zero.moments to 'bf16' instead")] = False
 
 
 class TorchAutocast(Section):
@@ -89,7 +95,7 @@ class TorchAutocast(Section):
     """Run the forward pass under torch.autocast; parameters stay fp32 unless bf16 or fp16 is enabled, too."""
     dtype: Dtype | None = None
     """The dtype that autocast computes in; not given means that of the parameters, bf16 where they are fp32."""
-    lower_precision_safe_modules: Texts | None = None
+    lower_precision_safe_modules: Annotated[Texts | None, NOTHING_TO_SET] = None
     """Classes whose parameters are communicated in that dtype."""
 
 
@@ -130,12 +136,11 @@ class Aio(Section):
     """Blocks of each worker in flight."""
     intra_op_parallelism: integer(1, 256) = 1
     """Workers."""
-    single_submit: Bool = False
+    single_submit: Annotated[Bool, _TOGETHER] = False
     """Submit blocks one by one; here what waits goes together."""
-    overlap_events: Bool = True
+    overlap_events: Annotated[Bool, _TOGETHER] = True
     """Submit while earlier blocks complete; here this is always so."""
-    use_gds: Bool = False
-    """Read from the drive into GPU memory directly."""
+    use_gds: Annotated[Bool, Unavailable("GPUDirect is not available; what is read goes through host memory")] = False
     thread_count: Positive = 1
     """The old name of intra_op_parallelism; it has no effect in DeepSpeed either."""
 
@@ -143,87 +148,14 @@ class Aio(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
-    tag_validation: choice("ignore", "warn", "fail") = "warn"
+    tag_validation: Annotated[choice("ignore", "warn", "fail"), _SAME_TAG] = "warn"
     """What to do when the ranks disagree about the tag."""
-    load_universal: Bool = False
-    """Load DeepSpeed's universal format."""
-    use_node_local_storage: Bool = False
-    """Write on every machine instead of a shared file system."""
-    parallel_write: Object = Field(default_factory=dict)
-    """A detail of pipeline checkpoints."""
-    checkpoint_serialization: Bool = True
+    load_universal: Annotated[Bool, _UNIVERSAL] = False
+    use_node_local_storage: Annotated[Bool, _SHARED_FOLDER] = False
+    parallel_write: Annotated[Settings, Unavailable(NOT_AVAILABLE.message, at="pipeline_stage")]
+    checkpoint_serialization: Annotated[Bool, NOTHING_TO_SET] = True
     """A detail of DeepSpeed's file format."""
-    writer: Object | None = None
-    """DeepSpeed's asynchronous writer."""
-
-
-class Tensorboard(Section):
-    """Progress as TensorBoard events."""
-
-    enabled: Bool = False
-    """Write them."""
-    output_path: Text = ""
-    """The folder."""
-    job_name: Text = "DeepSpeedJobName"
-    """The folder inside it."""
-
-
-class Wandb(Section):
-    """Progress to Weights & Biases."""
-
-    enabled: Bool = False
-    """Send it."""
-    group: Text | None = None
-    """The group of the run."""
-    team: Text | None = None
-    """The team that owns the run."""
-    project: Text = "deepspeed"
-    """The project of the run."""
-
-
-class CsvMonitor(Section):
-    """Progress as CSV files."""
-
-    enabled: Bool = False
-    """Write them."""
-    output_path: Text = ""
-    """The folder."""
-    job_name: Text = "DeepSpeedJobName"
-    """The folder inside it."""
-
-
-class CommsLogger(Section):
-    """A log of the communication."""
-
-    enabled: Bool = False
-    """Keep it."""
-    prof_all: Bool = True
-    """For all operations."""
-    prof_ops: Texts = Field(default_factory=list)
-    """For these operations."""
-    verbose: Bool = False
-    """Print each call."""
-    debug: Bool = False
-    """Print the caller too."""
-
-
-class FlopsProfiler(Section):
-    """A count of the operations of one step."""
-
-    enabled: Bool = False
-    """Count them."""
-    recompute_fwd_factor: Number = 0.0
-    """The part of the forward pass that is computed again in the backward pass."""
-    profile_step: Positive = 1
-    """The step that is counted."""
-    module_depth: Int = -1
-    """How deep the table goes into the model."""
-    top_modules: Positive = 1
-    """How many modules the table shows per level."""
-    detailed: Bool = True
-    """Print every module."""
-    output_file: Text | None = None
-    """A file instead of the screen."""
+    writer: Annotated[Object | None, Unavailable("DeepSpeed's writers are not available; leave it out")] = None
 
 
 class Recompute(Section):

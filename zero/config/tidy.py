@@ -4,67 +4,17 @@ Null counts as not given where the default is nothing, such as 0 or false; elsew
 opposite, and stays for the check to refuse.
 """
 
-import functools
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from zero.config.errors import dotted, nearest
+from zero.config.errors import dotted
 from zero.config.file import File
+from zero.config.keys import aliases, hint, section_of
 from zero.config.values import Section
 from zero.config.zero_section import ZeroOptimization
 
 _FREE = ("params",)  # objects handed on to somebody else, to whom null may mean something
 _ZERO = "zero_optimization"
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The `Section` behind a field's annotation, `| None` or not."""
-    for found in (annotation, *get_args(annotation)):
-        if isinstance(found, type) and issubclass(found, Section):
-            return found
-    return None
-
-
-def sections(model: type[Section] = File, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[Section]]:
-    """Every section of the file by its path; the file itself is `()`."""
-    found = {path: model}
-    for name, field in model.model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is not None:
-            found |= sections(inner, (*path, name))
-    return found
-
-
-def names(model: type[Section]) -> list[str]:
-    """The keys of a section: its fields, and the other names they go by."""
-    return [*model.model_fields, *aliases(model)]
-
-
-def aliases(model: type[Section]) -> Mapping[str, str]:
-    """The other names of a section's fields."""
-    return getattr(model, "ALIASES", {})
-
-
-@functools.cache
-def _homes() -> dict[str, list[tuple[str, ...]]]:
-    homes: dict[str, list[tuple[str, ...]]] = {}
-    for path, model in sections().items():
-        for name in names(model):
-            homes.setdefault(name, []).append(path)
-    return homes
-
-
-def hint(key: str, model: type[Section]) -> str:
-    """What a user who wrote the unknown `key` inside `model` may have meant, as the end of a sentence."""
-    homes = _homes().get(key, [])
-    if len(homes) == 1:
-        return f"; it belongs in {dotted(homes[0])!r}" if homes[0] else "; it belongs at the top level"
-    found = nearest(key, names(model))
-    if found is not None:
-        return f"; did you mean {found!r}?"
-    if len(model.model_fields) <= 12:
-        return f"; known keys: {', '.join(model.model_fields)}"
-    return "; `zero schema` lists the known keys"
 
 
 def is_auto(value: Any) -> bool:
@@ -114,16 +64,16 @@ class Tidy:
                 return (*self._written[path[:length]], *path[length:])
         return path
 
-    def _section(self, given: Any, model: type[Section], path: tuple, written: tuple) -> Any:
-        if not isinstance(given, Mapping):
-            return given  # the check that follows says what was wanted
-        known, made = aliases(model), {}
-        for key, value in given.items():
+    def _section(self, values: Any, model: type[Section], path: tuple, written: tuple) -> Any:
+        if not isinstance(values, Mapping):
+            return values  # the check that follows says what was wanted
+        known, section = aliases(model), {}
+        for key, value in values.items():
             name, at = known.get(key, key), (*written, key)
             if model is File and name not in model.model_fields:
                 self.warnings.append(f"unknown top-level key {str(key)!r} is ignored{hint(str(key), model)}")
                 continue
-            if name in made:
+            if name in section:
                 both = f"{dotted(self.written((*path, name)))} and {dotted(at)}"
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
@@ -131,8 +81,8 @@ class Tidy:
             if is_auto(value) and not _says_auto(value, model, name):
                 self.autos.append((*path, name))
             elif value is not None or not _is_nothing(model, name):
-                made[name] = self._value(value, model, name, (*path, name), at)
-        return made
+                section[name] = self._value(value, model, name, (*path, name), at)
+        return section
 
     def _value(self, value: Any, model: type[Section], name: Any, path: tuple, written: tuple) -> Any:
         field = model.model_fields.get(name)

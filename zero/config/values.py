@@ -1,6 +1,5 @@
 """The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
 
-import contextlib
 import functools
 import math
 import re
@@ -42,65 +41,41 @@ def refuse(wanted: str) -> PydanticCustomError:
     return PydanticCustomError(WANTED, "{wanted}", {"wanted": wanted})
 
 
-def _range(noun: str, low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f"{noun} from {low} to {high}"
-    if low is not None:
-        return f"{noun} of at least {low}"
-    return noun
-
-
-def integer(low: int | None = None, high: int | None = None, multiple_of: int = 1) -> Any:
-    """An integer in a range. A float without a fraction is one too: JSON people write 5e8."""
-    noun = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
-    wanted = _range(noun, low, high)
+def _numeric(kind: type, noun: str, low: float | None, high: float | None, multiple_of: int = 0, text: bool = False):
+    wanted = noun + ("" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}")
+    types = int | float | str if text else int | float
 
     def check(value: Any) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value % multiple_of:
+        if isinstance(value, bool) or not isinstance(value, types):
             raise refuse(wanted)
-        if (low is not None and value < low) or (high is not None and value > high):
+        try:
+            number = kind(value)
+        except (ValueError, OverflowError):
+            raise refuse(wanted) from None
+        # A float without a fraction is an integer, too: JSON people write 5e8.
+        exact = number == value if kind is int else math.isfinite(number)
+        if not exact or (multiple_of and number % multiple_of):
             raise refuse(wanted)
-        return value
+        if (low is not None and number < low) or (high is not None and number > high):
+            raise refuse(wanted)
+        return number
 
-    multiple = None if multiple_of == 1 else multiple_of
-    return Annotated[int, Field(ge=low, le=high, multiple_of=multiple), BeforeValidator(check)]
+    return Annotated[kind, Field(ge=low, le=high, multiple_of=multiple_of or None), BeforeValidator(check)]
+
+
+def integer(low: int | None = None, high: int | None = None, multiple_of: int = 0) -> Any:
+    """An integer in a range."""
+    return _numeric(int, f"a multiple of {multiple_of}" if multiple_of else "an integer", low, high, multiple_of)
 
 
 def number(low: float | None = None, high: float | None = None, text: bool = False) -> Any:
     """A finite number in a range; with `text` also as a string, such as "128"."""
-    wanted = _range("a number", low, high)
-
-    def check(value: Any) -> Any:
-        if text and isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = float(value)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise refuse(wanted)
-        if (low is not None and value < low) or (high is not None and value > high):
-            raise refuse(wanted)
-        return float(value)
-
-    return Annotated[float, Field(ge=low, le=high), BeforeValidator(check)]
+    return _numeric(float, "a number", low, high, text=text)
 
 
-def choice(*names: str) -> Any:
-    """One of a few words, in any case; kept in lower case."""
-    wanted = "one of " + ", ".join(repr(name) for name in names)
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, str) or value.lower() not in names:
-            raise refuse(wanted)
-        return value.lower()
-
-    return Annotated[str, Field(json_schema_extra={"enum": list(names)}), BeforeValidator(check)]
-
-
-def dtype(*allowed: str) -> Any:
-    """A dtype under any of its usual names; kept as fp32, fp16 or bf16."""
-    meaning = {alias: name for name in allowed for alias in DTYPES[name]}
-    wanted = "one of " + ", ".join(repr(name) for name in allowed)
+def _word(meaning: dict[str, str]) -> Any:
+    """One of the keys of `meaning`, in any case; kept as what it means."""
+    wanted = "one of " + ", ".join(repr(name) for name in dict.fromkeys(meaning.values()))
 
     def check(value: Any) -> Any:
         if not isinstance(value, str) or value.lower() not in meaning:
@@ -108,6 +83,11 @@ def dtype(*allowed: str) -> Any:
         return meaning[value.lower()]
 
     return Annotated[str, Field(json_schema_extra={"enum": list(meaning)}), BeforeValidator(check)]
+
+
+def choice(*names: str) -> Any:
+    """One of a few words, in any case; kept in lower case."""
+    return _word({name: name for name in names})
 
 
 def _boolean(value: Any) -> Any:
@@ -155,9 +135,9 @@ def _fraction_or_auto(value: Any) -> Any:
 def _nbytes(value: Any) -> Any:
     wanted = "a number of bytes above 0, such as 1073741824 or '1 GiB'"
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
-        factor = _NBYTES.get(found[2] or "b") if found else None
-        value = None if factor is None else float(found[1]) * factor
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", value.strip().lower())
+        factor = _NBYTES.get(match[2] or "b") if match else None
+        value = None if factor is None else float(match[1]) * factor
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 1):
         raise refuse(wanted)
     return int(value)
@@ -177,6 +157,7 @@ Bool: TypeAlias = Annotated[bool, BeforeValidator(_boolean)]
 Text: TypeAlias = Annotated[str, BeforeValidator(_text)]
 Texts: TypeAlias = Annotated[list[str], BeforeValidator(_texts)]
 Object: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_object)]
+Settings: TypeAlias = Annotated[Object, Field(default_factory=dict)]  # whose keys are not checked here
 Betas: TypeAlias = Annotated[tuple[float, float], BeforeValidator(_pair)]
 Nbytes: TypeAlias = Annotated[int | str, BeforeValidator(_nbytes)]
 Steps: TypeAlias = Annotated[int | float, BeforeValidator(_steps)]
@@ -191,4 +172,4 @@ FractionOrAuto: TypeAlias = Annotated[
     Fraction | Literal["auto"], Field(json_schema_extra={"examples": [1.0, "auto"]}), BeforeValidator(_fraction_or_auto)
 ]
 Seconds = number(1)
-Dtype = dtype("fp32", "fp16", "bf16")
+Dtype = _word({alias: name for name, aliases in DTYPES.items() for alias in aliases})

@@ -1,10 +1,11 @@
 """The section `zero_optimization`: what is sharded, where it rests and how it moves."""
 
 import sys
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,
     Count,
@@ -19,6 +20,12 @@ from zero.config.values import (
     choice,
     integer,
 )
+
+_UNITS = Idle("the units decide what is reduced and gathered together")
+_OWN_PART = Idle("every rank reads its own part of a checkpoint, of any world size")
+_ONE_GATHER = Unavailable("another way to gather is not available in this release; leave it out")
+_UNUSED_ALLOWED = Unavailable("parameters without a gradient are always allowed here; leave it out", on=false)
+_ZEROPP = Unavailable("ZeRO++ is not available in this release; leave it out")
 
 Device = choice("none", "cpu", "nvme")
 _MOE = (
@@ -37,7 +44,7 @@ class OffloadParam(Section):
     """A folder on the drive, for device nvme."""
     buffer_count: Positive = 5
     """The number of units whose shards are in memory at once, for device nvme."""
-    buffer_size: Positive = 100_000_000
+    buffer_size: Annotated[Positive, NOTHING_TO_SET] = 100_000_000
     """The size of one such buffer, in elements."""
     max_in_cpu: Count = 1_000_000_000
     """The number of elements of each rank's shards that stay in main memory although the device is nvme."""
@@ -61,14 +68,13 @@ class OffloadOptimizer(Section):
     drive and the update take turns."""
     pipeline_write: Bool = True
     """Write the last piece to the drive while this one is computed; DeepSpeed's default is false."""
-    fast_init: Bool = False
+    fast_init: Annotated[Bool, NOTHING_TO_SET] = False
     """Fill the files on the drive without writing zeros first."""
     ratio: FractionOrAuto = 1.0
     """The part of the parameters that the CPU updates; the GPU updates the rest. "auto" measures both and chooses."""
-    super_offload: Bool = False
-    """A scheme for machines whose CPU and GPU share fast memory."""
-    cpuadam_cores_perc: Fraction = 0.8
-    """The part of the cores that the scheme above gives to the update."""
+    super_offload: Annotated[Bool, NOT_AVAILABLE] = False
+    cpuadam_cores_perc: Annotated[Fraction, NOTHING_TO_SET] = 0.8
+    """The part of the cores that super_offload gives to the update."""
 
 
 class LeafModule(Section):
@@ -109,32 +115,30 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Gather whole weights when a 16-bit model is saved from stage 3."""
 
-    contiguous_gradients: Bool = True
+    contiguous_gradients: Annotated[Bool, _UNITS] = True
     """Copy gradients into one flat buffer as they are produced; here they always are."""
-    reduce_scatter: Bool = True
+    reduce_scatter: Annotated[Bool, _UNITS] = True
     """Send each rank its own part of the gradients only; here the stage decides."""
-    reduce_bucket_size: Count = 500_000_000
+    reduce_bucket_size: Annotated[Count, _UNITS] = 500_000_000
     """Elements reduced at a time; here a unit is."""
-    use_multi_rank_bucket_allreduce: Bool = True
+    use_multi_rank_bucket_allreduce: Annotated[Bool, _UNITS] = True
     """A detail of DeepSpeed's buckets."""
-    allgather_partitions: Bool = True
+    allgather_partitions: Annotated[Bool, _UNITS] = True
     """A detail of DeepSpeed's gather; it has no effect there either."""
-    allgather_bucket_size: Count = 500_000_000
+    allgather_bucket_size: Annotated[Count, _UNITS] = 500_000_000
     """Elements gathered at a time; here a unit is."""
-    overlap_comm: Bool | None = None
+    overlap_comm: Annotated[Bool | None, _UNITS] = None
     """Communicate while the backward pass computes; not given means as the stage does best."""
-    sub_group_size: Count = 1_000_000_000
+    sub_group_size: Annotated[Count, _UNITS] = 1_000_000_000
     """Elements the optimizer updates at a time; here a unit is."""
-    round_robin_gradients: Bool = False
+    round_robin_gradients: Annotated[Bool, _UNITS] = False
     """An order of the parameters over the ranks; here each rank holds an equal part of each unit."""
     load_from_fp32_weights: Bool = True
     """Take the masters of a checkpoint, not the 16-bit weights, when one is loaded."""
-    elastic_checkpoint: Bool = False
+    elastic_checkpoint: Annotated[Bool, _OWN_PART] = False
     """DeepSpeed's old way to load at another world size; here every checkpoint loads at any."""
-    ignore_unused_parameters: Bool = True
-    """Allow parameters that get no gradient in a step."""
-    legacy_stage1: Bool = False
-    """An implementation of stage 1 that DeepSpeed has removed."""
+    ignore_unused_parameters: Annotated[Bool, _UNUSED_ALLOWED] = True
+    legacy_stage1: Annotated[Bool, Unavailable("is gone from DeepSpeed too; leave it out")] = False
 
     stage3_prefetch_bucket_size: Count = 50_000_000
     """Elements gathered ahead of their use; 0 gathers nothing ahead."""
@@ -148,21 +152,19 @@ class ZeroOptimization(Section):
     stage3_max_reuse_distance: Count = 0
     """Keep a unit whole if it is used again within this many elements. DeepSpeed's default is 1e9, with which a model
     below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
-    stage3_module_granularity_threshold: Count = 0
+    stage3_module_granularity_threshold: Annotated[Count, _UNITS] = 0
     """Treat modules smaller than this as one; here units do that, see zero.units."""
-    stage3_use_all_reduce_for_fetch_params: Bool = False
-    """Gather by an all-reduce over zeros."""
-    stage3_allgather_sequential: Bool = False
-    """Gather one parameter at a time."""
-    memory_efficient_linear: Bool = True
+    stage3_use_all_reduce_for_fetch_params: Annotated[Bool, _ONE_GATHER] = False
+    stage3_allgather_sequential: Annotated[Bool, _ONE_GATHER] = False
+    memory_efficient_linear: Annotated[Bool, NOTHING_TO_SET] = True
     """Replace torch's linear function by one that saves less."""
-    override_module_apply: Bool = True
+    override_module_apply: Annotated[Bool, NOTHING_TO_SET] = True
     """Gather parameters inside `Module.apply`."""
-    pipeline_loading_checkpoint: Bool = False
+    pipeline_loading_checkpoint: Annotated[Bool, _OWN_PART] = False
     """Let the ranks of a machine load one after the other; here none loads more than its part."""
-    log_trace_cache_warnings: Bool = False
+    log_trace_cache_warnings: Annotated[Bool, NOTHING_TO_SET] = False
     """Say when the order of the modules changes between steps."""
-    enable_sanity_checks: Bool = False
+    enable_sanity_checks: Annotated[Bool, NOTHING_TO_SET] = False
     """Look for edits of gathered parameters that would be lost; here this is always on."""
     leaf_module: LeafModule = absent(LeafModule)
     """Modules that are gathered all at once."""
@@ -170,19 +172,13 @@ class ZeroOptimization(Section):
     zero_hpz_partition_size: Positive = 1
     """ZeRO++'s hpZ: ranks that together hold a second copy of the parameters at stage 3, as many as one machine has;
     the backward pass gathers from it. 1 keeps none."""
-    zero_quantized_weights: Bool = False
-    """ZeRO++: gather quantized weights."""
-    zero_quantized_nontrainable_weights: Bool = False
-    """ZeRO++: gather quantized weights of frozen parameters."""
-    zero_quantized_gradients: Bool = False
-    """ZeRO++: reduce quantized gradients."""
-    zeropp_loco_param: Object | None = None
-    """ZeRO++: error feedback of the quantized gradients."""
+    zero_quantized_weights: Annotated[Bool, _ZEROPP] = False
+    zero_quantized_nontrainable_weights: Annotated[Bool, _ZEROPP] = False
+    zero_quantized_gradients: Annotated[Bool, _ZEROPP] = False
+    zeropp_loco_param: Annotated[Object | None, _ZEROPP] = None
     mics_shard_size: integer(-1) = -1
     """MiCS: DeepSpeed's name of zero.shard_size; -1 and 0 are all ranks."""
-    mics_hierarchical_params_gather: Bool = False
+    mics_hierarchical_params_gather: Annotated[Bool, Idle("the backend decides how a gather crosses machines")] = False
     """MiCS: gather inside a machine and between machines in two steps; here the backend decides that."""
-    save_muon_momentum_buffer_in_memory: Bool = False
-    """Keep Muon's momentum in main memory."""
-    zenflow: Object | None = None
-    """ZenFlow: update the parameters that matter most at once and the others later."""
+    save_muon_momentum_buffer_in_memory: Annotated[Bool, NOT_AVAILABLE] = False
+    zenflow: Annotated[Object | None, Unavailable("ZenFlow is not available; leave it out")] = None
