@@ -61,22 +61,22 @@ def update_seconds(engine: Engine, width: int) -> float:
 
 def landed(engine: Engine) -> None:
     """Wait for the writes, too."""
-    ring = engine._sharded.offload.drives["optimizer"].ring
-    with ring.lock:
-        for slot in list(ring._slots):
-            ring.settle(slot)
+    pool = engine._sharded.offload.swap_files["optimizer"].pool
+    with pool.lock:
+        for buffer in list(pool.buffers):
+            pool.wait(buffer)
 
 
 def drive_seconds(engine: Engine) -> float:
     """Of reading and writing every record in the order of the updates, computing nothing."""
-    stores: list[Any] = [unit.home.states for unit in engine._sharded.trained]
+    stores: list[Any] = [unit.placement.state_store for unit in engine._sharded.trained]
     begin = time.perf_counter()
     for index, store in enumerate(stores):
         for later in stores[index:]:
             if not later.fetch():
                 break
-        store.lend()
-        store.flush(True)
+        store.acquire()
+        store.write_back(True)
     landed(engine)
     return time.perf_counter() - begin
 

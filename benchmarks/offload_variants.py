@@ -92,7 +92,7 @@ class Ours(Driven):
         self.update = Update()
         updates = self.engine.optimizer._updates
         if updates is not None:
-            updates.seen = self.update.seen
+            updates.on_update = self.update.seen
 
     def settle(self) -> None:
         """Wait for all that runs beside the loop."""

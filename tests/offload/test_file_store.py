@@ -45,7 +45,7 @@ def make(tmp_path: Path) -> Make:
 
 def events(drive: SwapFile) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
-    drive.ring.seen = lambda what, unit: seen.append((what, unit))
+    drive.pool.on_request = lambda what, unit: seen.append((what, unit))
     return seen
 
 
@@ -56,35 +56,35 @@ def test_values_come_back_and_changes_stay(make: Make, slots: int) -> None:
         for index, (store, tensor) in enumerate(zip(stores, tensors, strict=True)):
             assert tensor.shape == (0,)
             stores[(index + 1) % 5].fetch()
-            store.lend()
+            store.acquire()
             assert torch.equal(tensor, torch.full((NUMEL,), index + 10.0 * turn))
             tensor += 10
-            store.flush()
+            store.write_back()
 
 
 def test_what_is_not_written_is_not_kept(make: Make) -> None:
     _, (store, other), (tensor, _) = make(1, 2)
-    store.lend()
-    store.flush(written=False)
-    other.lend(blank=True)  # nothing is read, so what is there is none of its own
-    other.flush(written=False)
-    other.lend()
-    other.flush()
-    store.lend()
+    store.acquire()
+    store.write_back(changed=False)
+    other.acquire(overwrite=True)  # nothing is read, so what is there is none of its own
+    other.write_back(changed=False)
+    other.acquire()
+    other.write_back()
+    store.acquire()
     assert torch.equal(tensor, torch.zeros(NUMEL))
-    store.flush()
+    store.write_back()
 
 
 def test_two_puts_share_one_place_and_a_third_does_not_fit(make: Make) -> None:
     _, (store, other), (first, _) = make(1, 2)
     second = torch.arange(500, dtype=torch.bfloat16)
     store.put([second])
-    other.lend()
-    other.flush(written=False)
-    store.lend()
+    other.acquire()
+    other.write_back(changed=False)
+    store.acquire()
     assert torch.equal(first, torch.zeros(NUMEL))
     assert torch.equal(second, torch.arange(500, dtype=torch.bfloat16))
-    store.flush()
+    store.write_back()
     with pytest.raises(RuntimeError, match=r"unit 'u0' \(rank 0\) wants .* 8192 were reserved.*'cpu'"):
         store.put([torch.zeros(NUMEL)])
 
@@ -92,12 +92,12 @@ def test_two_puts_share_one_place_and_a_third_does_not_fit(make: Make) -> None:
 def test_lending_nests_and_the_outermost_end_writes(make: Make) -> None:
     drive, (store, _), (tensor, _) = make(1, 2)
     seen = events(drive)
-    store.lend()
-    store.lend()
+    store.acquire()
+    store.acquire()
     tensor.fill_(5)
-    store.flush(written=True)
+    store.write_back(changed=True)
     assert torch.equal(tensor, torch.full((NUMEL,), 5.0))
-    store.flush(written=False)
+    store.write_back(changed=False)
     assert [what for what, _ in seen] == ["read", "write"]
 
 
@@ -106,35 +106,35 @@ def test_what_is_still_in_a_slot_is_not_read_again(make: Make) -> None:
     seen = events(drive)
     for _ in range(3):
         for store, tensor in zip(stores, tensors, strict=True):
-            store.lend()
+            store.acquire()
             tensor += 1
-            store.flush()
+            store.write_back()
     assert {what for what, _ in seen} == {"write"}
 
 
 def test_blank_state_is_not_read(make: Make) -> None:
     drive, (store, _), (tensor, _) = make(1, 2)
     seen = events(drive)
-    store.lend(blank=True)
+    store.acquire(overwrite=True)
     tensor.fill_(3)
-    store.flush()
+    store.write_back()
     assert seen == [("write", "u0")]
 
 
 def test_reading_ahead_takes_what_nobody_needs_and_gives_way(make: Make) -> None:
     drive, stores, tensors = make(2, 4)
     for store in stores[:2]:
-        store.lend()
-        store.flush(written=False)
+        store.acquire()
+        store.write_back(changed=False)
     assert stores[2].fetch()
     assert stores[3].fetch()
     assert not stores[0].fetch()  # both slots wait for a use that was announced
     seen = events(drive)
-    stores[0].lend()  # a use that is there comes first, and what was announced last is read again
-    stores[2].lend()
+    stores[0].acquire()  # a use that is there comes first, and what was announced last is read again
+    stores[2].acquire()
     assert torch.equal(tensors[2], torch.full((NUMEL,), 2.0))
-    stores[2].flush(written=False)
-    stores[3].lend()
+    stores[2].write_back(changed=False)
+    stores[3].acquire()
     assert torch.equal(tensors[3], torch.full((NUMEL,), 3.0))
     assert torch.equal(tensors[0], torch.zeros(NUMEL))
     assert seen == [("read", "u0"), ("read", "u3")]
@@ -142,12 +142,12 @@ def test_reading_ahead_takes_what_nobody_needs_and_gives_way(make: Make) -> None
 
 def test_without_pipelines_nothing_is_read_ahead_and_writes_are_over(make: Make) -> None:
     drive, (store, other, third), (tensor, *_) = make(2, 3, read_ahead=False, write_behind=False)
-    store.lend()
+    store.acquire()
     tensor.fill_(7)
-    store.flush()
-    assert store._slot.motions == []
-    other.lend()
-    other.flush(written=False)
+    store.write_back()
+    assert store._buffer.transfers == []
+    other.acquire()
+    other.write_back(changed=False)
     seen = events(drive)
     assert not third.fetch()
     assert not seen
@@ -155,12 +155,12 @@ def test_without_pipelines_nothing_is_read_ahead_and_writes_are_over(make: Make)
 
 def test_a_thread_that_has_all_slots_is_told_instead_of_waiting_for_ever(make: Make) -> None:
     _, stores, _ = make(2, 3)
-    stores[0].lend()
-    stores[1].lend()
+    stores[0].acquire()
+    stores[1].acquire()
     with pytest.raises(RuntimeError, match=r"unit 'u2' .* all 2 are in use by the code that asks .*buffer_count"):
-        stores[2].lend()
-    stores[0].flush()
-    stores[2].lend()
+        stores[2].acquire()
+    stores[0].write_back()
+    stores[2].acquire()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -173,9 +173,9 @@ def test_threads_share_slots_without_waiting_for_each_other_for_ever(make: Make,
             for turn in range(60):
                 index = mine[turn % len(mine)]
                 stores[mine[(turn + 1) % len(mine)]].fetch()
-                stores[index].lend()
+                stores[index].acquire()
                 tensors[index] += 10
-                stores[index].flush()
+                stores[index].write_back()
         except BaseException as error:
             problems.append(error)
 
@@ -187,19 +187,19 @@ def test_threads_share_slots_without_waiting_for_each_other_for_ever(make: Make,
     assert not problems
     assert not any(thread.is_alive() for thread in threads)
     for index, (store, tensor) in enumerate(zip(stores, tensors, strict=True)):
-        store.lend()
+        store.acquire()
         assert torch.equal(tensor, torch.full((NUMEL,), index + 200.0))
-        store.flush(written=False)
+        store.write_back(changed=False)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_is_told_instead_of_waiting_for_ever(make: Make) -> None:
     drive, (store,), _ = make(1, 1)
-    with drive.ring.lock:  # as if another thread were at work in it
+    with drive.pool.lock:  # as if another thread were at work in it
         child = os.fork()
         if child == 0:
             try:
-                store.lend()
+                store.acquire()
             except RuntimeError as error:
                 os._exit(7 if "forked" in str(error) else 8)
             os._exit(9)
@@ -208,28 +208,28 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(make: Make) -> Non
 
 def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(make: Make, tmp_path: Path) -> None:
     drive, stores, _ = make(1, 2)
-    stores[0].lend()
-    stores[0].flush(written=False)
+    stores[0].acquire()
+    stores[0].write_back(changed=False)
     os.ftruncate(drive._file.fd, PAGES)  # the place of u1 is gone
     text = (
         rf"unit 'u1' \(rank 0\) is lost: read of .*{tmp_path}/zero-optimizer-of-rank-0 .*the file ends there. Make sure"
     )
     with pytest.raises(RuntimeError, match=text):
-        stores[1].lend()
-    for use in (stores[0].lend, stores[0].fetch, stores[1].lend):
+        stores[1].acquire()
+    for use in (stores[0].acquire, stores[0].fetch, stores[1].acquire):
         with pytest.raises(RuntimeError, match=text):
             use()
 
 
 def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
     drive, stores, _ = make(2, 3)
-    stores[2].lend()
+    stores[2].acquire()
     os.ftruncate(drive._file.fd, 0)
     text = "unit 'u2' .*: the file was cut to 0. Make sure"
     with pytest.raises(RuntimeError, match=text):  # else u1 would be zeros from now on
-        stores[2].flush()
+        stores[2].write_back()
     with pytest.raises(RuntimeError, match=text):
-        stores[1].lend()
+        stores[1].acquire()
 
 
 def test_too_little_space_is_said_at_once(tmp_path: Path) -> None:

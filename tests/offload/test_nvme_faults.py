@@ -38,9 +38,9 @@ def step(engine: Any, number: int) -> None:
 
 def spoil(how: str, drive: Any) -> None:
     """Make the file of a drive one that cannot be written, cannot be read, or ends too early."""
-    with drive.ring.lock:
-        for slot in list(drive.ring._slots):
-            drive.ring.settle(slot)  # a write on its way would make the file longer again
+    with drive.pool.lock:
+        for buffer in list(drive.pool.buffers):
+            drive.pool.wait(buffer)  # a write on its way would make the file longer again
     fd = drive._file.fd
     if how == "truncated":
         os.ftruncate(fd, 0)
@@ -58,7 +58,7 @@ def failed(folder: str, kind: str, how: str, world: int, rank_at_fault: int) -> 
     step(engine, 0)
     engine.optimizer.settle()
     if dist.get_rank() == rank_at_fault:
-        spoil(how, engine._sharded.offload.drives[kind])
+        spoil(how, engine._sharded.offload.swap_files[kind])
     found: dict[str, Any] = {"said": []}
     for number in range(1, 5):
         try:
@@ -158,7 +158,7 @@ def test_too_little_room_on_one_rank_is_said_on_all_at_the_start(pool: Pool, tmp
 
 def train_for_ever(folder: str) -> None:
     engine, *_ = zero.initialize(model=Net(blocks=4, width=200), config=settings_of(folder, "optimizer", 1))
-    engine._sharded.offload.drives["optimizer"].ring.seen = lambda what, unit: sys.stdout.write(f"{what}\n")
+    engine._sharded.offload.swap_files["optimizer"].pool.on_request = lambda what, unit: sys.stdout.write(f"{what}\n")
     for number in range(10**6):
         step(engine, number)
         sys.stdout.flush()

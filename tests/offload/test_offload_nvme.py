@@ -137,18 +137,18 @@ def order_of_events(folder: str) -> list[tuple[str, str]]:
     step(engine, 0)
     engine.optimizer.settle()
     seen: list[tuple[str, str]] = []
-    ring = engine._sharded.offload.drives["optimizer"].ring
+    pool = engine._sharded.offload.swap_files["optimizer"].pool
 
     def update_seen(what: str, unit: str) -> None:
         seen.append((what, unit))
         if what == "done":
             # A slow drive would leave no buffer to read ahead into, and the order would be its, not ours.
-            with ring.lock:
-                for slot in list(ring._slots):
-                    ring.settle(slot)
+            with pool.lock:
+                for buffer in list(pool.buffers):
+                    pool.wait(buffer)
 
-    engine.optimizer._updates.seen = update_seen
-    ring.seen = lambda what, unit: seen.append((what, unit))
+    engine.optimizer._updates.on_update = update_seen
+    pool.on_request = lambda what, unit: seen.append((what, unit))
     step(engine, 1)
     engine.optimizer.settle()
     units = [unit.plan.name for unit in engine._sharded.trained]
@@ -194,7 +194,7 @@ def hidden_files(folder: str) -> tuple[list[str], list[int], tuple[int, ...], bo
         listed += os.listdir(folder)
     unit = engine._sharded.trained[0]
     shapes = tuple(len(tensor) for _, _, tensor in engine.optimizer.rule.tensors(unit))
-    drive = engine._sharded.offload.drives["optimizer"]
+    drive = engine._sharded.offload.swap_files["optimizer"]
     engine.destroy()
     return listed, opened, shapes, drive._file._descriptor is None
 

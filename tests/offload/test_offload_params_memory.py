@@ -56,7 +56,7 @@ def phases(section: dict[str, Any], bf16: bool) -> tuple[list[tuple[str, StateBy
             rank=rank,
             formats=Formats("remainder") if bf16 else Formats(),
             placements=sharded.offload.placements,
-            mirrored=sharded.offload._apart,
+            mirrored=sharded.offload._separate,
             limits=sharded.gatherer._limits,
             **alive,
         )
@@ -182,7 +182,7 @@ def measured(section: dict[str, Any], built: bool) -> tuple[int, int, int]:
         settings = config(3, dist.get_world_size(), zero_optimization=sections, zero={"units": ["Layer"]})
         engine, *_ = zero.initialize(model=model, config=settings)
     making = max(seen)
-    slab = engine._sharded.offload._slab
+    slab = engine._sharded.offload._arena
     census.slab = (slab.address, slab.address + slab.nbytes)
     gc.collect()
     rest, during = census.count() - start, []

@@ -28,7 +28,7 @@ def start(folder: str, slots: int, state: dict[str, Any] | None = None, **knobs:
     settings = config(3, dist.get_world_size(), zero_optimization=sections)
     engine, *_ = zero.initialize(model=make_net(blocks=BLOCKS), config=settings)
     events: list[str] = []
-    engine._sharded.offload.drives["param"].ring.seen = lambda what, unit: events.append(f"{what} {unit}")
+    engine._sharded.offload.swap_files["param"].pool.on_request = lambda what, unit: events.append(f"{what} {unit}")
     for index, block in enumerate(engine.module.blocks):
         block.register_forward_pre_hook(lambda *_, name=f"blocks.{index}": events.append(f"begin {name}"))
         block.register_forward_hook(lambda *_, name=f"blocks.{index}": events.append(f"end {name}"))
@@ -80,11 +80,11 @@ def test_nothing_is_read_ahead_where_nothing_may_come_ahead(pool, tmp_path):
 def held(folder: str, slots: int) -> list[tuple[int, int, int]]:
     """At each forward of a block: slots that wait for a use, units in memory, and units on their way to it."""
     engine, _ = start(folder, slots, **ONE_AHEAD)
-    ring, units, seen = engine._sharded.offload.drives["param"].ring, engine._sharded.units, []
+    pool, units, seen = engine._sharded.offload.swap_files["param"].pool, engine._sharded.units, []
 
     def look(*_: Any) -> None:
         states = [unit.state for unit in units]
-        ahead = sum(slot.wanted for slot in ring._slots)
+        ahead = sum(buffer.prefetched for buffer in pool.buffers)
         seen.append((ahead, states.count(State.FULL), states.count(State.GATHERING)))
 
     for index in range(2):
@@ -94,7 +94,7 @@ def held(folder: str, slots: int) -> list[tuple[int, int, int]]:
     step(engine, 2)
     with torch.no_grad():
         engine(*batch(3, 2))
-    left = sum(slot.wanted for slot in ring._slots)
+    left = sum(buffer.prefetched for buffer in pool.buffers)
     engine.destroy()
     return [*seen, (left, 0, 0)]
 
@@ -143,7 +143,7 @@ def held_up(folder: str, param: dict[str, Any]) -> tuple[bool, list[float]]:
         if what == "update" and unit == "blocks.2" and holding:
             waited.append(ran.wait(20))
 
-    engine.optimizer._updates.seen = hold
+    engine.optimizer._updates.on_update = hold
     engine.module.blocks[0].register_forward_hook(lambda *_: ran.set())
     for index in range(5):
         if index == 2:  # from here on it is known what comes

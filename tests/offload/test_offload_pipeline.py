@@ -53,7 +53,7 @@ def names_of(engine: Any) -> list[str]:
 def orders(stage: int) -> tuple[list[str], list[tuple[str, str]]]:
     """Names of the units, and what the updates of three steps did."""
     engine, seen = engine_of(stage), []
-    engine.optimizer._updates.seen = lambda what, unit: seen.append((what, unit))
+    engine.optimizer._updates.on_update = lambda what, unit: seen.append((what, unit))
     for step in range(3):
         micro_step(engine, step)
     engine.optimizer.settle()
@@ -78,7 +78,7 @@ def overlaps(stage: int) -> tuple[list[float], bool]:
         if (what, unit) == ("update", last):
             in_time.append(begun.wait(GUARD))
 
-    engine.optimizer._updates.seen = held_up
+    engine.optimizer._updates.on_update = held_up
     losses = [micro_step(engine, 0)]
     # Behind our own hook, that waits for what the module reads.
     engine.module.blocks[0].norm.register_forward_pre_hook(lambda module, args: begun.set())
@@ -109,7 +109,7 @@ def landings(stage: int) -> tuple[list[bool], list[bool]]:
     units = engine._sharded.trained
 
     def look(*args: Any) -> None:
-        found.append([unit.home.gradients.held for unit in units])
+        found.append([unit.placement.host_gradients.has_sum for unit in units])
 
     tokens, targets = batch(0, 2)
     loss = engine(tokens, targets)
@@ -133,7 +133,7 @@ def later_rate(offload: bool) -> dict[str, torch.Tensor]:
     """Parameters after two steps; the rate is changed right after the first one, whose updates wait for that."""
     engine, changed = engine_of(2, offload=offload), threading.Event()
     if offload:
-        engine.optimizer._updates.seen = lambda what, unit: changed.wait(GUARD)
+        engine.optimizer._updates.on_update = lambda what, unit: changed.wait(GUARD)
     micro_step(engine, 0)
     engine.optimizer.param_groups[0]["lr"] = 0.5
     changed.set()
@@ -156,7 +156,7 @@ def norms_at_updates(clipping: float) -> tuple[list[float], list[float], list[fl
         if (what, unit) == ("update", first):
             found.append(engine.get_global_grad_norm())
 
-    engine.optimizer._updates.seen = look
+    engine.optimizer._updates.on_update = look
     for step in range(3):
         losses.append(micro_step(engine, step))
         norms.append(engine.get_global_grad_norm())
@@ -184,7 +184,7 @@ def steady(stage: int, accumulation: int, steps: int) -> tuple[tuple[Alive, int]
                 engine.step()
             if step in (2, steps - 1):
                 engine.optimizer.settle()
-                counted.append((alive(), engine._sharded.offload._slab._taken))
+                counted.append((alive(), engine._sharded.offload._arena._taken))
         engine.destroy()
     return (*counted, addresses)
 

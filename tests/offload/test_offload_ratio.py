@@ -44,7 +44,7 @@ def chosen(rates: list[Rates]) -> tuple[list[bool], list[str], dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero.core.ratio, "measure", lambda *args: rates[dist.get_rank()])
         engine, *_ = zero.initialize(model=make_net(), config=settings_of("auto"))
-        stay = [not unit.home.away for unit in engine._sharded.trained]
+        stay = [not unit.placement.updated_on_host for unit in engine._sharded.trained]
         engine.destroy()
         trained = train(make_net(), 2, settings_of("auto"))
     logging.getLogger("zero").removeHandler(handler)
@@ -90,7 +90,7 @@ def test_this_machine_is_measured_for_real(pool):
 
 def measured_here() -> list[bool]:
     engine, *_ = zero.initialize(model=make_net(), config=settings_of("auto"))
-    found = [unit.home.away for unit in engine._sharded.trained]
+    found = [unit.placement.updated_on_host for unit in engine._sharded.trained]
     engine.destroy()
     return found
 

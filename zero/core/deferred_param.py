@@ -72,7 +72,7 @@ class DeferredParam(Unit):
     _away = staticmethod(built_class)
 
     def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
-        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, StatePlacement.here(local_device()))
+        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, StatePlacement.on_device(local_device()))
         self.origin = origin
         self.shard = self.full = self.master = None
         self._views: list[torch.Tensor] = []

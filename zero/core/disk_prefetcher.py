@@ -11,7 +11,7 @@ from zero.plan.order import Limits, Position, read_ahead
 class DiskPrefetcher:
     """Reads further ahead than parameters are gathered: it takes slots in host memory and none of the device's.
 
-    What has been asked for depends on the order of uses only, and so is alike on all ranks; whether there was a slot
+    What has been asked for depends on the order of uses only, and so is alike on all ranks; whether there was a buffer
     for it, or an update in its way, is not. A unit that was not asked for before is not gathered ahead: its gather
     would wait for the whole of the drive.
     """
@@ -19,7 +19,7 @@ class DiskPrefetcher:
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self._units = units
         self._limits = limits
-        self._files = {unit.index for unit in units if unit.cut and not unit.home.kept.permanent}
+        self._files = {unit.index for unit in units if unit.cut and not unit.placement.shard_store.resident}
         self._asked: set[int] = set()
         self._begun: set[int] = set()  # of those, the ones that are on their way or there
 
@@ -33,7 +33,7 @@ class DiskPrefetcher:
         self._asked.update(wanted)
         for index in wanted:
             if not self._units[index].read():
-                return  # no slot: those behind it would be taken from it
+                return  # no buffer: those behind it would be taken from it
             self._begun.add(index)
 
     def over(self, unit: Unit) -> None:

@@ -94,17 +94,17 @@ class Gradients:
     @property
     def reduced(self) -> bool:
         """Whether sums over all ranks are held; unlike a look at `shard`, it ends no tree."""
-        return (self.rest is not None and self.rest.held) or bool(self.sums())
+        return (self.rest is not None and self.rest.has_sum) or bool(self.sums())
 
     @property
     def squares(self) -> torch.Tensor | None:
         """The sum of the squares of `shard`, fp64 on the device, where that is known because `shard` has left it."""
-        away = self.rest is not None and self.rest.held and self._partials is None
+        away = self.rest is not None and self.rest.has_sum and self._partials is None
         return self.rest.squares if away else None
 
     @property
     def _rested(self) -> torch.Tensor | None:
-        return self.rest.tensor() if self.rest is not None and self.rest.held else None
+        return self.rest.tensor() if self.rest is not None and self.rest.has_sum else None
 
     @property
     def complete(self) -> bool:
@@ -192,7 +192,7 @@ class Gradients:
         elif len(inbox.rows) == 1 and (rests or inbox.rows[0].dtype == self._dtypes.kept):
             inbox.arrive()
             self._hold(inbox.rows[0])
-        elif not (rests and self.rest.add_up(inbox.sum)):
+        elif not (rests and self.rest.add_in_place(inbox.sum)):
             numel = inbox.flat.numel() // self._mesh.shard.size
             total = self._memory(numel, torch.float32)
             inbox.sum(total, False)
@@ -242,7 +242,7 @@ class Gradients:
         elif self.flat is not None:
             for _, part in self._local_parts():
                 yield part
-        brought = self.rest.came if self.rest is not None else None
+        brought = self.rest.squares_added if self.rest is not None else None
         yield from [brought] if brought is not None else self.sums()
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:

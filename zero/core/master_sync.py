@@ -13,7 +13,7 @@ from zero.core.master import Master
 from zero.core.mesh import Axis, Mesh
 from zero.core.state import State
 from zero.core.tensors import different
-from zero.memory.copy_stream import reached
+from zero.memory.copy_stream import record_event
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import Fragment, Span
 from zero.plan.units import UnitPlan
@@ -24,7 +24,7 @@ class MasterSync:
 
     plan: UnitPlan
     params: list[nn.Parameter]
-    home: StatePlacement
+    placement: StatePlacement
     cut: bool
     holds: int
     state: State
@@ -129,52 +129,40 @@ class MasterSync:
         self.take_edits()
         with self.borrow():
             values = self.master.values()
-            return values if self.home.states.permanent else values.clone()
+            return values if self.placement.state_store.resident else values.clone()
 
     @contextlib.contextmanager
     def borrow(self, written: bool = False, step: bool = False) -> Iterator[None]:
         """Inside, shard, master and moments may be read, and with `written` changed, wherever they rest.
 
-        `step`: for the optimizer's step; see `lent`.
+        `step`: for the optimizer's step; see `acquired`.
         """
         self.settle()
-        with self.lent(written, step):
+        with self.acquired(written, step):
             yield
 
     @contextlib.contextmanager
-    def lent(self, written: bool, step: bool) -> Iterator[None]:
+    def acquired(self, written: bool, step: bool) -> Iterator[None]:
         """As `borrow`, for the update itself, which does not wait for itself.
 
         `step`: a shard that the master has a copy of is written as a whole and not read. After an exception nothing
         is written, so that what rests elsewhere is what it was.
         """
-        done = False
         self.land()
-        self.home.states.lend()
-        try:
-            self.home.kept.lend(blank=step and self.home.mirrored)
-            try:
-                yield
-                done = written
-            finally:
-                self.home.kept.flush(done)
-        finally:
-            self.home.states.flush(done)
+        with self.placement.acquired(written, step):
+            yield
 
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
         with self.borrow(written=True):
-            self.master.write(start, values.to(self.home.updates))
+            self.master.write(start, values.to(self.placement.update_device))
             self.push(start, values.numel())
 
     def push(self, start: int = 0, numel: int | None = None) -> None:
         """Have the shard show what was written to the master, where that has a shard of its own."""
-        if self.home.mirrored:
-            part = slice(start, None if numel is None else start + numel)
-            # What lies in a slot may be somebody else's as soon as it is given back.
-            self.shard[part].copy_(self.master.shard[part], non_blocking=self.home.permanent)
-            if self.shard.device != self.master.shard.device:
-                self._copied = reached(self.full.device)
+        part = slice(start, None if numel is None else start + numel)
+        if self.placement.publish(self.master.shard, self.shard, part):
+            self._copied = record_event(self.full.device)
 
     def land(self) -> None:
         """Wait until no copy between device and host reads or writes the shard in host memory any more."""
@@ -189,7 +177,7 @@ class MasterSync:
             pieces = (piece for piece in self._fragments() if piece.name == self.plan.params[index].name)
             found = [self.shard.narrow(0, piece.at, piece.numel) for piece in pieces]
             # Where parameters are not cut, they are the shard: a write reaches it at once.
-            fixed = self.cut and self.home.kept.permanent
+            fixed = self.cut and self.placement.shard_store.resident
             return found if fixed else [part.clone() for part in found]
 
     def overwrite(self, index: int, source: int, known: Sequence[torch.Tensor] | None = None) -> None:
@@ -269,6 +257,5 @@ class MasterSync:
         """Somebody wrote this piece of the shard (bool `where`: only those elements): take it as exact."""
         if self.master is None:
             return
-        if self.home.mirrored:
-            self.master.shard.narrow(0, piece.at, piece.numel).copy_(self.shard.narrow(0, piece.at, piece.numel))
-        self.master.follow(piece.at, piece.numel, None if where is None else where.to(self.home.updates))
+        self.placement.follow_shard(self.master.shard, self.shard, slice(piece.at, piece.at + piece.numel))
+        self.master.follow(piece.at, piece.numel, None if where is None else where.to(self.placement.update_device))

@@ -1,4 +1,4 @@
-"""Gives each unit its home: carves host memory, opens files, and says beforehand what it all takes."""
+"""Gives each unit its placement: takes host memory, opens files, and says beforehand how much of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero.memory.copy_stream import CopyStream
 from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
-from zero.memory.store import Resident, Store
+from zero.memory.store import ResidentStore, Store
 from zero.memory.swap_file import Requests, SwapFile, close_all
 from zero.plan.formats import Formats
 from zero.plan.host import (
@@ -60,7 +60,7 @@ class OffloadSettings(NamedTuple):
 
 
 class Offload:
-    """The homes of all units of one engine, and the memory behind them.
+    """The placements of all units of one engine, and the memory behind them.
 
     host: bytes of this rank in host memory and in files.
     """
@@ -85,70 +85,69 @@ class Offload:
         self._formats = formats
         self._gradients, self._accumulate = gradients, accumulate
         self._rank, self._parts = mesh.shard.rank, mesh.shard.size
-        self._apart = has_own_memory(device)
+        self._separate = has_own_memory(device)
         self.placements = place(
             plans, self._parts, settings.optimizer, settings.params, settings.ratio, settings.max_in_cpu
         )
         self.host = self._count()
-        self._slab: PinnedArena | None = None
+        self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
-        self.drives: dict[str, SwapFile] = {}
+        self.swap_files: dict[str, SwapFile] = {}
         self._open(mesh)
-        self._up, self._landing = CopyStream(device), StagingBuffers(device, self._apart)
+        self._copies, self._staging = CopyStream(device), StagingBuffers(device, self._separate)
 
-    def home(self, index: int) -> StatePlacement:
-        """The home of unit `index`; to be asked for once, in order."""
+    def placement(self, index: int) -> StatePlacement:
+        """The placement of unit `index`; to be called once for each, in order."""
         plan, placement = self._plans[index], self.placements[index]
-        away = placement.optimizer is not Where.DEVICE
-        shards_away = placement.params is not Where.DEVICE
+        updated_on_host = placement.optimizer is not Where.DEVICE
+        shard_offloaded = placement.params is not Where.DEVICE
         cpu = torch.device("cpu")
         return StatePlacement(
-            updates=cpu if away else self._device,
-            shards=cpu if shards_away else self._device,
-            up=self._up,
-            away=away,
-            shards_away=shards_away,
-            mirrored=is_updated(plan) and keeps_copy(placement, self._apart),
-            states=self._states(plan, placement),
-            kept=self._shard_store(plan, placement),
-            gradients=self._sum(plan) if away else None,
+            update_device=cpu if updated_on_host else self._device,
+            shard_device=cpu if shard_offloaded else self._device,
+            copies=self._copies,
+            shard_offloaded=shard_offloaded,
+            shard_copied=is_updated(plan) and keeps_copy(placement, self._separate),
+            state_store=self._state_store(plan, placement),
+            shard_store=self._shard_store(plan, placement),
+            host_gradients=self._accumulator(plan) if updated_on_host else None,
         )
 
     def close(self) -> None:
         """Give files and memory back as soon as nobody uses them."""
-        close_all(list(self.drives.values()), self._aio)
-        if self._slab is not None:
-            self._slab.close()
+        close_all(list(self.swap_files.values()), self._aio)
+        if self._arena is not None:
+            self._arena.close()
 
     def describe(self) -> str:
         """What rests off the device on this rank, as a table."""
         return host_table(self.host)
 
-    def _states(self, plan: UnitPlan, placement: Placement) -> Store:
+    def _state_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.optimizer is Where.DEVICE or not is_updated(plan):
-            return Resident()
+            return ResidentStore()
         nbytes = self._record_nbytes(plan, placement)
         if placement.optimizer is Where.HOST:
-            return Resident(self._slab.take(nbytes))
-        return self.drives["optimizer"].store(plan.name, nbytes)
+            return ResidentStore(self._arena.take(nbytes))
+        return self.swap_files["optimizer"].store(plan.name, nbytes)
 
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
-            return Resident()
+            return ResidentStore()
         nbytes = parameter_nbytes(plan, self._parts)
         if placement.params is Where.HOST:
-            return Resident(self._slab.take(nbytes))
-        return self.drives["param"].store(plan.name, nbytes)
+            return ResidentStore(self._arena.take(nbytes))
+        return self.swap_files["param"].store(plan.name, nbytes)
 
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
-        return record(plan, self._rank, self._parts, self._formats, keeps_copy(placement, self._apart)).nbytes
+        return record(plan, self._rank, self._parts, self._formats, keeps_copy(placement, self._separate)).nbytes
 
-    def _sum(self, plan: UnitPlan) -> HostGradAccumulator:
+    def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
         dtype = _DTYPES[self._gradients]
-        memory = self._slab.take(gradient_nbytes(plan, self._parts, self._gradients))
+        memory = self._arena.take(gradient_nbytes(plan, self._parts, self._gradients))
         numel = plan.layout.numel // self._parts
         return HostGradAccumulator(
-            memory[: numel * dtype.itemsize].view(dtype), _DTYPES[self._accumulate], self._landing
+            memory[: numel * dtype.itemsize].view(dtype), _DTYPES[self._accumulate], self._staging
         )
 
     def _count(self) -> HostBytes:
@@ -159,7 +158,7 @@ class Offload:
             self._parts,
             self._formats,
             self._gradients,
-            self._apart,
+            self._separate,
             self._settings.optimizer_buffers,
             self._settings.params_buffers,
         )
@@ -190,7 +189,7 @@ class Offload:
 
     def _take(self, mesh: Mesh) -> None:
         if self.host.memory:
-            self._slab = PinnedArena(self.host.memory, self._device, self._settings.pinned)
+            self._arena = PinnedArena(self.host.memory, self._device, self._settings.pinned)
         self._open_files(mesh.rank)
 
     def _open_files(self, rank: int) -> None:
@@ -208,8 +207,8 @@ class Offload:
         ):
             if sizes:
                 self._aio = self._aio or Aio(asked.threads, asked.queue_depth, asked.block_size)
-                slots = [self._slab.take(max(sizes)) for _ in range(count)]
-                self.drives[kind] = SwapFile(folder, kind, rank, sum(sizes), slots, self._aio, way)
+                buffers = [self._arena.take(max(sizes)) for _ in range(count)]
+                self.swap_files[kind] = SwapFile(folder, kind, rank, sum(sizes), buffers, self._aio, way)
                 rank_zero(logging.INFO, "%s state rests in %s (%s)", kind, folder, self._aio.backend)
 
 

@@ -100,7 +100,8 @@ class ShardedModule:
             self.reducer.on_flush(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
         self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
-        self._awaited = _awaited(module, [unit for unit in self.trained if unit.home.away and not unit.cut])
+        on_host = [unit for unit in self.trained if unit.placement.updated_on_host and not unit.cut]
+        self._awaited = _awaited(module, on_host)
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._attach(self._reads, self._awaited)
         guard(module)
@@ -189,12 +190,10 @@ class ShardedModule:
         parameters = gradients = masters = 0
         for unit in self.units:
             parameters += unit.full.untyped_storage().nbytes()
-            parameters += unit.shard.nbytes if unit.cut and not unit.home.shards_away else 0
+            parameters += unit.shard.nbytes if unit.cut and not unit.placement.shard_offloaded else 0
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
-                # Beside a master on the device, a copy of a shard that is not.
-                copied = unit.master.shard.nbytes if unit.home.mirrored else 0
-                masters += 0 if unit.home.away else unit.master.nbytes + copied
+                masters += unit.placement.state_nbytes(unit.master.shard, unit.master.nbytes)
         return StateBytes(parameters, gradients, masters)
 
     def leave(self) -> None:
@@ -264,8 +263,8 @@ def wrap(
         offload = Offload(places, plans, mesh, device, numerics.formats, resting, numerics.accumulate)
     units = []
     for index, plan in enumerate(plans):
-        home = StatePlacement.here(device) if offload is None else offload.home(index)
-        unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, home)
+        placement = StatePlacement.on_device(device) if offload is None else offload.placement(index)
+        unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
         dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
         unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
         unit.whole = unit.cut and index in whole

@@ -31,7 +31,7 @@ from zero.core.state import LEGAL, State
 from zero.core.tensors import holders_of, memory_of, resizable, untransformed
 from zero.core.updated import Updated
 from zero.log import logger
-from zero.memory.copy_stream import follow
+from zero.memory.copy_stream import wait_event
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import Span
@@ -47,7 +47,7 @@ class Unit(MasterSync, Updated):
     holds:  how many readers (`GatheredParameters`) keep it full for now;
     edited: indices of the parameters that such readers will write back, one entry for each reader;
     bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
-    home:   where its shard, its state and its gradient rest;
+    placement: where its shard, its state and its gradient rest;
     pending: the update of the last step, while it may still run beside us, or None;
     graph:  a graph that was built by a reader may find the parameters where they are, also while they look released;
     whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
@@ -59,13 +59,19 @@ class Unit(MasterSync, Updated):
     _away = staticmethod(released_class)
 
     def __init__(
-        self, plan: UnitPlan, params: Sequence[nn.Parameter], index: int, mesh: Mesh, cut: bool, home: StatePlacement
+        self,
+        plan: UnitPlan,
+        params: Sequence[nn.Parameter],
+        index: int,
+        mesh: Mesh,
+        cut: bool,
+        placement: StatePlacement,
     ) -> None:
         self.plan = plan
         self.index = index
         self.params = list(params)
-        self.home = home
-        self.cut = cut and (mesh.shard.size > 1 or home.shards_away)
+        self.placement = placement
+        self.cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
         self.pending: PendingUpdate | None = None
         self.state = State.FULL
         self.gradients: Gradients | None = None
@@ -114,7 +120,7 @@ class Unit(MasterSync, Updated):
         self._kinds = [type(param) for param in self.params]  # of released ones, only now
         own = self.window
         self.full = flat if source == dtype else rounded(flat, dtype)
-        self.shard = self.home.keep_shard(self.full.narrow(0, *own)) if self.cut else self.full.narrow(0, *own)
+        self.shard = self.placement.keep_shard(self.full.narrow(0, *own)) if self.cut else self.full.narrow(0, *own)
         self.master = self._make_master(flat.narrow(0, *own), remainder) if trained else None
         self._views = self._views_of(self.full)
         self._holders = holders_of(self.full)
@@ -127,7 +133,7 @@ class Unit(MasterSync, Updated):
         if trained:
             shapes = [param.shape for param in self.params]
             self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, 3 * self.index + 1)
-            self.gradients.rest = self.home.gradients
+            self.gradients.rest = self.placement.host_gradients
 
     def gather(self, patient: bool = False) -> None:
         """Start to bring the full parameters; a no-op when they are there or on their way.
@@ -152,23 +158,23 @@ class Unit(MasterSync, Updated):
         if self.updating:
             return False
         self.settle()
-        return self.home.kept.fetch()
+        return self.placement.shard_store.fetch()
 
     def unread(self) -> None:
         """Give up what `read` has begun."""
-        self.home.kept.unfetch()
+        self.placement.shard_store.cancel_fetch()
 
     @untransformed
     def send(self, pushed: bool = False) -> None:
         """Start the gather whatever still updates: for `gather`, and for an update that has ended and `pushed`."""
-        up, tag = self.home.up, 3 * self.index
+        copies, tag = self.placement.copies, 3 * self.index
         if self.cut:
             self._allocate()  # not on the lane: memory is reused in the order of the stream that took it
-            with up.behind():
+            with copies.after_current():
                 self._fill()
                 self._transfer = comm.gather(self.full, self._axis, tag)
         else:
-            with up.open() if pushed else contextlib.nullcontext():
+            with copies.entered() if pushed else contextlib.nullcontext():
                 self._transfer = comm.gather(self.full, self._axis, tag)
         self._move("gather")
 
@@ -194,7 +200,7 @@ class Unit(MasterSync, Updated):
             self.settle()
             if self.state is not State.FULL:
                 self._catch_up()
-                follow(self._filled, self.full.device)
+                wait_event(self._filled, self.full.device)
                 transfer, self._transfer = self._transfer, None
                 if transfer is not None:
                     transfer.wait()
@@ -340,8 +346,7 @@ class Unit(MasterSync, Updated):
         if self.gradients is not None:
             self.gradients.drop()
         self.land()
-        for store in (self.home.states, self.home.kept):
-            store.close()
+        self.placement.close()
 
     def _stand_alone(self) -> None:
         """Be readable with what is here; messages on their way are not waited for."""
@@ -363,20 +368,16 @@ class Unit(MasterSync, Updated):
 
     def _make_master(self, exact: torch.Tensor, remainder: bool) -> Master:
         """The master of `exact`, fp32 [n], where the step is computed; with a copy of the shard if need be."""
-        home = self.home
+        placement = self.placement
         # The shard itself may be in a file by now.
-        own = self.full.narrow(0, *self.window)
-        shard = own.to(home.updates, copy=True) if home.mirrored else self.shard
-        master = Master(shard, exact.to(home.updates), remainder)
-        home.states.put([*([shard] if home.mirrored else []), *master.tensors()])
+        shard = placement.shard_for_master(self.full.narrow(0, *self.window), self.shard)
+        master = Master(shard, exact.to(placement.update_device), remainder)
+        placement.keep_state(shard, master.tensors())
         return master
 
     def _fill(self) -> None:
         """Copy the shard to its place in the full buffer, from wherever it rests, on the lane."""
-        self.home.kept.lend()
-        self.full.narrow(0, *self.window).copy_(self.shard, non_blocking=True)
-        self._filled = self.home.up.mark()
-        self.home.kept.flush(written=False, after=self._filled)
+        self._filled = self.placement.read_shard(self.shard, self.full.narrow(0, *self.window))
 
     @untransformed
     def _release(self, spare: bool) -> None:

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from zero.core.mesh import Axis
-from zero.memory.copy_stream import follow
+from zero.memory.copy_stream import wait_event
 from zero.memory.pending_update import PendingUpdate
 from zero.plan.units import UnitPlan
 
@@ -43,7 +43,7 @@ class Updated:
                     f"unit '{self.plan.name}' (rank {self._axis.rank}) was being updated when this process was forked, "
                     "and what it waits for comes in the parent process only; read the parameters there, before the fork"
                 )
-            follow(pending.result(), self.full.device)
+            wait_event(pending.result(), self.full.device)
             with self._changing:
                 if self.pending is pending:  # while one thread waited, another may have begun the next update
                     self.pending = None

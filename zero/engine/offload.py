@@ -65,7 +65,7 @@ class Offload:
             raise ValueError(f"offload_states(include=...): unknown {unknown}; known: {', '.join(STATES)}")
         if self.optimizer is None:
             raise RuntimeError("offload_states() needs an optimizer: give `optimizer` in the JSON or to initialize()")
-        if any(unit.home.shards_away for unit in self._sharded.units):
+        if any(unit.placement.shard_offloaded for unit in self._sharded.units):
             raise RuntimeError(
                 "offload_states(): the parameters rest off the device already; leave out "
                 "zero_optimization.offload_param, or do without offload_states()"
@@ -109,7 +109,7 @@ class Offload:
                 yield unit.full.untyped_storage()
                 yield unit.shard.untyped_storage()
         for unit in sharded.trained:
-            if unit.home.away:
+            if unit.placement.updated_on_host:
                 if "lp_grads" in names and unit.gradients.flat is not None:
                     yield unit.gradients.flat.untyped_storage()
                 continue

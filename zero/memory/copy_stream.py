@@ -1,4 +1,4 @@
-"""A stream of its own for copies between device and host, so that they overlap what is computed."""
+"""A CUDA stream for copies between device and host, so that they overlap the computation."""
 
 from __future__ import annotations
 
@@ -9,51 +9,49 @@ import torch
 
 
 class CopyStream:
-    """Copies in one direction, one after the other. Without a GPU a copy is over when the call returns."""
+    """Copies in one direction, in order. Without a GPU a copy is complete when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
-        """What is queued inside comes after all that the current stream has queued so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+    def after_current(self) -> Iterator[None]:
+        """Work queued inside runs on this stream, after all that the current stream has queued so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with self.entered():
             yield
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """What is queued inside comes after what was queued on the lane only."""
+    def entered(self) -> Iterator[None]:
+        """Work queued inside runs on this stream, after what was queued on it before."""
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """The point that the lane has reached, for others to wait for."""
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event after all that was queued on this stream; None without a GPU."""
         return None if self._stream is None else self._stream.record_event()
 
-    def drain(self) -> None:
-        """Wait until all that was queued on it is over."""
+    def synchronize(self) -> None:
+        """Wait until all that was queued on this stream is complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """The memory of a device tensor must not be reused before the lane has done with it."""
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a device tensor from being reused before this stream has finished with it."""
         if self._stream is not None and tensor.is_cuda:
             tensor.record_stream(self._stream)
 
 
-def reached(device: torch.device) -> torch.cuda.Event | None:
-    """The point that the current stream of `device` has reached; None where nothing is queued."""
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that the current stream of `device` has queued; None without a GPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def follow(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """What the current stream queues from now on comes after `event`."""
+def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Have the current stream of `device` wait for `event`, where there is one."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

@@ -1,4 +1,4 @@
-"""State of one unit in a file: in memory only while it is used, or on its way."""
+"""State of one unit in a file: in memory only while it is used, read or written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from zero.kernels.aio import Aio, ScratchFile
-from zero.memory.buffer_pool import Buffer, BufferPool, Reached
+from zero.memory.buffer_pool import Buffer, BufferPool, EventTransfer
 from zero.memory.store import ALIGNED, move
 from zero.plan.layout import round_up
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """`nbytes` bytes of a file from byte `offset` on, both whole pages, and whose they are."""
 
     file: ScratchFile
@@ -30,8 +30,8 @@ class Place(NamedTuple):
         return f"unit '{self.unit}' (rank {self.rank})"
 
 
-class _Part(NamedTuple):
-    """A tensor of the store and where it is in the slot: from element `start`."""
+class _Entry(NamedTuple):
+    """A tensor of the store, and its first element in the buffer."""
 
     tensor: torch.Tensor
     start: int
@@ -39,170 +39,173 @@ class _Part(NamedTuple):
 
 
 class FileStore:
-    """A store whose tensors have memory only while they are lent; otherwise they are empty, of shape [0].
+    """A store whose tensors have memory only while they are acquired; otherwise they are empty, of shape [0].
 
-    What failed once is raised, RuntimeError with unit, rank and file, by every later use of any store of the ring.
+    What failed once is raised, RuntimeError with unit, rank and file, by every later use of any store of the pool.
     """
 
-    permanent = False
+    resident = False
 
-    def __init__(self, place: Place, aio: Aio, ring: BufferPool, ahead: bool = True, behind: bool = True) -> None:
-        """`ahead`: `fetch` reads; `behind`: `flush` does not wait for its write."""
-        self._place = place
+    def __init__(
+        self, range: FileRange, aio: Aio, pool: BufferPool, read_ahead: bool = True, write_behind: bool = True
+    ) -> None:
+        """`read_ahead`: `fetch` reads; `write_behind`: `write_back` does not wait for its write."""
+        self._range = range
         self._aio = aio
-        self._ring = ring
-        self._ahead = ahead
-        self._behind = behind
-        self._parts: list[_Part] = []
+        self._pool = pool
+        self._read_ahead = read_ahead
+        self._write_behind = write_behind
+        self._entries: list[_Entry] = []
         self._used = 0
-        self._slot: Buffer | None = None
-        self._there = False  # the tensors are in the slot
+        self._buffer: Buffer | None = None
+        self._attached = False  # the tensors are in the buffer
 
     def __str__(self) -> str:
-        return str(self._place)
+        return str(self._range)
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Store.put`; RuntimeError where they need more than was reserved in the file."""
-        start, parts = self._used, []
+        end, entries = self._used, []
         for tensor in (tensor for tensor in tensors if tensor.numel()):
-            parts.append(_Part(tensor, start // tensor.itemsize, tensor.numel()))
-            start = round_up(start + tensor.nbytes, ALIGNED)
-        if start > round_up(self._place.nbytes, ALIGNED):
+            entries.append(_Entry(tensor, end // tensor.itemsize, tensor.numel()))
+            end = round_up(end + tensor.nbytes, ALIGNED)
+        if end > round_up(self._range.nbytes, ALIGNED):
             raise RuntimeError(
-                f"{self} wants {start} bytes in {self._place.file.path}, where {self._place.nbytes} were reserved at "
+                f"{self} wants {end} bytes in {self._range.file.path}, where {self._range.nbytes} were reserved at "
                 "the start; a state that begins later, such as SGD's momentum in one parameter group, must be in "
                 "optimizer.params from the start, or kept with offload_optimizer.device 'cpu'"
             )
-        if not parts:
+        if not entries:
             return
-        self.lend(blank=self._used == 0)
+        self.acquire(overwrite=self._used == 0)
         try:
-            for part in parts:
-                move(part.tensor, self._slot.memory, part.start * part.tensor.itemsize)
-            self._parts += parts
-            self._used = start
+            for entry in entries:
+                move(entry.tensor, self._buffer.memory, entry.start * entry.tensor.itemsize)
+            self._entries += entries
+            self._used = end
         finally:
-            self.flush()
+            self.write_back()
 
     def fetch(self) -> bool:
         """See `Store.fetch`."""
-        ring = self._ring
-        with ring.entered():
-            ring.check()
-            if self._slot is None:
-                if not self._ahead or (slot := ring.claim(self, wait=False)) is None:
+        pool = self._pool
+        with pool.checked_lock():
+            pool.check()
+            if self._buffer is None:
+                if not self._read_ahead or (buffer := pool.claim(self, wait=False)) is None:
                     return False
-                self._take(slot, blank=False)
-            self._slot.wanted = not self._slot.lent
+                self._take(buffer, blank=False)
+            self._buffer.prefetched = not self._buffer.users
             return True
 
-    def unfetch(self) -> None:
-        """See `Store.unfetch`; what is in the slot stays there until another unit needs it."""
-        with self._ring.entered():
-            if self._slot is not None:
-                self._slot.wanted = False
-                self._ring.lock.notify_all()
+    def cancel_fetch(self) -> None:
+        """See `Store.cancel_fetch`; what is in the buffer stays there until another unit needs it."""
+        with self._pool.checked_lock():
+            if self._buffer is not None:
+                self._buffer.prefetched = False
+                self._pool.lock.notify_all()
 
-    def lend(self, blank: bool = False) -> None:
-        """See `Store.lend`."""
-        ring = self._ring
-        with ring.entered():
-            ring.check()
-            if self._slot is None:
-                slot = ring.claim(self, wait=True)
-                if self._slot is None:
-                    self._take(slot, blank)
-                else:  # another thread brought it while this one waited for a slot
-                    slot.holder = None
-                    ring.used(slot)
-            slot = self._slot
-            slot.lent += 1
-            slot.lender = threading.get_ident()
-            slot.wanted = False
+    def acquire(self, overwrite: bool = False) -> None:
+        """See `Store.acquire`."""
+        pool = self._pool
+        with pool.checked_lock():
+            pool.check()
+            if self._buffer is None:
+                buffer = pool.claim(self, wait=True)
+                if self._buffer is None:
+                    self._take(buffer, blank=overwrite)
+                else:  # another thread has fetched it while this one waited for a buffer
+                    buffer.owner = None
+                    pool.used(buffer)
+            buffer = self._buffer
+            buffer.users += 1
+            buffer.last_user = threading.get_ident()
+            buffer.prefetched = False
             try:
-                ring.settle(slot)
+                pool.wait(buffer)
             except BaseException:
-                slot.lent -= 1
-                ring.used(slot)
+                buffer.users -= 1
+                pool.used(buffer)
                 raise
-            if not self._there:
-                self._there = True
-                for part in self._parts:
-                    self._point(part)
+            if not self._attached:
+                self._attach()
 
-    def flush(self, written: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """See `Store.flush`."""
-        ring = self._ring
-        with ring.lock:
-            slot = self._slot
+    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+        """See `Store.write_back`."""
+        pool = self._pool
+        with pool.lock:
+            buffer = self._buffer
             if after is not None:
-                slot.motions.append(Reached(after))
-            slot.written = slot.written or written
-            slot.lent -= 1
-            if slot.lent:
+                buffer.transfers.append(EventTransfer(after))
+            buffer.changed = buffer.changed or changed
+            buffer.users -= 1
+            if buffer.users:
                 return
-            self._hide()
-            changed, blank = slot.written, slot.blank
-            slot.written = slot.blank = False
+            self._detach()
+            changed, blank = buffer.changed, buffer.blank
+            buffer.changed = buffer.blank = False
             try:
                 if changed:
-                    self._write(slot)
-                elif blank:  # nobody wrote what it was taken for
-                    slot.vacate()
+                    self._write(buffer)
+                elif blank:  # it was acquired to be overwritten, and was not
+                    buffer.evict()
             finally:
-                ring.used(slot)
-            if changed and not self._behind:
-                ring.settle(slot)
+                pool.used(buffer)
+            if changed and not self._write_behind:
+                pool.wait(buffer)
 
-    def leave(self) -> None:
-        """Another one takes the slot."""
-        self._slot = None
+    def evicted(self) -> None:
+        """Another store takes the buffer."""
+        self._buffer = None
 
     def explain(self, error: OSError) -> RuntimeError:
-        """What to tell of a request of this store that failed."""
+        """The error of a failed request of this store."""
         return RuntimeError(
             f"the state of {self} is lost: {error.strerror or error}. Make sure that the drive is sound and has room "
             "for what else writes there, and start again from the last checkpoint"
         )
 
     def close(self) -> None:
-        """See `Store.close`; what is on its way arrives, and nobody waits for it."""
-        self._hide()
-        self._parts.clear()
+        """See `Store.close`; requests that were begun end by themselves."""
+        self._detach()
+        self._entries.clear()
 
-    def _take(self, slot: Buffer, blank: bool) -> None:
-        """Begin to fill the slot that was claimed."""
-        self._slot, slot.blank = slot, blank
+    def _take(self, buffer: Buffer, blank: bool) -> None:
+        """Start to fill the buffer that was claimed, unless it stays `blank`."""
+        self._buffer, buffer.blank = buffer, blank
         if blank:
             return
         try:
-            self._ring.seen("read", self._place.unit)
-            slot.motions.append(self._aio.read(self._place.file, self._bytes(slot), self._place.offset))
+            self._pool.on_request("read", self._range.unit)
+            buffer.transfers.append(self._aio.read(self._range.file, self._bytes(buffer), self._range.offset))
         except BaseException:
-            slot.vacate()  # it does not hold what it should
+            buffer.evict()  # it does not hold what it should
             raise
 
-    def _write(self, slot: Buffer) -> None:
+    def _write(self, buffer: Buffer) -> None:
         self._check_length()
-        self._ring.seen("write", self._place.unit)
-        slot.motions.append(self._aio.write(self._place.file, self._bytes(slot), self._place.offset))
+        self._pool.on_request("write", self._range.unit)
+        buffer.transfers.append(self._aio.write(self._range.file, self._bytes(buffer), self._range.offset))
 
     def _check_length(self) -> None:
         """Raise RuntimeError where somebody has cut the file: a write would hide that, as the gap reads as zeros."""
-        file, start, nbytes, *_ = self._place
-        found = os.fstat(file.fd)
-        if stat.S_ISREG(found.st_mode) and found.st_size < start + nbytes:  # nothing else has a size
-            text = f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {found.st_size}"
-            self._ring.fail(self.explain(OSError(errno.EIO, text)))
-            self._ring.check()
+        file, start, nbytes, *_ = self._range
+        status = os.fstat(file.fd)
+        if stat.S_ISREG(status.st_mode) and status.st_size < start + nbytes:  # nothing else has a size
+            text = f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {status.st_size}"
+            self._pool.fail(self.explain(OSError(errno.EIO, text)))
+            self._pool.check()
 
-    def _bytes(self, slot: Buffer) -> torch.Tensor:
-        return slot.memory.narrow(0, 0, self._place.nbytes)
+    def _bytes(self, buffer: Buffer) -> torch.Tensor:
+        return buffer.memory.narrow(0, 0, self._range.nbytes)
 
-    def _point(self, part: _Part) -> None:
-        part.tensor.set_(self._slot.memory.untyped_storage(), part.start, (part.numel,), (1,))
+    def _attach(self) -> None:
+        self._attached = True
+        storage = self._buffer.memory.untyped_storage()
+        for entry in self._entries:
+            entry.tensor.set_(storage, entry.start, (entry.numel,), (1,))
 
-    def _hide(self) -> None:
-        self._there = False
-        for part in self._parts:
-            part.tensor.set_()
+    def _detach(self) -> None:
+        self._attached = False
+        for entry in self._entries:
+            entry.tensor.set_()

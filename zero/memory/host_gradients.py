@@ -19,22 +19,22 @@ class StagingBuffers:
     worker: the thread that adds them, so that whoever runs the backward goes on; it ends when nobody holds us any more.
     """
 
-    def __init__(self, device: torch.device, apart: bool) -> None:
-        """`apart`: the device has memory of its own, from which sums must be brought."""
-        self.apart = apart
-        self.worker = ThreadPoolExecutor(1, "zero-landing")  # starts its thread when it is first used
-        self.down = CopyStream(device)
+    def __init__(self, device: torch.device, separate: bool) -> None:
+        """`separate`: the device has memory of its own, from which sums must be brought."""
+        self.separate = separate
+        self.worker = ThreadPoolExecutor(1, "zero-staging")  # starts its thread when it is first used
+        self.copies = CopyStream(device)
         self._pinned = device.type == "cuda"
         self._places: list[torch.Tensor | None] = [None, None]
         self._users: list[HostGradAccumulator | None] = [None, None]
         self._next = 0
 
-    def place(self, user: HostGradAccumulator, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def reserve(self, user: HostGradAccumulator, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory [numel] for `user`, free once it has landed."""
         index, self._next = self._next, 1 - self._next
         before, self._users[index] = self._users[index], user
         if before is not None:
-            before.land()
+            before.wait()
         nbytes, place = numel * dtype.itemsize, self._places[index]
         if place is None or place.numel() < nbytes:
             self._places[index] = place = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
@@ -44,74 +44,74 @@ class StagingBuffers:
 class HostGradAccumulator:
     """A sum over ranks and micro-batches [n] that adds up in host memory.
 
-    memory: [n]: of 16 bits where they hold all of what comes, until a second sum comes that has to be added;
-    held:   whether there is a sum.
+    memory:  [n]: of 16 bits where they hold all of what comes, until a second sum comes that has to be added;
+    has_sum: whether there is a sum.
     """
 
-    def __init__(self, memory: torch.Tensor, kept: torch.dtype, landing: StagingBuffers) -> None:
+    def __init__(self, memory: torch.Tensor, kept: torch.dtype, staging: StagingBuffers) -> None:
         """`kept`: the dtype in which sums add up."""
         self.memory = self._base = memory
-        self.held = False
-        self._came: torch.Tensor | None = None
+        self.has_sum = False
+        self._squares: torch.Tensor | None = None
         self._count = 0  # of sums that came since the last `clear`
-        self._shown = False  # somebody has had `memory` since, and may have written there
+        self._exposed = False  # somebody has had `memory` since, and may have written there
         self._kept = kept
-        self._landing = landing
+        self._staging = staging
         self._arrived: torch.cuda.Event | None = None
         self._adding: Future[None] | None = None  # what arrives elsewhere and is added then
 
     def add(self, total: torch.Tensor) -> None:
         """Begin to take `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
         # 16 bits hold one sum of 16 bits; what several local backwards have added up comes in more.
-        if self.memory.dtype != self._kept and (self.held or total.dtype != self.memory.dtype):
-            self.land()
+        if self.memory.dtype != self._kept and (self.has_sum or total.dtype != self.memory.dtype):
+            self.wait()
             self.memory = self.memory.to(self._kept)  # for this step; nobody foresaw it
-        if self._landing.apart:
+        if self._staging.separate:
             self._bring(total)
-        elif self.held:
+        elif self.has_sum:
             self.memory.add_(total)
         else:
             self.memory.copy_(total)
         self._count += 1
-        self.held = True
+        self.has_sum = True
 
     @property
-    def came(self) -> torch.Tensor | None:
+    def squares_added(self) -> torch.Tensor | None:
         """The sum of the squares of all that was brought from the device: a number there, fp64; else None."""
-        return self._came if self._count and not self._shown else None
+        return self._squares if self._count and not self._exposed else None
 
     @property
     def squares(self) -> torch.Tensor | None:
         """The same where it is the sum of the squares of `memory`, which came in one piece; else None."""
-        return self.came if self._count == 1 else None
+        return self.squares_added if self._count == 1 else None
 
-    def add_up(self, sum_into: Callable[[torch.Tensor, bool], None]) -> bool:
+    def add_in_place(self, sum_into: Callable[[torch.Tensor, bool], None]) -> bool:
         """Have `Inbox.sum` write here, or add, without a copy between; False where it cannot: see there.
 
         It can in fp32, in memory that is the device's own.
         """
-        if self._landing.apart or self.memory.dtype != torch.float32:
+        if self._staging.separate or self.memory.dtype != torch.float32:
             return False
-        sum_into(self.memory, self.held)
+        sum_into(self.memory, self.has_sum)
         self._count += 1
-        self.held = True
+        self.has_sum = True
         return True
 
     def tensor(self) -> torch.Tensor:
         """The sum, once it is here; to be read and written."""
-        self.land()
-        self._shown = True
+        self.wait()
+        self._exposed = True
         return self.memory
 
     def clear(self) -> None:
         """Forget the sum."""
-        self.land()  # what is on its way still writes
+        self.wait()  # what is on its way still writes
         self.memory = self._base
-        self.held = False
+        self.has_sum = False
         self._count = 0
-        self._shown = False
+        self._exposed = False
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait for what is on its way."""
         arrived, self._arrived = self._arrived, None
         adding, self._adding = self._adding, None
@@ -131,21 +131,21 @@ class HostGradAccumulator:
             self.memory.add_(staged)
 
     def _bring(self, total: torch.Tensor) -> None:
-        self.land()
-        lane, target = self._landing.down, self.memory
-        if self.held:
-            target = self._landing.place(self, total.numel(), total.dtype)
+        self.wait()
+        copies, target = self._staging.copies, self.memory
+        if self.has_sum:
+            target = self._staging.reserve(self, total.numel(), total.dtype)
         # Converted on the device, where it is: the bytes that travel are those of the target.
         sent = total.to(target.dtype)
-        if self._came is None:
-            self._came = torch.zeros((), dtype=torch.float64, device=sent.device)
+        if self._squares is None:
+            self._squares = torch.zeros((), dtype=torch.float64, device=sent.device)
         # Here, where a pass over it takes a hundredth of what one over host memory does.
-        sum_squares_into(sent, self._came, accumulate=self.held)
-        with lane.behind():
+        sum_squares_into(sent, self._squares, accumulate=self.has_sum)
+        with copies.after_current():
             target.copy_(sent, non_blocking=True)
-        lane.keep(sent)
-        arrived = lane.mark()
-        if self.held:
-            self._adding = self._landing.worker.submit(self._add, target, arrived)
+        copies.record_stream(sent)
+        arrived = copies.record_event()
+        if self.has_sum:
+            self._adding = self._staging.worker.submit(self._add, target, arrived)
         else:
             self._arrived = arrived

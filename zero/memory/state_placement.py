@@ -1,53 +1,122 @@
-"""Where one unit lives: which memory its shard, its optimizer state and its gradient rest in, and who updates it."""
+"""Where the parameter shard, the optimizer state and the gradient of one unit rest, and which device updates it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from zero.memory.copy_stream import CopyStream
 from zero.memory.host_gradients import HostGradAccumulator
-from zero.memory.store import Resident, Store
+from zero.memory.store import ResidentStore, Store
 
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """What a unit is told about its places.
+    """One unit's placement. Its verbs do the same for every placement, so that nobody has to ask for it.
 
-    updates:     the device that computes the optimizer's step: masters and moments are lent there;
-    shards:      the device on which the parameter shard is lent;
-    up:          a lane for copies to the device;
-    away:        the host computes the step, although the parameters are used on the device;
-    shards_away: the shard does not rest on the device between uses;
-    mirrored:    master and shard are on two devices, so that the master has a copy of the shard beside it;
-    states:      where masters and moments rest;
-    kept:        where the shard rests;
-    gradients:   where the reduced gradient rests; None: on the device.
+    update_device:   computes the optimizer's step; masters and moments are used there;
+    shard_device:    the parameter shard is used there;
+    copies:          stream of the copies from host to device;
+    shard_offloaded: the shard does not rest on the device that computes forward and backward;
+    shard_copied:    shard and master are used in different memories, so the master has a copy of the shard beside it;
+    state_store:     where masters and moments rest;
+    shard_store:     where the shard rests;
+    host_gradients:  where the reduced gradient rests if the host computes the step; else None.
     """
 
-    updates: torch.device
-    shards: torch.device
-    up: CopyStream
-    away: bool = False
-    shards_away: bool = False
-    mirrored: bool = False
-    states: Store = field(default_factory=Resident)
-    kept: Store = field(default_factory=Resident)
-    gradients: HostGradAccumulator | None = None
-
-    @property
-    def permanent(self) -> bool:
-        """Whether shard and state may be read and written at any time, where they rest."""
-        return self.states.permanent and self.kept.permanent
+    update_device: torch.device
+    shard_device: torch.device
+    copies: CopyStream
+    shard_offloaded: bool = False
+    shard_copied: bool = False
+    state_store: Store = field(default_factory=ResidentStore)
+    shard_store: Store = field(default_factory=ResidentStore)
+    host_gradients: HostGradAccumulator | None = None
 
     @staticmethod
-    def here(device: torch.device) -> StatePlacement:
+    def on_device(device: torch.device) -> StatePlacement:
         """Everything on the device."""
         return StatePlacement(device, device, CopyStream(torch.device("cpu")))
 
+    @property
+    def updated_on_host(self) -> bool:
+        """Whether the host computes the step although the parameters are used on the device."""
+        return self.host_gradients is not None
+
+    @property
+    def resident(self) -> bool:
+        """Whether shard and state may be read and written at any time."""
+        return self.state_store.resident and self.shard_store.resident
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what is written into shard and master at any time stays there: nothing is copied or written back."""
+        return self.resident and not self.shard_copied
+
     def keep_shard(self, own: torch.Tensor) -> torch.Tensor:
         """A copy of `own` [n] where the shard rests."""
-        shard = own.to(self.shards, copy=True)
-        self.kept.put([shard])
+        shard = own.to(self.shard_device, copy=True)
+        self.shard_store.put([shard])
         return shard
+
+    def shard_for_master(self, own: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """What the master has as its shard: `shard` itself, or a copy of its values `own` [n] (`shard` may be away)."""
+        return own.to(self.update_device, copy=True) if self.shard_copied else shard
+
+    def keep_state(self, master_shard: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Have a master's `tensors`, and its own copy of the shard, rest where the state does."""
+        self.state_store.put([master_shard, *tensors] if self.shard_copied else tensors)
+
+    @contextlib.contextmanager
+    def acquired(self, changed: bool, step: bool = False) -> Iterator[None]:
+        """Inside, shard, master and moments may be read, and written if `changed`.
+
+        `step`: for the optimizer's step; a shard that the master has a copy of is written as a whole and not read.
+        After an exception nothing is written back, so what rests elsewhere is as it was.
+        """
+        complete = False
+        self.state_store.acquire()
+        try:
+            self.shard_store.acquire(overwrite=step and self.shard_copied)
+            try:
+                yield
+                complete = changed
+            finally:
+                self.shard_store.write_back(complete)
+        finally:
+            self.state_store.write_back(complete)
+
+    def publish(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> bool:
+        """Copy `part` of the master's shard to the shard, where they are two; True where a stream still copies."""
+        if not self.shard_copied:
+            return False
+        # A buffer of a store may belong to another unit as soon as it is written back.
+        shard[part].copy_(master_shard[part], non_blocking=self.resident)
+        return shard.device != master_shard.device
+
+    def follow_shard(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> None:
+        """Copy `part` of the shard, which somebody wrote, to the master's shard, where they are two."""
+        if self.shard_copied:
+            master_shard[part].copy_(shard[part])
+
+    def read_shard(self, shard: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
+        """Start to copy the shard to `target` [n], inside `copies.after_current()`; returns an event after the copy."""
+        self.shard_store.acquire()
+        target.copy_(shard, non_blocking=True)
+        event = self.copies.record_event()
+        self.shard_store.write_back(changed=False, after=event)
+        return event
+
+    def state_nbytes(self, master_shard: torch.Tensor, master_nbytes: int) -> int:
+        """Bytes of a master of `master_nbytes` on the device, and of its copy of the shard."""
+        if self.updated_on_host:
+            return 0
+        return master_nbytes + (master_shard.nbytes if self.shard_copied else 0)
+
+    def close(self) -> None:
+        """Free the memory of shard and state; their values are lost."""
+        self.state_store.close()
+        self.shard_store.close()

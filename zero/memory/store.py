@@ -1,7 +1,7 @@
 """Where the state of a unit rests between uses: device memory, host memory, or a file.
 
-`fetch` begins to bring it, `lend` waits until it may be read and written, `flush` begins to put it back. Whoever uses
-state goes through the three verbs and never asks where it rests.
+`fetch` begins to read it, `acquire` waits until it may be used, `write_back` ends the use. Callers never ask where it
+rests.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ ALIGNED = 64  # bytes; a cache line, and an AVX-512 vector
 
 
 class Store(Protocol):
-    """Keeps the bytes behind a few tensors; the tensor objects stay the same, their memory comes and goes.
+    """Keeps the bytes of a few tensors; the tensor objects stay the same, their memory comes and goes.
 
-    permanent: the tensors may be read and written at any time.
+    resident: the tensors may be read and written at any time.
     """
 
-    permanent: bool
+    resident: bool
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over these tensors, one-dimensional, and their values; in addition to those that were put before."""
+        """Take over these one-dimensional tensors and their values, in addition to earlier ones."""
 
     def fetch(self) -> bool:
-        """Begin to bring them; False where there is no room for that now, and `lend` will wait for it."""
+        """Start to read them; False if there is no memory for that now, in which case `acquire` waits for it."""
 
-    def unfetch(self) -> None:
-        """What `fetch` has begun is not needed any more; others may have its room. Never waits."""
+    def cancel_fetch(self) -> None:
+        """Nobody needs what `fetch` reads any more; its memory may be reused. Never waits."""
 
-    def lend(self, blank: bool = False) -> None:
-        """Wait until the tensors may be read and written, which they may until `flush`. Nests.
+    def acquire(self, overwrite: bool = False) -> None:
+        """Wait until the tensors may be read and written, which they may until `write_back`. Nests.
 
-        `blank`: who asks reads nothing and writes all of them, or none.
+        With `overwrite` their values are not read from where they rest: the caller writes all of them, or none.
         """
 
-    def flush(self, written: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """Begin to put them back; unless `written`, they are as they were. A device reads them until `after`."""
+    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+        """End a use, and start to write the tensors if they were `changed`; a device reads them until `after`."""
 
     def close(self) -> None:
-        """Give everything back; the values are lost."""
+        """Free all memory; the values are lost."""
 
 
-class Resident:
-    """A store whose tensors are always there.
+class ResidentStore:
+    """A store whose tensors are always in memory.
 
     memory: uint8 [n] into which tensors are moved while there is room; None leaves them where they are.
     """
 
-    permanent = True
+    resident = True
 
     def __init__(self, memory: torch.Tensor | None = None) -> None:
         self._memory = memory
@@ -70,14 +70,14 @@ class Resident:
         """See `Store.fetch`."""
         return True
 
-    def unfetch(self) -> None:
-        """See `Store.unfetch`."""
+    def cancel_fetch(self) -> None:
+        """See `Store.cancel_fetch`."""
 
-    def lend(self, blank: bool = False) -> None:
-        """See `Store.lend`."""
+    def acquire(self, overwrite: bool = False) -> None:
+        """See `Store.acquire`."""
 
-    def flush(self, written: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """See `Store.flush`."""
+    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+        """See `Store.write_back`."""
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -85,7 +85,7 @@ class Resident:
 
 
 def move(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> None:
-    """Copy a tensor [n] to byte `at` of `memory` (uint8), and have the same object be there from now on."""
-    place = memory.narrow(0, at, tensor.nbytes).view(tensor.dtype)
-    place.copy_(tensor)
-    tensor.set_(place)
+    """Copy a tensor [n] to byte `at` of `memory` (uint8), and make the same object refer to it there."""
+    target = memory.narrow(0, at, tensor.nbytes).view(tensor.dtype)
+    target.copy_(tensor)
+    tensor.set_(target)

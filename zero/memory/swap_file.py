@@ -1,4 +1,4 @@
-"""The part of a drive that one rank keeps one kind of state in: a file, and slots of memory to pass through."""
+"""The file in which one rank keeps one kind of state, and the buffers of host memory it is used through."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from zero.kernels.aio import Aio, ScratchFile
 from zero.log import log_once, logger
 from zero.memory.buffer_pool import BufferPool
-from zero.memory.file_store import FileStore, Place
+from zero.memory.file_store import FileRange, FileStore
 
 
 class Requests(NamedTuple):
-    """How a drive is asked; see `Aio`. read_ahead, write_behind: while others are used."""
+    """How a drive is accessed; see `Aio`. read_ahead, write_behind: while other units are used."""
 
     threads: int = 1
     queue_depth: int = 8
@@ -26,13 +26,20 @@ class Requests(NamedTuple):
 
 
 class SwapFile:
-    """One file of one rank, with a place for each unit that asks, in order.
+    """One file of one rank, with a range for each unit, in the order of the calls of `store`.
 
-    ring: the slots, all units take turns in them.
+    pool: buffers that all units share.
     """
 
     def __init__(
-        self, folder: str, kind: str, rank: int, nbytes: int, slots: Sequence[torch.Tensor], aio: Aio, asked: Requests
+        self,
+        folder: str,
+        kind: str,
+        rank: int,
+        nbytes: int,
+        buffers: Sequence[torch.Tensor],
+        aio: Aio,
+        requests: Requests,
     ) -> None:
         """Reserve `nbytes` in a file in `folder`, which is made if need be.
 
@@ -41,9 +48,9 @@ class SwapFile:
         """
         self._rank = rank
         self._aio = aio
-        self._asked = asked
+        self._requests = requests
         self._end = 0
-        self.ring = BufferPool(slots)
+        self.pool = BufferPool(buffers)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = ScratchFile(Path(folder), nbytes, f"zero-{kind}-of-rank-{rank}")
@@ -66,22 +73,22 @@ class SwapFile:
 
     def store(self, unit: str, nbytes: int) -> FileStore:
         """A store for `nbytes` bytes, whole pages, of a unit."""
-        place = Place(self._file, self._end, nbytes, unit, self._rank)
+        range = FileRange(self._file, self._end, nbytes, unit, self._rank)
         self._end += nbytes
-        return FileStore(place, self._aio, self.ring, self._asked.read_ahead, self._asked.write_behind)
+        return FileStore(range, self._aio, self.pool, self._requests.read_ahead, self._requests.write_behind)
 
     def close(self) -> None:
-        """Give the file and its space back, once nothing is on its way."""
-        self.ring.close()
+        """Free the file and its space; no request may run any more."""
+        self.pool.close()
         self._file.close()
 
 
-def close_all(drives: Sequence[SwapFile], aio: Aio | None) -> None:
-    """Wait for what is on its way, then close the files."""
+def close_all(files: Sequence[SwapFile], aio: Aio | None) -> None:
+    """Wait for all requests, then close the files."""
     if aio is not None:
         try:
             aio.close()
         except OSError as error:  # nobody wants the values any more
             logger.warning("while files of offloaded state were closed: %s", error)
-    for drive in drives:
-        drive.close()
+    for file in files:
+        file.close()

@@ -128,13 +128,13 @@ class FusedRule:
         known = self._states.get(unit.index)
         if known is None or known.names != formula.state_names:
             window = unit.window
-            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.home.updates
+            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.placement.update_device
             kept = tuple(
                 (run, tuple(Moment.filled(run.numel, run.format, value, device, signed) for signed in formula.signed))
                 for run in runs(unit.plan, window, self.formats.moments)
             )
             self._states[unit.index] = known = States(formula.state_names, window.start, kept, 0)
-            unit.home.states.put([tensor for _, _, tensor in self.tensors(unit)])
+            unit.placement.state_store.put([tensor for _, _, tensor in self.tensors(unit)])
         return known
 
     def nbytes(self, unit: Unit, group: Group) -> int:

@@ -62,7 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit.optimizer = weakref.ref(self)
         sharded.reducer.scale = self.loss_scale
         sharded.reducer.finite.enabled = self._check_overflow
-        if self._updates is None and any(unit.home.away for unit in sharded.trained):
+        if self._updates is None and any(unit.placement.updated_on_host for unit in sharded.trained):
             self._updates = Updates(self.rule, host_threads())
             last_words(sharded.trained)
             for unit in sharded.trained:
@@ -229,7 +229,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
-        here = [unit for unit in self._sharded.trained if not unit.home.away] if self._sharded is not None else []
+        trained = self._sharded.trained if self._sharded is not None else []
+        here = [unit for unit in trained if not unit.placement.updated_on_host]
         return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     def _skip(self, sharded: ShardedModule) -> None:
@@ -248,17 +249,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._updating = True
         deferred = self._submit(sharded, factor)
         for unit in sharded.trained:
-            if unit.home.away:
+            if unit.placement.updated_on_host:
                 continue
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             grad = unit.gradients.shard
             with unit.borrow(written=True, step=True):
-                self.rule.update(unit, grad.to(unit.home.updates), self.param_groups[unit.plan.group], factor)
+                grad = grad.to(unit.placement.update_device)
+                self.rule.update(unit, grad, self.param_groups[unit.plan.group], factor)
                 unit.push()
             if not unit.cut or unit.whole:
                 unit.gather()  # travels while the next unit is updated
         for unit in sharded.trained:
-            if (not unit.cut or unit.whole) and not (unit.home.away and deferred):
+            if (not unit.cut or unit.whole) and not (unit.placement.updated_on_host and deferred):
                 unit.gather()
                 unit.wait()
         self._updating = False
@@ -268,7 +270,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Where it may not, the caller gathers: no thread beside the loop can keep the ranks' order of collectives.
         """
-        away = [unit for unit in sharded.trained if unit.home.away]
+        away = [unit for unit in sharded.trained if unit.placement.updated_on_host]
         if not away:
             return False
         deferred = not sharded.mesh.shard.ordered

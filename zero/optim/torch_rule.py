@@ -57,7 +57,7 @@ class TorchShardOptimizer:
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """See `ShardOptimizer.keys`; found by a step of the class on three throw-away elements."""
-        state = self._trial(unit.home.updates, group)
+        state = self._trial(unit.placement.update_device, group)
         wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
         return wide, tuple(key for key in state if key not in wide)
 
@@ -91,7 +91,7 @@ class TorchShardOptimizer:
         unit.settle()
         kept = self._state(unit, group).get(key)
         if kept is None:  # made in the first step, out of zeros; to make it now could change that step
-            return torch.zeros(part.numel, device=unit.home.updates)
+            return torch.zeros(part.numel, device=unit.placement.update_device)
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class TorchShardOptimizer:
             self._inner.pop(unit.index, None)
             return
         if kept := self.kept(unit, group, part):
-            first = self._first(torch.zeros(3, device=unit.home.updates), group)
+            first = self._first(torch.zeros(3, device=unit.placement.update_device), group)
             for key, (moment, _) in kept.items():
                 value = first.get(key)
                 moment.values.copy_(value[:1].expand(part.numel)) if value is not None else moment.values.zero_()

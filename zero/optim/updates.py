@@ -40,14 +40,14 @@ class Updates:
     failure: RuntimeError that names the unit of the first failed update and says what that raised, or None;
     threads: how many compute one update;
     waits:   what the training loop has waited for updates;
-    seen:    called with (what, unit name) as updates go through "update" and "done"; for tests and measurements.
+    on_update: called with (what, unit name) as updates go through "update" and "done"; for tests and measurements.
     """
 
     def __init__(self, rule: ShardOptimizer, threads: int) -> None:
         self.failure: RuntimeError | None = None
         self.threads = threads
         self.waits = Waits()
-        self.seen: Callable[[str, str], None] = _nobody
+        self.on_update: Callable[[str, str], None] = _ignore
         self._rule = rule
         # One thread: it ends when nobody holds us any more.
         self._worker = ThreadPoolExecutor(1, "zero-updates")
@@ -82,25 +82,25 @@ class Updates:
             raise self.failure from error
 
     def _update(self, update: Update) -> Any:
-        unit, home = update.unit, update.unit.home
+        unit, placement = update.unit, update.unit.placement
         self._read_ahead()
-        with unit.lent(written=True, step=True):
+        with unit.acquired(written=True, step=True):
             self._ahead.remove(unit)
             self._read_ahead()  # meanwhile others may have been written
-            self.seen("update", unit.plan.name)
-            grad = update.grad.to(home.updates)
+            self.on_update("update", unit.plan.name)
+            grad = update.grad.to(placement.update_device)
             self._rule.update(unit, grad, update.group, update.factor, self.threads)
-            with home.up.open():
+            with placement.copies.entered():
                 unit.push()
         if update.gather:
             unit.send(pushed=True)
-        self.seen("done", unit.plan.name)
-        return home.up.mark()
+        self.on_update("done", unit.plan.name)
+        return placement.copies.record_event()
 
     def _read_ahead(self) -> None:
         """Begin to bring the state of as many units as there is room for, in order; behind the last one the first."""
         for later in (*self._ahead, *self._all):
-            if not later.home.states.fetch():
+            if not later.placement.state_store.fetch():
                 break
 
 
@@ -132,5 +132,5 @@ def last_words(units: Sequence[Unit]) -> None:
     weakref.finalize(units[0], atexit.unregister, speak).atexit = False
 
 
-def _nobody(what: str, unit: str) -> None:
-    """The default of `Updates.seen`."""
+def _ignore(what: str, unit: str) -> None:
+    """The default of `Updates.on_update`."""

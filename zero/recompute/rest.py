@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero.core import comm
 from zero.core.mesh import Axis
 from zero.log import log_once
-from zero.memory.copy_stream import CopyStream, follow
+from zero.memory.copy_stream import CopyStream, wait_event
 from zero.plan.layout import round_up
 from zero.recompute.settings import RestSettings
 from zero.recompute.slots import Slots
@@ -72,18 +72,18 @@ class Parcel:
             return
         for index, place in enumerate(self._places):
             self._back[index] = torch.empty(place.shape, dtype=place.dtype, device=self._device)
-            self._rest.lane.keep(self._back[index])
-        with self._rest.lane.behind():
+            self._rest.lane.record_stream(self._back[index])
+        with self._rest.lane.after_current():
             for index, place in enumerate(self._places):
                 self._back[index].copy_(place, non_blocking=True)
-        self._arrival = self._rest.lane.mark()
+        self._arrival = self._rest.lane.record_event()
 
     def take(self, index: int) -> torch.Tensor:
         """A copy of the tensor, with its values, strides and need of a gradient, but no graph; collective if cut."""
         if index not in self._back:
             self._back.clear()
             self.fetch()
-        follow(self._arrival, self._device)
+        wait_event(self._arrival, self._device)
         flat = self._back.pop(index)
         before = self._before() if self._before is not None else None
         if before is not None and self._rest.settings.host:
@@ -108,9 +108,9 @@ class Parcel:
                 return
             if own.is_cuda:
                 own = own.clone()  # the call, or who comes after it, may change its input in place before it has left
-            with self._rest.lane.behind():
+            with self._rest.lane.after_current():
                 place[: own.numel()].copy_(own, non_blocking=True)
-            self._rest.lane.keep(own)
+            self._rest.lane.record_stream(own)
 
 
 class Rest:

@@ -47,7 +47,7 @@ class Slots:
         if not self._keeps:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._free and self._count is None:  # too small for this one, and so for those that come
-            self._lane.drain()
+            self._lane.synchronize()
             self.nbytes -= self._free.pop().numel()
         return self._new(nbytes)
 
@@ -56,12 +56,12 @@ class Slots:
         if self._keeps and (self._count is None or slot.numel() == self._size):
             self._free.append(slot)
         elif self._keeps:  # it found no room in the slab, or is of one that was closed
-            self._lane.drain()
+            self._lane.synchronize()
             self.nbytes -= slot.numel()
 
     def close(self) -> None:
         """Give free memory back; what is in use goes the same way when it is given back and `close` is called again."""
-        self._lane.drain()
+        self._lane.synchronize()
         self.nbytes -= sum(slot.numel() for slot in self._free)
         self._free = []
         self._size = None

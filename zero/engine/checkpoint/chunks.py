@@ -46,7 +46,7 @@ def unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorC
 
 def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]:
     """What `unit_chunks` will give, without values and without bringing any: on the meta device."""
-    if unit.home.permanent:
+    if unit.placement.resident:
         return [form_of(chunk) for chunk in unit_chunks(unit, optimizer)]
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     shift = window_of(unit).start - unit.window.start
@@ -58,7 +58,7 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]
             continue
         if unit.master.tensor is not unit.master.shard:
             found.append(_form(base._replace(kind="master"), unit.master.tensor.dtype, part.numel))
-        if unit.home.states.permanent:
+        if unit.placement.state_store.resident:
             here = part._replace(at=part.at + shift)
             found += [form_of(chunk) for chunk in _moments(unit, optimizer, here, base.shape)]
             continue

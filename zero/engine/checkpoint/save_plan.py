@@ -80,7 +80,7 @@ class SavePlan:
     @property
     def in_files(self) -> bool:
         """Whether some of it rests in files, and can only be written during the call."""
-        return not all(unit.home.permanent for unit in self.units)
+        return not all(unit.placement.resident for unit in self.units)
 
     def request(self, alone: bool) -> dict[str, Any]:
         """What rank 0 must know of it before anything is written, as JSON; `alone`: there is no other rank."""
@@ -98,7 +98,7 @@ class SavePlan:
         if snapshot is None:
             self._write_units(job, None)
             return small
-        kept = [form for unit in self.units if unit.home.permanent for form in unit_forms(unit, self._optimizer)]
+        kept = [form for unit in self.units if unit.placement.resident for form in unit_forms(unit, self._optimizer)]
         snapshot.begin([*kept, *small])
         for chunk in small:
             snapshot.take(chunk)
@@ -134,7 +134,7 @@ class SavePlan:
         for unit in self.units:
             with unit.borrow():
                 for chunk in unit_chunks(unit, self._optimizer):
-                    if snapshot is not None and unit.home.permanent:
+                    if snapshot is not None and unit.placement.resident:
                         snapshot.take(chunk)
                     else:
                         job.put(chunk)

@@ -136,7 +136,7 @@ def load_unit(
                 _load_moments(unit, optimizer, source, name, part)
         if more is not None:
             more(unit)
-        if unit.home.mirrored or not unit.home.permanent:
+        if not unit.placement.in_place:
             source.finish()
             if ask.weights and unit.master is not None:
                 unit.push()
@@ -193,7 +193,7 @@ def fill_plain(source: Source, name: str, place: torch.Tensor, start: int, maste
 
 def _writer(unit: Unit, at: int) -> Callable[[torch.Tensor], None]:
     """Writes exact values from element `at` of the shard on."""
-    return lambda values: unit.master.write(at, values.float().to(unit.home.updates))
+    return lambda values: unit.master.write(at, values.float().to(unit.placement.update_device))
 
 
 def _load_moments(unit: Unit, optimizer: ZeroOptimizer, source: Source, name: str, part: Fragment) -> None:
