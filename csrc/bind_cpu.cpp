@@ -130,18 +130,6 @@ py::tuple crc32_of_read(int file, int64_t offset, const py::object& target, int6
   return py::make_tuple(done, found);
 }
 
-std::vector<uint32_t> crc32_of_chunks(const py::object& data, int64_t chunk) {
-  if (chunk < 1) throw std::invalid_argument("chunk must be at least 1");
-  const Bytes bytes(data);
-  py::gil_scoped_release nogil;
-  std::vector<uint32_t> found;
-  found.reserve(static_cast<size_t>(bytes.size() / chunk + 1));
-  for (int64_t begin = 0, left = bytes.size(); left > 0; begin += chunk, left -= chunk) {
-    found.push_back(active().crc32(0, bytes.data() + begin, left < chunk ? left : chunk));
-  }
-  return found;
-}
-
 std::vector<std::string> names(bool only_runnable) {
   std::vector<std::string> result;
   for (int i = 0; i < compiled_count(); ++i) {
@@ -169,6 +157,5 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
   m.def("crc32", &crc32_of, "(data, value) -> int; data: any object with a contiguous buffer");
   m.def("crc32_read", &crc32_of_read, "(file, offset, target, chunk) -> (nbytes, [int]); chunk in bytes");
-  m.def("crc32_chunks", &crc32_of_chunks, "(data, chunk) -> [int]; chunk in bytes");
   bind_aio(m);
 }

@@ -113,7 +113,7 @@ def test_live_refuses() -> None:
 
 def test_missing_cuda_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "zero._cuda", None)  # makes the import fail
-    for cached in (native._find_cuda, native.load_cuda):
+    for cached in (native._find, native.load_cuda):
         monkeypatch.setattr(native, cached.__name__, functools.cache(cached.__wrapped__))
     monkeypatch.setattr(cuda, "load_cuda", native.load_cuda)
     monkeypatch.setattr(cuda, "_usable", functools.cache(cuda._usable.__wrapped__))

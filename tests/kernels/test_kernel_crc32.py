@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from zero.kernels import crc32 as crc32_module
 from zero.kernels import native
-from zero.kernels.crc32 import crc32, crc32_chunks, crc32_read
+from zero.kernels.crc32 import crc32, crc32_read
 
 isa = kernel_cases.isa
 compiled_only = pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
@@ -97,14 +97,8 @@ def test_any_bytes_in_parts_and_whole(data: bytes, value: int, cut: int, start: 
             CPU.set_isa("auto")
 
 
-@pytest.mark.parametrize("chunk", [1, 15, 63, 64, 100, 256, 1000, 4096, 9999, 10000, 10001, 2**40])
-def test_chunks(isa: str, take: str, chunk: int) -> None:
-    data = DATA[1:10001]
-    wanted = [zlib.crc32(data[begin : begin + chunk]) for begin in range(0, len(data), chunk)]
-    got = crc32_chunks(data, chunk)
-    assert got == wanted
-    assert all(type(x) is int for x in got)
-    assert crc32_chunks(b"", chunk) == []
+def in_chunks(data: bytes, chunk: int) -> list[int]:
+    return [zlib.crc32(data[begin : begin + chunk]) for begin in range(0, len(data), chunk)]
 
 
 @pytest.mark.parametrize(("size", "start", "at"), [(0, 0, 0), (1, 1, 1), (63, 0, 5), (131072, 3, 64), (262145, 7, 33)])
@@ -112,10 +106,10 @@ def test_reads_with_their_checksums(isa: str, take: str, tmp_path: Path, size: i
     data = bytes(VIEW[:1000]) * 300
     (tmp_path / "bytes").write_bytes(data)
     with open(tmp_path / "bytes", "rb") as file:
-        for chunk in (500, 131072, 2**40):
+        for chunk in (500, 4096, 131072, 2**40):
             target = bytearray(b"\x55" * (size + 200))
             found = crc32_read(file.fileno(), start, memoryview(target)[at : at + size], chunk)
-            assert found == (size, crc32_chunks(data[start : start + size], chunk))
+            assert found == (size, in_chunks(data[start : start + size], chunk))
             assert target == b"\x55" * at + data[start : start + size] + b"\x55" * (200 - at)
         assert file.tell() == 0
 
@@ -153,9 +147,7 @@ def test_objects_with_bytes(take: str) -> None:
     alike += [np.frombuffer(raw, ">i4"), np.frombuffer(raw, [("a", "<i2"), ("b", "<f4")])]  # formats that no cast takes
     for data in alike:
         assert crc32(data) == zlib.crc32(raw), type(data)
-        assert crc32_chunks(data, 500) == [zlib.crc32(raw[:500]), zlib.crc32(raw[500:])], type(data)
     assert crc32(np.empty((3, 0))) == 0
-    assert crc32_chunks(np.empty((3, 0)), 1) == []
     mapped.close()  # which an object that is still looked at would refuse
 
 
@@ -171,14 +163,11 @@ def test_tensors_of_any_dtype_and_shape(take: str) -> None:
     assert crc32(torch.nn.Parameter(torch.ones(3))) == zlib.crc32(np.ones(3, np.float32))
     assert crc32(torch.tensor(1.0)) == zlib.crc32(np.float32(1.0).tobytes())
     assert crc32(torch.empty(0, 4)) == 0
-    assert crc32_chunks(torch.empty(0, 4), 8) == []
-    assert crc32_chunks(torch.ones(5), 8) == [zlib.crc32(np.ones(n, np.float32)) for n in (2, 2, 1)]
 
 
 def test_the_object_is_let_go(take: str) -> None:
     data = bytearray(DATA[:1000])
     crc32(data)
-    crc32_chunks(data, 100)
     data.append(0)  # a BufferError while somebody holds the bytes
 
 
@@ -208,9 +197,8 @@ def test_it_refuses_what_has_no_contiguous_bytes(take: str, bad: str) -> None:
     data = BAD_DATA[bad]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of the tracer
-        for call in (lambda: crc32(data), lambda: crc32_chunks(data, 4)):
-            with pytest.raises(ValueError, match=r"^data: got .*wanted "):
-                call()
+        with pytest.raises(ValueError, match=r"^data: got .*wanted "):
+            crc32(data)
 
 
 def test_it_refuses_values_and_chunks_out_of_range(take: str) -> None:
@@ -219,7 +207,7 @@ def test_it_refuses_values_and_chunks_out_of_range(take: str) -> None:
             crc32(b"abc", bad)
     for bad in (0, -1, 2**63, 1.0, None):
         with pytest.raises(ValueError, match=r"^chunk: got .*wanted a number of bytes from 1"):
-            crc32_chunks(b"abc", bad)
+            crc32_read(0, 0, bytearray(3), bad)
     assert crc32(b"abc", 2**32 - 1) == zlib.crc32(b"abc", 2**32 - 1)
 
 
@@ -228,9 +216,8 @@ def test_the_compiled_kernel_runs_and_checks_its_own_arguments(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(zlib, "crc32", None)
         assert crc32(b"123456789") == 0xCBF43926
-        assert crc32_chunks(b"123456789", 9) == [0xCBF43926]
     with pytest.raises(ValueError, match="chunk"):
-        CPU.crc32_chunks(b"abc", 0)
+        CPU.crc32_read(0, 0, bytearray(3), 0)
     with pytest.raises((TypeError, BufferError)):
         CPU.crc32([1], 0)
     with pytest.raises(BufferError):

@@ -5,43 +5,32 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 SHORT = -1  # kAioShort of csrc/aio.h
 MAX_THREADS = 64  # kMaxThreads of csrc/aio.h
 
 
 class PlainRequest:
-    """A request on its way; `outcome` holds as in csrc/aio.h."""
+    """A request on its way, as its blocks; `outcome` holds as in csrc/aio.h."""
 
-    def __init__(self, blocks: int, nbytes: int) -> None:
-        self._left, self._outcome = blocks, (0, nbytes)
-        self._lock, self._finished = threading.Lock(), threading.Event()
-        if blocks == 0:
-            self._finished.set()
-
-    def finish(self, error: int, reached: int) -> None:
-        """One block is done with."""
-        with self._lock:
-            if error and (not self._outcome[0] or reached < self._outcome[1]):
-                self._outcome = (error, reached)
-            self._left -= 1
-            if self._left == 0:
-                self._finished.set()
+    def __init__(self, blocks: Sequence[Future[tuple[int, int]]], nbytes: int) -> None:
+        self._blocks, self._nbytes = blocks, nbytes
 
     def wait(self) -> None:
         """Wait until no worker needs the memory or the file any more."""
-        self._finished.wait()
+        wait(self._blocks)
 
     def done(self) -> bool:
         """Whether that is so already."""
-        return self._finished.is_set()
+        return all(block.done() for block in self._blocks)
 
     def outcome(self) -> tuple[int, int]:
         """(0, an errno or SHORT; all bytes of the request before this one were moved)."""
-        with self._lock:
-            return self._outcome
+        outcomes = [block.result() for block in self._blocks if block.done()]
+        failures = [outcome for outcome in outcomes if outcome[0]]
+        return min(failures, key=lambda outcome: outcome[1], default=(0, self._nbytes))
 
 
 class PlainPool:
@@ -53,35 +42,26 @@ class PlainPool:
 
     def submit(self, write: bool, fd: int, data: int, nbytes: int, offset: int, align: int) -> PlainRequest:
         """Begin to move `nbytes` bytes between the address `data` and the file, from `offset` on."""
-        request = PlainRequest(-(-nbytes // self._block), nbytes)
-        for begin in range(0, nbytes, self._block):
-            end = min(begin + self._block, nbytes)
-            self._threads.submit(_move, request, write, fd, data, begin, end, offset, align)
-        return request
+        spans = [(begin, min(begin + self._block, nbytes)) for begin in range(0, nbytes, self._block)]
+        blocks = [self._threads.submit(_move, write, fd, data, *span, offset, align) for span in spans]
+        return PlainRequest(blocks, nbytes)
 
     def close(self) -> None:
         """Wait for all requests and end the threads."""
         self._threads.shutdown()
 
 
-def _move(
-    request: PlainRequest, write: bool, fd: int, data: int, begin: int, end: int, offset: int, align: int
-) -> None:
-    """Bytes `begin` to `end` of a request, which for a fresh one are all its `data` and `offset` say."""
-    error, at = 0, begin
-    if request.outcome()[0]:  # of a block before this one, as they are begun in order
-        at = end
+def _move(write: bool, fd: int, data: int, at: int, end: int, offset: int, align: int) -> tuple[int, int]:
+    """Move bytes `at` to `end` of a request; returns 0, an errno or SHORT, and the byte that was reached."""
     while at < end:
         view = memoryview((ctypes.c_char * (end - at)).from_address(data + at))
         try:
             moved = os.pwritev(fd, [view], offset + at) if write else os.preadv(fd, [view], offset + at)
         except OSError as failure:
-            error = failure.errno or errno.EIO
-            break
+            return failure.errno or errno.EIO, at
         # See AioBlock::advance in csrc/aio.cpp.
         way = moved if at + moved == end else moved // align * align
         if way == 0:
-            error, at = SHORT, at + moved
-            break
+            return SHORT, at + moved
         at += way
-    request.finish(error, at)
+    return 0, at

@@ -1,7 +1,6 @@
 """Packing tensors into a flat buffer and back, with cast and factor, and the sum of rows in row order.
 
-:func:`pack` and :func:`unpack` look their tensors up in each call, and have compiled kernels on the CPU only;
-:class:`Bucket` looks them up once, and has such kernels on CUDA devices, too.
+:class:`Bucket` looks its tensors up once, :func:`pack` and :func:`unpack` do in each call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero.kernels import cuda
-from zero.kernels.checks import check_flat, check_tensor, cpu_address, describe
+from zero.kernels.checks import CPU, address_on, check_flat, check_tensor, describe
 from zero.kernels.native import DTYPE_CODES, load
 
 
@@ -34,27 +33,28 @@ def _check_spans(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]
             )
 
 
-def _native_spans(
+def _native(
     tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]
 ) -> tuple[tuple[list[int], list[int], list[int], list[int]], tuple[int, int]] | None:
     """(addresses, dtype codes, numels, offsets), (address of flat, its code); None where no compiled kernel applies."""
-    shape = getattr(flat, "shape", ())
-    flat_address = cpu_address(flat, shape)
-    if not flat_address or len(shape) != 1 or flat.dtype not in DTYPE_CODES or len(tensors) != len(offsets):
+    flat_address = address_on(CPU, flat, flat.shape)
+    tensor_addresses = [address_on(CPU, tensor, tensor.shape) for tensor in tensors]
+    codes = [DTYPE_CODES.get(tensor.dtype) for tensor in (flat, *tensors)]
+    if None in codes or 0 in (flat_address, *tensor_addresses):
         return None
-    size = shape[0]
-    addresses, codes, numels = [], [], []
+    return (tensor_addresses, codes[1:], [t.numel() for t in tensors], list(offsets)), (flat_address, codes[0])
+
+
+@torch.no_grad()
+def _move_reference(
+    tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float, to_flat: bool
+) -> None:
+    _check_spans(tensors, flat, offsets)
     for tensor, offset in zip(tensors, offsets, strict=True):
-        address = cpu_address(tensor, getattr(tensor, "shape", ()))
-        if not address:
-            return None
-        code, numel = DTYPE_CODES.get(tensor.dtype), tensor.numel()
-        if code is None or offset < 0 or offset + numel > size:
-            return None
-        addresses.append(address)
-        codes.append(code)
-        numels.append(numel)
-    return (addresses, codes, numels, list(offsets)), (flat_address, DTYPE_CODES[flat.dtype])
+        span, whole = flat[offset : offset + tensor.numel()], tensor.view(-1)
+        source, target = (whole, span) if to_flat else (span, whole)
+        wide = torch.float64 if torch.float64 in (source.dtype, target.dtype) else torch.float32
+        target.copy_(source if scale == 1.0 else source.to(wide) * scale)
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float = 1.0) -> None:
@@ -73,20 +73,12 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale:
         ValueError: for a span outside ``flat``, tensors on different devices, or tensors that are not contiguous and
             floating or whose storage was released. Nothing was written then.
     """
-    module = load()
-    native = None if module is None else _native_spans(tensors, flat, offsets)
-    if native is None:
-        pack_reference(tensors, flat, offsets, scale)
-    else:
-        module.pack(*native[0], *native[1], scale, torch.get_num_threads())
+    Bucket(tensors, flat, offsets).pack(scale)
 
 
-@torch.no_grad()
 def pack_reference(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float = 1.0) -> None:
     """:func:`pack` as plain torch operations, on any device; the same arguments, errors and bits."""
-    _check_spans(tensors, flat, offsets)
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        _convert(tensor.view(-1), flat[offset : offset + tensor.numel()], scale)
+    _move_reference(tensors, flat, offsets, scale, True)
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float = 1.0) -> None:
@@ -95,20 +87,12 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scal
     The inverse of :func:`pack`: the same rounding, conditions and errors, with ``flat`` read and ``tensors`` written.
     Spans may overlap; the tensors must not.
     """
-    module = load()
-    native = None if module is None else _native_spans(tensors, flat, offsets)
-    if native is None:
-        unpack_reference(flat, tensors, offsets, scale)
-    else:
-        module.unpack(*native[1], *native[0], scale, torch.get_num_threads())
+    Bucket(tensors, flat, offsets).unpack(scale)
 
 
-@torch.no_grad()
 def unpack_reference(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float = 1.0) -> None:
     """:func:`unpack` as plain torch operations, on any device; the same arguments, errors and bits."""
-    _check_spans(tensors, flat, offsets)
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        _convert(flat[offset : offset + tensor.numel()], tensor.view(-1), scale)
+    _move_reference(tensors, flat, offsets, scale, False)
 
 
 # Elements of a tensor that one block of CUDA threads moves: kPiece of csrc/cuda_kernels.cuh.
@@ -137,7 +121,7 @@ class Bucket:
         self._addresses = self._addresses_now()
         dtypes = {flat.dtype, *(tensor.dtype for tensor in tensors)}
         compiled = dtypes <= DTYPE_CODES.keys() and flat.numel() > 0
-        self._cpu = _native_spans(tensors, flat, offsets) if compiled and flat.is_cpu else None
+        self._native = _native(tensors, flat, offsets)
         self._table = self._upload() if compiled and cuda.available(flat.device) else None
 
     def _addresses_now(self) -> list[int]:
@@ -181,26 +165,13 @@ class Bucket:
             arguments = spans, spans + 32 * len(self.tensors), pieces, flat, code, scale, to_flat
             cuda.launch(cuda.needed(self.flat.device).move, self.flat.device, *arguments)
             return
-        module = None if self._cpu is None else load()
-        if module is not None and self._cpu is not None:
-            spans_of, flat_of = self._cpu
-            threads = torch.get_num_threads()
-            if to_flat:
-                module.pack(*spans_of, *flat_of, scale, threads)
-            else:
-                module.unpack(*flat_of, *spans_of, scale, threads)
+        module = None if self._native is None else load()
+        if self._native is None or module is None:
+            _move_reference(self.tensors, self.flat, self.offsets, scale, to_flat)
         elif to_flat:
-            pack_reference(self.tensors, self.flat, self.offsets, scale)
+            module.pack(*self._native[0], *self._native[1], scale, torch.get_num_threads())
         else:
-            unpack_reference(self.flat, self.tensors, self.offsets, scale)
-
-
-def _convert(source: Tensor, target: Tensor, scale: float) -> None:
-    if scale == 1.0:
-        target.copy_(source)
-        return
-    wide = torch.float64 if torch.float64 in (source.dtype, target.dtype) else torch.float32
-    target.copy_(source.to(wide) * scale)
+            module.unpack(*self._native[1], *self._native[0], scale, torch.get_num_threads())
 
 
 def _check_rows(rows: Sequence[Tensor], out: Tensor) -> None:
@@ -220,7 +191,7 @@ def _native_rows(rows: Sequence[Tensor], out: Tensor) -> list[int] | None:
     """Address of out, then of each row; None where no compiled kernel applies."""
     if not (len(rows) > 0 and isinstance(out, Tensor) and out.ndim == 1 and out.dtype == torch.float32):
         return None
-    addresses = [cpu_address(tensor, out.shape) for tensor in (out, *rows)]
+    addresses = [address_on(CPU, tensor, out.shape) for tensor in (out, *rows)]
     dtype = getattr(rows[0], "dtype", None)
     if 0 in addresses or dtype not in DTYPE_CODES or any(row.dtype is not dtype for row in rows):
         return None

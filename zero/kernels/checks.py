@@ -1,7 +1,7 @@
 """What every kernel asks of its tensors before an address leaves Python: a wrong one would corrupt memory.
 
-A call asks :func:`address_on` or :func:`cpu_address` first, which are quick and say yes or no. Only after a no do the
-``check_`` functions find out whether that was an error, and word it, or merely a case for the plain torch version.
+A call asks :func:`address_on` first, which is quick and says yes or no. Only after a no do the ``check_`` functions
+find out whether that was an error, and word it, or merely a case for the plain torch version.
 """
 
 from __future__ import annotations
@@ -11,24 +11,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-
-def cpu_address(tensor: Tensor, shape: tuple[int, ...]) -> int:
-    """Address of a contiguous CPU tensor of this shape with data behind it; 0 if it is anything else, or empty."""
-    try:
-        # A tensor whose storage was given back still has a shape and an address; reading it would end the process.
-        if tensor.is_cpu and tensor.shape == shape and tensor.is_contiguous() and tensor.untyped_storage().nbytes() > 0:
-            return tensor.data_ptr()
-    except (AttributeError, RuntimeError):  # no tensor at all; a sparse one; one of a tracer, without memory
-        pass
-    return 0
+CPU = torch.device("cpu")
 
 
 def address_on(device: torch.device, tensor: Tensor, shape: tuple[int, ...]) -> int:
-    """:func:`cpu_address` for any device."""
+    """Address of a contiguous tensor of this shape on `device` with data behind it; 0 for anything else, or none."""
     try:
+        # A tensor whose storage was given back still has a shape and an address; reading it would end the process.
         if tensor.device == device and tensor.shape == shape and tensor.is_contiguous():
             return tensor.data_ptr() if tensor.untyped_storage().nbytes() > 0 else 0
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError):  # no tensor at all; a sparse one; one of a tracer, without memory
         pass
     return 0
 

@@ -29,32 +29,15 @@ def crc32(data: Any, value: int = 0) -> int:
     """
     if not isinstance(value, int) or not 0 <= value < 1 << 32:
         raise ValueError(f"value: got {value!r}; wanted a checksum, an integer from 0 to 2**32 - 1")
-    held, module = _bytes(data), load()
-    return zlib.crc32(held, value) if module is None else module.crc32(held, value)
-
-
-def crc32_chunks(data: Any, chunk: int) -> list[int]:
-    """Return :func:`crc32` of each `chunk` bytes of `data`, in order; the last one may be shorter. Of no bytes: [].
-
-    Args:
-        data: as for :func:`crc32`.
-        chunk: in bytes, at least 1.
-
-    Raises:
-        ValueError: as :func:`crc32`, and for a chunk out of range.
-    """
-    _check_chunk(chunk)
-    held, module = _bytes(data), load()
-    if module is not None:
-        return module.crc32_chunks(held, chunk)
-    return [zlib.crc32(held[begin : begin + chunk]) for begin in range(0, held.nbytes, chunk)]
+    memory, module = _bytes(data), load()
+    return zlib.crc32(memory, value) if module is None else module.crc32(memory, value)
 
 
 def crc32_read(file: int, offset: int, target: Any, chunk: int) -> tuple[int, list[int]]:
     """Read a file from byte `offset` on into `target`, and return how many bytes came, with their checksums.
 
-    They are fewer than `target` has only where the file ends. The checksums are :func:`crc32_chunks` of these bytes,
-    counted piece by piece while they are in the cache.
+    They are fewer than `target` has only where the file ends. The checksums are :func:`crc32` of each `chunk` of these
+    bytes, the last of which may be shorter, counted piece by piece while they are in the cache.
 
     Args:
         file: a descriptor that is open for reading; its own position does not count and stays.
@@ -63,10 +46,11 @@ def crc32_read(file: int, offset: int, target: Any, chunk: int) -> tuple[int, li
         chunk: in bytes, at least 1.
 
     Raises:
-        ValueError: as :func:`crc32_chunks`, and for a target that is read only.
+        ValueError: as :func:`crc32`, for a target that is read only, and for a chunk out of range.
         OSError: the file cannot be read.
     """
-    _check_chunk(chunk)
+    if not isinstance(chunk, int) or not 1 <= chunk < 1 << 63:
+        raise ValueError(f"chunk: got {chunk!r}; wanted a number of bytes from 1 to 2**63 - 1")
     place, module = _bytes(target, "target"), load()
     if place.nbytes and not place.flags.writeable:
         raise ValueError(f"target: got {place.nbytes} bytes that are read only; wanted memory to read into")
@@ -76,11 +60,6 @@ def crc32_read(file: int, offset: int, target: Any, chunk: int) -> tuple[int, li
     while got < view.nbytes and (count := os.preadv(file, [view[got:]], offset + got)):
         got += count
     return got, [zlib.crc32(view[begin : min(begin + chunk, got)]) for begin in range(0, got, chunk)]
-
-
-def _check_chunk(chunk: int) -> None:
-    if not isinstance(chunk, int) or not 1 <= chunk < 1 << 63:
-        raise ValueError(f"chunk: got {chunk!r}; wanted a number of bytes from 1 to 2**63 - 1")
 
 
 def _bytes(data: Any, name: str = "data") -> np.ndarray:

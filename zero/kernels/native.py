@@ -20,22 +20,32 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torc
 NO_TENSOR = -1
 
 
-def _import(name: str) -> tuple[ModuleType | None, str | None]:
-    """Import a compiled module; returns (module, None) or (None, reason)."""
+_CPU_MISSING = (
+    "compiled CPU kernels are missing ({}): the optimizer step, norms, packing and row sums of CPU tensors run as "
+    "plain torch operations and checksums in zlib, with equal results but several times slower. To get them, install "
+    "zero from source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to see why a build "
+    "fails."
+)
+_CUDA_MISSING = (
+    "CUDA kernels are missing ({}): the optimizer step, norms and packing of CUDA tensors run as plain torch "
+    "operations, with equal results but several times slower, and an optimizer step waits for the device. To get them, "
+    "install zero from source with nvcc (CUDA 12.8 or later for all targets) on the PATH or under CUDA_HOME, with "
+    "ZERO_REQUIRE_CUDA=1 set to see why a build fails."
+)
+
+
+@functools.cache
+def _find(name: str, missing: str) -> tuple[ModuleType | None, str | None]:
+    """The module of this name, or what to say where it is missing."""
     try:
         return importlib.import_module(name), None
     except ImportError as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, missing.format(f"{type(error).__name__}: {error}")
 
 
-@functools.cache
-def _find() -> tuple[ModuleType | None, str | None]:
-    return _import("zero._cpu")
-
-
-@functools.cache
-def _find_cuda() -> tuple[ModuleType | None, str | None]:
-    return _import("zero._cuda")
+def _warn(missing: str | None) -> None:
+    if missing is not None:
+        logging.getLogger("zero").warning(missing)
 
 
 @functools.cache
@@ -44,10 +54,8 @@ def load() -> ModuleType | None:
 
     The first call of a process that finds it missing says so on the logger ``zero``; later calls are silent.
     """
-    missing = missing_text()
-    if missing is not None:
-        logging.getLogger("zero").warning(missing)
-    return _find()[0]
+    _warn(missing_text())
+    return _find("zero._cpu", _CPU_MISSING)[0]
 
 
 @functools.cache
@@ -56,39 +64,21 @@ def load_cuda() -> ModuleType | None:
 
     Importing it touches no device. The first call of a process that finds it missing says so on the logger ``zero``.
     """
-    missing = cuda_missing_text()
-    if missing is not None:
-        logging.getLogger("zero").warning(missing)
-    return _find_cuda()[0]
+    _warn(cuda_missing_text())
+    return _find("zero._cuda", _CUDA_MISSING)[0]
 
 
 def missing_text() -> str | None:
     """Why there are no compiled CPU kernels, what runs instead and how to get them; None when they are there."""
-    module, reason = _find()
-    if module is not None:
-        return None
-    return (
-        f"compiled CPU kernels are missing ({reason}): the optimizer step, norms, packing and row sums of CPU tensors "
-        "run as plain torch operations and checksums in zlib, with equal results but several times slower. To get "
-        "them, install zero from source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to "
-        "see why a build fails."
-    )
+    return _find("zero._cpu", _CPU_MISSING)[1]
 
 
 def cuda_missing_text() -> str | None:
     """Why there are no CUDA kernels, what runs instead and how to get them; None when they are there."""
-    module, reason = _find_cuda()
-    if module is not None:
-        return None
-    return (
-        f"CUDA kernels are missing ({reason}): the optimizer step, norms and packing of CUDA tensors run as plain "
-        "torch operations, with equal results but several times slower, and an optimizer step waits for the device. "
-        "To get them, install zero from source with nvcc (CUDA 12.8 or later for all targets) on the PATH or under "
-        "CUDA_HOME, with ZERO_REQUIRE_CUDA=1 set to see why a build fails."
-    )
+    return _find("zero._cuda", _CUDA_MISSING)[1]
 
 
 def isa() -> str:
     """Instruction set of the compiled kernels in use (``sse2``, ``avx2``, ``neon`` ...), or ``torch`` without them."""
-    module, _ = _find()
+    module = _find("zero._cpu", _CPU_MISSING)[0]
     return "torch" if module is None else str(module.isa())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zero.kernels import cuda
-from zero.kernels.checks import address_on, check_tensor, cpu_address, describe
+from zero.kernels.checks import CPU, address_on, check_tensor, describe
 from zero.kernels.native import DTYPE_CODES, load
 
 # Elements that the reference widens to fp64 at a time.
@@ -38,7 +38,7 @@ def sum_squares(tensor: Tensor, threads: int | None = None) -> float:
         sum_squares_into(tensor, out)
         return out.item()
     module = load()
-    address = 0 if module is None or code is None else cpu_address(tensor, tensor.shape)
+    address = 0 if module is None or code is None else address_on(CPU, tensor, tensor.shape)
     if not address:
         return sum_squares_reference(tensor)
     return module.sum_squares(address, code, tensor.numel(), threads or torch.get_num_threads())
