@@ -19,7 +19,7 @@ from torch import nn
 
 from zero.config import Config, load
 from zero.core.agree import agree
-from zero.core.mesh import Axis, local_device
+from zero.core.mesh import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
 from zero.recompute.rest import ALONE, Rest
@@ -129,7 +129,8 @@ def _axis(mpu: Any) -> Axis:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"mpu_: its group does not hold this process (rank {dist.get_rank()})")
-    return Axis(group, size, rank, dist.get_backend(group) == "nccl", Watchdog(dist.get_rank()))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(group, size, rank, backend_of(group, local_device()) == "nccl", Watchdog(dist.get_rank()), ranks)
 
 
 def _config(source: Any) -> Config:

@@ -139,7 +139,7 @@ def test_no_sum_is_left_at_minus_zero():
 def scattered(native: bool) -> list[float]:
     """The tree's sum of one reduce, by messages or by the backend's all-to-all as under NCCL."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    axis = Axis(dist.group.WORLD, size, rank, native)
+    axis = Axis(dist.group.WORLD, size, rank, native, ranks=tuple(range(size)))
     flat = torch.randn(size * 50, generator=torch.Generator().manual_seed(rank))
     out = torch.empty(50)
     comm.scatter(flat, axis, 7, pairwise=True).sum(out, False)

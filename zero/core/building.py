@@ -128,7 +128,7 @@ class Builder:
         """Close the open pieces of these modules, but for those that somebody holds or that rank 0 refers to."""
         self._open = [piece for piece in self._open if piece.params]  # an engine may have taken some over
         ready = [piece for piece in self._open if of(piece.origin) and not piece.holds]
-        if not ready or self._mesh.world_size == 1:
+        if not ready or self._mesh.data.size == 1:
             return
         busy = torch.tensor([piece.aliased for piece in ready], dtype=torch.uint8)
         if self._mesh.shard.native:
@@ -148,7 +148,7 @@ class Builder:
 
     def _settle(self) -> None:
         """Close everything, round it, and forget it; what nobody else refers to any more included."""
-        if self._mesh.world_size > 1:
+        if self._mesh.data.size > 1:
             self._cut([piece for piece in self._open if piece.params])
             for piece in self._pieces:
                 piece.lay_down(self._dtype, local_device(), self._rest)

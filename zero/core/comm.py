@@ -65,33 +65,45 @@ class Transfer(NamedTuple):
         if self.pending is not None:
             self.pending.wait(self.works)
         if self.host is not None:
-            self.full.copy_(self.host)
+            self.full.view(self.host.shape).copy_(self.host)
 
 
-def gather(full: torch.Tensor, axis: Axis, tag: int) -> Transfer:
-    """Start to fill `full` [axis.size x n] from every rank's slice of it; the own slice must be in place already."""
+def gather(full: torch.Tensor, axis: Axis, tag: int, rows: int = 1) -> Transfer:
+    """Start to fill `full` [rows x axis.size x n] from every rank's slices [rows x n] of it.
+
+    Those of rank j are `full.view(rows, axis.size, n)[:, j]`; the own ones must be in place already.
+    """
     if axis.size == 1:
         return Transfer((), full)
     pending = Pending(axis.watchdog.began(tag), axis.watchdog)
     if axis.native:
-        # NCCL sends from GPU memory only; a model that is being built may lie elsewhere.
-        there = full if full.is_cuda else full.to(local_device())
-        own = _slice(there, axis, axis.rank)
-        work = _all_gather(there, own, group=axis.group, async_op=True)
-        return Transfer((work,), full, None if there is full else there, pending)
+        return _gather_native(full, axis, pending, rows)
     tag = _own_tag(tag, axis)
     host = full.cpu() if full.is_cuda else None  # gloo sends from host memory only
-    buffer = full if host is None else host
+    buffers = (full if host is None else host).chunk(rows)
     works = []
     with axis.watchdog.sending(pending.collective):
         for step in range(1, axis.size):
             peer = (axis.rank + step) % axis.size
-            works.append(dist.irecv(_slice(buffer, axis, peer), group=axis.group, group_src=peer, tag=tag))
-        own = _slice(buffer, axis, axis.rank)
+            for row in buffers:
+                works.append(dist.irecv(_slice(row, axis, peer), group=axis.group, group_src=peer, tag=tag))
         for step in range(1, axis.size):
             peer = (axis.rank - step) % axis.size
-            works.append(dist.isend(own, group=axis.group, group_dst=peer, tag=tag))
+            for row in buffers:
+                works.append(dist.isend(_slice(row, axis, axis.rank), group=axis.group, group_dst=peer, tag=tag))
     return Transfer(works, full, host, pending)
+
+
+def _gather_native(full: torch.Tensor, axis: Axis, pending: Pending, rows: int) -> Transfer:
+    # NCCL sends from GPU memory only; a model that is being built may lie elsewhere.
+    there = full if full.is_cuda else full.to(local_device())
+    if rows == 1:
+        work = _all_gather(there, _slice(there, axis, axis.rank), group=axis.group, async_op=True)
+        return Transfer((work,), full, None if there is full else there, pending)
+    own = there.view(rows, axis.size, -1)[:, axis.rank].contiguous()
+    received = torch.empty_like(there)  # by rank first
+    work = _all_gather(received, own.view(-1), group=axis.group, async_op=True)
+    return Transfer((work,), full, received.view(axis.size, rows, -1).transpose(0, 1), pending)
 
 
 class Inbox(NamedTuple):

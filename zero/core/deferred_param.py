@@ -196,4 +196,4 @@ def manageable(param: torch.Tensor) -> bool:
 
 def _plan(param: nn.Parameter, name: str, mesh: Mesh) -> UnitPlan:
     spec = ParamSpec(name, param.numel(), str(param.dtype).removeprefix("torch."), False, -1, param.ndim)
-    return UnitPlan(name, "", (spec,), make_layout({name: param.numel()}, mesh.world_size))
+    return UnitPlan(name, "", (spec,), make_layout({name: param.numel()}, mesh.data.size))

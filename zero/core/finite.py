@@ -29,7 +29,7 @@ class FirstNotFinite:
         self.enabled = False
         self.backwards = 0
         self._units = units
-        self._axis = mesh.reduced_over
+        self._axis = mesh.data
         self._names = [spec.name for unit in units for spec in unit.plan.params]
         self._found: tuple[int, int] | None = None  # (backward, index of the name)
 

@@ -167,11 +167,11 @@ class Gradients:
                 if index not in self._filled:
                     flat.narrow(0, *span).zero_()
         as_tree = self._partials is not None
-        if self._mesh.world_size > 1 or as_tree:
+        if self._mesh.data.size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self.flat, self._dtypes = None, self._base
         self._filled.clear()
-        self._inbox = comm.scatter(flat, self._mesh.reduced_over, self._tag, as_tree)
+        self._inbox = comm.scatter(flat, self._mesh.data, self._tag, as_tree)
 
     def sum(self) -> None:
         """Wait for the slices and add them up; along the replica axis, start to gather the sums."""

@@ -1,32 +1,48 @@
-"""Ranks as a mesh of two axes: along *shard* state is cut, along *replica* it is repeated.
+"""The ranks as a mesh of two axes: along *shard* state is cut, along *replica* it is repeated.
 
-Stage 0 is a mesh whose shard axis has size 1, stages 1 to 3 one whose replica axis has; nothing else in the
-core asks for the stage.
+Stage 0 is a mesh whose shard axis has size 1, stages 1 to 3 one whose replica axis has, and HSDP (MiCS) has both;
+nothing else in the core asks for the stage. Ranks that share a shard group are consecutive, so that along the *data*
+axis, which is both together, rank number = place along replica x size of shard + place along shard.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from zero.log import logger
+from zero.plan.grid import Grid
 from zero.plan.sharding import Sharding
 from zero.watchdog.hang_report import Phase
 from zero.watchdog.watchdog import Watchdog
 
+MARGIN = 60.0  # seconds that a process group waits longer than the watchdog
+MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
+
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: the process group along it, its size, this process's place on it, who minds its waits."""
+    """One axis of the mesh.
+
+    group: the process group along it, None for an axis of one rank;
+    rank:  this process's place along it, of `size`;
+    native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
+    watchdog: watches its waits;
+    ranks: the global ranks along it, in order.
+    """
 
     group: dist.ProcessGroup | None
     size: int
     rank: int
-    native: bool  # NCCL: take the backend's own reduce-scatter and all-gather
+    native: bool
     watchdog: Watchdog = field(default_factory=Watchdog)
+    ranks: tuple[int, ...] = (0,)
 
     @property
     def ordered(self) -> bool:
@@ -39,22 +55,43 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The two axes, and the world they make up."""
+    """The axes that a unit is shared along.
 
-    rank: int
-    world_size: int
+    shard, replica: see the module;
+    data:      all ranks of both, for what concerns the whole of them: norms, agreement, the mean of gradients;
+    secondary: with hpZ, the ranks of this node, which hold a second copy of the parameters cut among them, or None;
+    across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None.
+    """
+
     shard: Axis
     replica: Axis
+    data: Axis
+    secondary: Axis | None = None
+    across: Axis | None = None
 
     @property
-    def reduced_over(self) -> Axis:
-        """The axis along which there is anybody to add gradients up with; today never both."""
-        return self.shard if self.shard.size > 1 else self.replica
+    def global_rank(self) -> int:
+        """This process's rank in the default process group, the one that messages name."""
+        return self.data.ranks[self.data.rank]
+
+    @property
+    def span(self) -> int:
+        """Which of `data.size` equal spans of a flat buffer this rank counts in norms and writes to checkpoints.
+
+        It lies inside the rank's shard, and no other rank has the same.
+        """
+        return self.shard.rank * self.replica.size + self.replica.rank
+
+    @property
+    def by_span(self) -> list[int]:
+        """The places along `data` in the order of their spans."""
+        shards, replicas = self.shard.size, self.replica.size
+        return [replica * shards + shard for shard in range(shards) for replica in range(replicas)]
 
     @property
     def watchdog(self) -> Watchdog:
-        """Who minds the waits of both axes."""
-        return self.shard.watchdog
+        """Watches the waits along all axes."""
+        return self.data.watchdog
 
 
 def make_mesh(
@@ -62,27 +99,69 @@ def make_mesh(
     timeout: float = math.inf,
     check_order: bool = False,
     group: dist.ProcessGroup | None = None,
+    shard_size: int = 0,
+    secondary_size: int = 1,
 ) -> Mesh:
     """The mesh of a process group, by default that of all (one process without one), under `sharding`; collective.
 
-    `timeout`: seconds that a wait for other ranks may last; `check_order`: note the order of collectives.
+    timeout: seconds that a wait for other ranks may last; check_order: note the order of collectives;
+    shard_size: ranks that state is cut over, a divisor of the group's size; 0 for all of them;
+    secondary_size: ranks of a node for hpZ, a divisor of the group's size; 1 for none.
     """
     if not dist.is_initialized():
         return mesh_of_one()
     group = group or dist.group.WORLD
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    watchdog, native = Watchdog(rank), dist.get_backend(group) == "nccl"
+    size, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
+    backend = backend_of(group, device)
+    watchdog, native = Watchdog(rank), backend == "nccl"
+    ranks = tuple(dist.get_process_group_ranks(group))
+    data = Axis(group, size, rank, native, watchdog, ranks)
+    point = Axis(None, 1, 0, native, watchdog, (ranks[rank],))
+    shard_size = (shard_size or size) if sharding.optim else 1
+    mesh = Mesh(*_two(data, point, shard_size, timeout), data)
+    if secondary_size > 1:
+        across, secondary = _two(data, point, secondary_size, timeout)[::-1]
+        mesh = Mesh(mesh.shard, mesh.replica, data, secondary, across)
     if size > 1:
-        watchdog.start(size, group, timeout, native)
-        try:
-            watchdog.renumber(_highest(watchdog, group, native))
-        except BaseException:
-            watchdog.close()
-            raise
+        if device.type != "cpu" and not native and rank == 0:
+            logger.warning("%s", slow_backend(device, backend))
+        _start(watchdog, mesh, timeout)
         watchdog.order = [] if check_order else None
-    line, point = Axis(group, size, rank, native, watchdog), Axis(None, 1, 0, native, watchdog)
-    shard, replica = (line, point) if sharding.optim else (point, line)
-    return Mesh(rank, size, shard, replica)
+    return mesh
+
+
+def _two(data: Axis, point: Axis, inner: int, timeout: float) -> tuple[Axis, Axis]:
+    """The axis along `inner` consecutive ranks, and the one across such groups; makes process groups where needed."""
+    if inner in (1, data.size):
+        return (data, point) if inner > 1 or data.size == 1 else (point, data)
+    grid = Grid(data.size, {"dp_replicate": data.size // inner, "dp_shard": inner})
+    return tuple(_subgroup(data, grid.lists(name), timeout) for name in ("dp_shard", "dp_replicate"))
+
+
+def _subgroup(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> Axis:
+    """The axis along the group of this rank among `lists`, places along `data`; collective over all of `data`."""
+    (own,) = [places for places in lists if data.rank in places]
+    options = {"timeout": timedelta(seconds=min(timeout + MARGIN, MAX_TIMEOUT))}
+    if data.group is dist.group.WORLD:  # every rank makes every group, in one order
+        made = {places: dist.new_group([data.ranks[place] for place in places], **options) for places in lists}
+        group = made[own]
+    else:  # ranks outside of the group know nothing of it
+        options |= {"backend": dist.get_backend_config(data.group), "use_local_synchronization": True}
+        group = dist.new_group([data.ranks[place] for place in own], **options)
+    ranks = tuple(data.ranks[place] for place in own)
+    return Axis(group, len(own), own.index(data.rank), data.native, data.watchdog, ranks)
+
+
+def _start(watchdog: Watchdog, mesh: Mesh, timeout: float) -> None:
+    data = mesh.data
+    axes = [axis for axis in (mesh.shard, mesh.replica, mesh.secondary, mesh.across) if axis is not None]
+    own = [axis.group for axis in axes if axis.group not in (None, data.group)]
+    watchdog.start(data.size, data.group, own, timeout, data.native)
+    try:
+        watchdog.renumber(_highest(watchdog, data.group, data.native))
+    except BaseException:
+        watchdog.close()
+        raise
 
 
 def _highest(watchdog: Watchdog, group: dist.ProcessGroup, native: bool) -> int:
@@ -101,8 +180,26 @@ def _highest(watchdog: Watchdog, group: dist.ProcessGroup, native: bool) -> int:
 
 def mesh_of_one() -> Mesh:
     """The mesh of a process that shares nothing with others, also where there is a process group."""
-    alone = Axis(None, 1, 0, False)
-    return Mesh(0, 1, alone, alone)
+    alone = Axis(None, 1, 0, False, ranks=(dist.get_rank() if dist.is_initialized() else 0,))
+    return Mesh(alone, alone, alone)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries a group's messages of tensors on `device`, "" where none does.
+
+    A group that was made without naming a backend, or with several ("cpu:gloo,cuda:nccl"), has one per device.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")
+
+
+def slow_backend(device: torch.device, backend: str) -> str:
+    """What to say of a model on a GPU whose messages are not sent by NCCL."""
+    return (
+        f"the model is on {device.type} and the process group sends over {backend or 'no backend of that device'}: "
+        "each gather and each reduction is copied to host memory, sent from there, and copied back, which costs "
+        'several times the time that NCCL takes; call init_process_group("nccl"), or without naming a backend'
+    )
 
 
 def local_device() -> torch.device:

@@ -179,18 +179,18 @@ class Offload:
         except RuntimeError as error:
             problem = error
         said = "no problem" if problem is None else str(problem)
-        agree([said], mesh.reduced_over, self._device, "state cannot be kept off the device on all ranks")
+        agree([said], mesh.data, self._device, "state cannot be kept off the device on all ranks")
         if problem is not None:
             raise problem
 
     def _check_room(self, mesh: Mesh) -> None:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size)))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.data.size)))
         check_room(self.describe(), self.host.memory, ranks_here)
 
     def _take(self, mesh: Mesh) -> None:
         if self.host.memory:
             self._arena = PinnedArena(self.host.memory, self._device, self._settings.pinned)
-        self._open_files(mesh.rank)
+        self._open_files(mesh.global_rank)
 
     def _open_files(self, rank: int) -> None:
         settings, asked = self._settings, self._settings.requests

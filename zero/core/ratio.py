@@ -56,7 +56,7 @@ def settle_ratio(
     room, reserve = _room(settings, plans, mesh, device, training)
     mine = (*measure(device, training.dtype, training.formats, host_threads()), room)
     values = torch.tensor(mine, dtype=torch.float64, device=device)
-    told = comm.gather_scalars(values, mesh.reduced_over, "ratio of the offload").tolist()
+    told = comm.gather_scalars(values, mesh.data, "ratio of the offload").tolist()
     *rates, room = (min(column) for column in zip(*told, strict=True))
     sizes = Sizes(0, mesh.shard.size, training.formats, training.gradients)  # of one rank for all, to choose alike
     found = Rates(*rates)
@@ -78,7 +78,7 @@ def _room(
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     elif settings.optimizer is Where.FILE:
-        total = free = available_nbytes(int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.world_size))))
+        total = free = available_nbytes(int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.data.size))))
     else:
         return math.inf, 0.0
     reserve = RESERVE * total

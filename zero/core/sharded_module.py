@@ -179,7 +179,7 @@ class ShardedModule:
         if watchdog.order is not None:
             order, watchdog.order = watchdog.order, []
             what = f"the ranks' orders of collectives differ in step {watchdog.status.steps}, at position {{index}}"
-            agree(order, self.mesh.reduced_over, self.units[0].full.device, what, "none any more")
+            agree(order, self.mesh.data, self.units[0].full.device, what, "none any more")
             watchdog.order.clear()  # the comparison itself
 
     def nbytes(self) -> StateBytes:
@@ -250,7 +250,7 @@ def wrap(
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     specs = _specs(named, groups, numerics.compute_dtype)
-    plans = plan_units(_tree(module, named), specs, mesh.world_size, patterns, numerics.formats.alignment)
+    plans = plan_units(_tree(module, named), specs, mesh.data.size, patterns, numerics.formats.alignment)
     mesh.watchdog.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
     whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
@@ -275,7 +275,7 @@ def wrap(
         give_back()
     sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
     mesh.watchdog.tie(sharded)
-    if mesh.rank == 0:
+    if mesh.data.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
 
@@ -285,7 +285,7 @@ def _resting_dtype(numerics: MixedPrecisionPolicy, mesh: Mesh) -> str:
 
     Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
     """
-    alone = mesh.world_size == 1 or mesh.shard.native
+    alone = mesh.data.size == 1 or mesh.shard.native
     exact = numerics.accumulation == 1 and alone and not numerics.tree and numerics.communicate is None
     return numerics.compute_dtype if exact and numerics.compute_dtype != "fp32" else numerics.accumulate
 

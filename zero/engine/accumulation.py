@@ -126,7 +126,7 @@ class Accumulation(Queries):
         Raises ValueError for what is no multiple of micro-batch x ranks, RuntimeError in the middle of a window.
         """
         self._alive()
-        per_round = self.train_micro_batch_size_per_gpu() * self._sharded.mesh.world_size
+        per_round = self.train_micro_batch_size_per_gpu() * self._sharded.mesh.data.size
         if train_batch_size < 1 or train_batch_size % per_round:
             raise ValueError(
                 "Train batch size must be divisible by micro-batch data parallelism: "

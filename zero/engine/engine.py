@@ -72,8 +72,8 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self.training_dataloader: Loader | None = None
         self.device = device
         self.config = config.raw
-        self.global_rank = sharded.mesh.rank
-        self.world_size = self.dp_world_size = sharded.mesh.world_size
+        self.global_rank = sharded.mesh.global_rank
+        self.world_size = self.dp_world_size = sharded.mesh.data.size
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._config = config
@@ -82,9 +82,9 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
         self._recomputing = recomputing
         sharded.reducer.on_flush(recomputing.backward_ended)
         self._window = Window()
-        saving = config.zero.checkpoint
+        saving, data = config.zero.checkpoint, sharded.mesh.data
         self._saver = Saver(
-            StoreBarrier(sharded.mesh.rank, sharded.mesh.world_size, sharded.mesh.watchdog.prefix, config.zero.timeout),
+            StoreBarrier(data.rank, data.size, data.watchdog.prefix, config.zero.timeout),
             Retention(saving.keep, saving.keep_optimizer),
             saving.asynchronous,
             device.type == "cuda",
@@ -390,7 +390,7 @@ class Engine(Accumulation, Weights, SaveCheckpoint, LoadCheckpoint, Offload, Com
                 if self._replicas is not None:
                     self._replicas.before_step(self.global_steps + 1)
                 self.optimizer.step()
-                self._recomputing.after_step(self._sharded.mesh.reduced_over)
+                self._recomputing.after_step(self._sharded.mesh.data)
         except HeldOpen:
             raise  # the gradients are there for the step outside of the block
         except BaseException as error:

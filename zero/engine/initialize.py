@@ -18,7 +18,7 @@ from zero.config.read import read
 from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
-from zero.core.mesh import local_device, make_mesh
+from zero.core.mesh import MARGIN, MAX_TIMEOUT, local_device, make_mesh
 from zero.core.offload import OffloadSettings
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, take_back, wrap
@@ -44,9 +44,6 @@ from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
 
 Groups = list[dict[str, Any]]
-
-MARGIN = 60.0  # seconds that a process group waits longer than the watchdog
-MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
 
 
 def initialize(
@@ -181,7 +178,7 @@ def _wrap(
         with mesh.watchdog.call(Phase.INITIALIZE):
             what = "the ranks do not initialize the same engine"
             refused = refusals(model, bool(groups), sharding.params or places.enabled)
-            agree(refused or description(model, groups, settings), mesh.reduced_over, device, what)
+            agree(refused or description(model, groups, settings), mesh.data, device, what)
             if refused:
                 raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
             if names := in_channels_last(model):

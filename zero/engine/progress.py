@@ -90,7 +90,7 @@ def describe(
     kept = f", masters as {formats.master}" if dtype != "fp32" else ""
     kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
     return (
-        f"stage {stage} on {sharded.mesh.world_size} rank(s), {device.type}: {numel:,} parameters in {dtype}, "
+        f"stage {stage} on {sharded.mesh.data.size} rank(s), {device.type}: {numel:,} parameters in {dtype}, "
         f"{len(sharded.units)} units, {held.total / MIB:.1f} MiB of model state per rank at rest, "
         f"{compiled} kernels{kept}"
     )

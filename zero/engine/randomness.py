@@ -42,7 +42,7 @@ class Randomness:
         """
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
-        shared = micro_batch * self._mesh.world_size + self._mesh.rank
+        shared = micro_batch * self._mesh.data.size + self._mesh.data.rank
         seed = _mixed((*self._base, step, shared, self._forwards))
         self._forwards += 1
         generators = [torch.default_generator]

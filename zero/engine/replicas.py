@@ -47,7 +47,7 @@ class Replicas:
         self._sharded = sharded
         self._optimizer = optimizer
         self._every = every
-        self._axis = sharded.mesh.reduced_over
+        self._axis = sharded.mesh.data
         self._whole = [unit for unit in sharded.units if not unit.cut]
         self._seen: dict[
             int, torch.Tensor
@@ -129,7 +129,7 @@ class Replicas:
         raise RuntimeError(
             f"zero.check_replicas: {what} is not the same on all ranks: {_parties(values)}; found at optimizer step "
             f"{number}, before its update{since}. Memory has failed, or code changes it on some ranks only; "
-            f"go back to a checkpoint from before (rank {self._sharded.mesh.rank})"
+            f"go back to a checkpoint from before (rank {self._sharded.mesh.global_rank})"
         )
 
     def _of_unit(self, unit: Unit) -> Sheet:

@@ -212,7 +212,7 @@ class Weights:
         if problem is not None:
             raise kind(problem)
         if bad.item():
-            raise kind(f"another rank than {mesh.rank} reports a problem; its message says which")
+            raise kind(f"another rank than {mesh.global_rank} reports a problem; its message says which")
 
 
 def _cut_units(sharded: ShardedModule) -> Iterator[Unit]:

@@ -46,10 +46,11 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, says: Says) -> Norm:
         mine += squares
     device = units[0].full.device if units else "cpu"
     values = torch.tensor([mine, float(says)], dtype=torch.float64, device=device)
-    total, said = 0.0, []
-    for value, told in comm.gather_scalars(values, mesh.reduced_over).tolist():
-        total += value
-        said.append(Says(int(told)))
+    rows = comm.gather_scalars(values, mesh.data).tolist()
+    said = [Says(int(word)) for _, word in rows]
+    total = 0.0
+    for place in mesh.by_span:
+        total += rows[place][0]
     return Norm(math.sqrt(total) if total >= 0 else math.nan, said)  # a NaN compares false
 
 

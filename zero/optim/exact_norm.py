@@ -30,7 +30,7 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, says: Says) -> Norm:
     Independent of world size, stage and units. What is cut off is below 2^-80 of the largest square, for each
     element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN when an element is.
     """
-    axis = mesh.reduced_over
+    axis = mesh.data
     device = units[0].full.device if units else torch.device("cpu")
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
     largest = torch.tensor([largest_of(parts), float(says)], dtype=torch.float64, device=device)

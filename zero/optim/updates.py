@@ -67,7 +67,7 @@ class Updates:
 
     @torch.no_grad()
     def _run(self, update: Update) -> Any:
-        unit, rank = update.unit, update.unit.mesh.rank
+        unit, rank = update.unit, update.unit.mesh.global_rank
         if self.failure is not None:
             # Not chained: each unit would keep the memory alive that the frames of the first failure refer to.
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")

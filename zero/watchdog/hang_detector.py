@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -47,13 +48,13 @@ class HangDetector(threading.Thread):
     """One per engine. `timeout`: seconds that a wait may last; `native`: waits cannot be ended from here."""
 
     def __init__(
-        self, status: RankStatus, store: StatusStore, group: dist.ProcessGroup, timeout: float, native: bool
+        self, status: RankStatus, store: StatusStore, groups: Sequence[dist.ProcessGroup], timeout: float, native: bool
     ) -> None:
         super().__init__(name="zero-detector", daemon=True)
         self.explained = threading.Event()  # a `status.verdict` is there
         self._status = status
         self._store = store
-        self._group = group
+        self._groups = groups
         self._world = dist.group.WORLD
         self._timeout = timeout
         self._native = native
@@ -204,10 +205,12 @@ class HangDetector(threading.Thread):
 
         gloo does so when the wait for any message runs out of time, so we wait for one that nobody sends.
         """
-        for peer in range(dist.get_world_size(self._group)):
-            if peer != self._status.rank:
-                try:
-                    work = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=TAG)
-                    work.wait(datetime.timedelta(milliseconds=1))
-                except RuntimeError:
-                    pass  # this is what we are here for, or the connection to this peer is closed already
+        for group in self._groups:
+            own = dist.get_rank(group)
+            for peer in range(dist.get_world_size(group)):
+                if peer != own:
+                    try:
+                        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
+                        work.wait(datetime.timedelta(milliseconds=1))
+                    except RuntimeError:
+                        pass  # this is what we are here for, or the connection to this peer is closed already

@@ -42,17 +42,22 @@ class Watchdog:
         self._detector: HangDetector | None = None
         self._close: weakref.finalize | None = None
 
-    def start(self, size: int, group: dist.ProcessGroup, timeout: float, native: bool) -> None:
-        """Watchdog the waits of this engine from now on; `timeout` in seconds."""
+    def start(
+        self, size: int, group: dist.ProcessGroup, own: Sequence[dist.ProcessGroup], timeout: float, native: bool
+    ) -> None:
+        """Watch the waits of this engine, which has all of `group`, from now on; `timeout` in seconds.
+
+        `own`: groups inside of it that were made for this engine; they are destroyed when it ends.
+        """
         self._store = StatusStore(self.status, size, group)
-        self._detector = HangDetector(self.status, self._store, group, timeout, native)
+        self._detector = HangDetector(self.status, self._store, (group, *own), timeout, native)
         for thread in (self._store, self._detector):
             thread.start()
         # The threads know `status` but not us, so that an engine nobody holds any more takes them along.
         parts = (os.getpid(), self.status, self._store, self._detector)
         at_exit = partial(_end, *parts, Phase.ENDED)
         atexit.register(at_exit)
-        self._close = weakref.finalize(self, _forget, at_exit, *parts)
+        self._close = weakref.finalize(self, _forget, at_exit, own, *parts)
         self._close.atexit = False
 
     @property
@@ -201,6 +206,9 @@ def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetecto
         time.sleep(OUTLIVES)  # the store goes with this process, and nobody could read the reason
 
 
-def _forget(at_exit: Callable[[], None], *parts: object) -> None:
+def _forget(at_exit: Callable[[], None], own: Sequence[dist.ProcessGroup], *parts: object) -> None:
     atexit.unregister(at_exit)
     _end(*parts, Phase.DESTROYED)
+    for group in own:
+        with contextlib.suppress(ValueError):  # the default group was destroyed, and it with that
+            dist.destroy_process_group(group)

@@ -143,7 +143,7 @@ def gradients(engine: Any) -> Values:
     sharded = engine._sharded
     sharded.reducer.before_step()
     late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
-    if bool(comm.gather_scalars(late, sharded.mesh.reduced_over).any()):
+    if bool(comm.gather_scalars(late, sharded.mesh.data).any()):
         sharded.reducer.reduce_late()
     for unit in sharded.trained:
         whole = _whole(unit, unit.gradients.shard.float())

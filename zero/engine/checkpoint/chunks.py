@@ -24,7 +24,7 @@ FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor"
 
 def window_of(unit: Unit) -> Span:
     """The part of the flat buffer that this rank writes: that of a cut along all ranks, whatever is cut."""
-    return unit.plan.layout.shard(unit.mesh.rank, unit.mesh.world_size)
+    return unit.plan.layout.shard(unit.mesh.span, unit.mesh.data.size)
 
 
 def unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorChunk]:

@@ -96,7 +96,7 @@ class LoadCheckpoint:
             nonlocal values
             found = self._find(load_dir, None if tag is None else str(tag), ask)
             if found is not None:
-                values = saved_values(found, self._sharded.mesh.rank, self._sharded.mesh.world_size)
+                values = saved_values(found, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
                 if values.shared is not None and not load_module_only:
                     check(self, values.shared, load_optimizer_states, load_lr_scheduler_states, str(found.place))
             return found
@@ -133,7 +133,7 @@ class LoadCheckpoint:
         restore(self, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
 
     def _ranks(self, what: str) -> CollectiveRead:
-        return CollectiveRead(what, self._sharded.mesh.reduced_over, self.device)
+        return CollectiveRead(what, self._sharded.mesh.data, self.device)
 
     def _may_load(self) -> None:
         """As `_alive`, but for what a load repairs."""
@@ -240,8 +240,8 @@ class LoadCheckpoint:
         source.finish()
         if custom:
             return _state_dict(source)
-        rank, ranks = self._sharded.mesh.rank, found.index.ranks
-        alike = len(ranks) == self._sharded.mesh.world_size
+        rank, ranks = self._sharded.mesh.data.rank, found.index.ranks
+        alike = len(ranks) == self._sharded.mesh.data.size
         load_buffers(source, self.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {})
         return None
 

@@ -157,7 +157,7 @@ class SaveCheckpoint:
 
     def _look_at_save(self) -> None:
         """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
-        axis = self._sharded.mesh.reduced_over
+        axis = self._sharded.mesh.data
 
         def gather(number: int) -> list[int]:
             mine = torch.tensor([number], dtype=torch.int64, device=self.device)

@@ -76,7 +76,7 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path
     pieces = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
     if any(not isinstance(unit, DeferredParam) for unit in pieces):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
-    axis = pieces[0].mesh.reduced_over if pieces else Axis(None, 1, 0, False)
+    axis = pieces[0].mesh.data if pieces else Axis(None, 1, 0, False)
     ranks = CollectiveRead("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
     found = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
 

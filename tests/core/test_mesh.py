@@ -1,0 +1,155 @@
+"""The mesh: which ranks lie along which axis, what its collectives bring, which backend is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero.core import comm
+from zero.core.mesh import Axis, Mesh, backend_of, make_mesh, mesh_of_one, slow_backend
+from zero.plan.sharding import Sharding
+
+SHAPES = [(4, 1), (2, 2), (1, 4)]
+
+
+def _axes(mesh: Mesh) -> dict[str, tuple[int, ...] | None]:
+    names = ("shard", "replica", "data", "secondary", "across")
+    return {name: axis and axis.ranks for name in names for axis in [getattr(mesh, name)]}
+
+
+def meshes(stage: int) -> list[tuple]:
+    """Per shape of 4 ranks: the global ranks along each axis, this rank's place and span, and the order of spans."""
+    found = []
+    for shard, _ in SHAPES:
+        mesh = make_mesh(Sharding.of_stage(stage), 60.0, shard_size=shard)
+        places = (mesh.shard.rank, mesh.replica.rank, mesh.data.rank, mesh.span, mesh.global_rank)
+        found.append((_axes(mesh), places, mesh.by_span))
+        mesh.watchdog.close()
+    return found
+
+
+def test_axes_hold_consecutive_ranks_and_their_counterparts(pool):
+    for rank, (full, pairs, single) in enumerate(pool.run(4, meshes, 3)):
+        everyone = (0, 1, 2, 3)
+        none = {"secondary": None, "across": None}
+        assert full[0] == {"shard": everyone, "replica": (rank,), "data": everyone, **none}
+        assert single[0] == {"shard": (rank,), "replica": everyone, "data": everyone, **none}
+        base, place = rank // 2 * 2, rank % 2
+        assert pairs[0] == {"shard": (base, base + 1), "replica": (place, place + 2), "data": everyone, **none}
+        assert pairs[1] == (place, rank // 2, rank, place * 2 + rank // 2, rank)
+        assert pairs[2] == [0, 2, 1, 3]
+        assert full[1] == (rank, 0, rank, rank, rank)
+        assert single[1] == (0, rank, rank, rank, rank)
+
+
+def test_without_cut_state_there_is_no_shard_axis(pool):
+    for shapes in pool.run(2, uncut):
+        assert shapes == [(1, 2)] * 2
+
+
+def uncut() -> list[tuple[int, int]]:
+    found = []
+    for shard in (0, 2):
+        mesh = make_mesh(Sharding.of_stage(0), 60.0, shard_size=shard)
+        found.append((mesh.shard.size, mesh.replica.size))
+        mesh.watchdog.close()
+    return found
+
+
+def exchanged() -> list:
+    """Gather, scatter, broadcast and gather_scalars along each axis of a (2, 2) mesh."""
+    mesh = make_mesh(Sharding.of_stage(3), 60.0, shard_size=2)
+    found = []
+    for axis in (mesh.shard, mesh.replica, mesh.data):
+        full = torch.zeros(axis.size, 3)
+        full[axis.rank] = mesh.global_rank
+        comm.gather(full.view(-1), axis, 3).wait()
+        total = torch.empty(3)
+        comm.scatter(torch.full((axis.size * 3,), float(mesh.global_rank + 1)), axis, 4).sum(total, False)
+        sent = torch.tensor([mesh.global_rank])
+        comm.broadcast(sent, axis.size - 1, axis)
+        rows = comm.gather_scalars(torch.tensor([mesh.global_rank]), axis)
+        found.append((full[:, 0].tolist(), total[0].item(), sent.item(), rows.flatten().tolist(), axis.ranks))
+    mesh.watchdog.close()
+    return found
+
+
+def test_collectives_work_along_groups_inside_the_world(pool):
+    for found in pool.run(4, exchanged):
+        for gathered, total, sent, rows, ranks in found:
+            assert gathered == rows == list(ranks)
+            assert total == sum(rank + 1 for rank in ranks)
+            assert sent == ranks[-1]
+
+
+def two_steps(native: bool) -> tuple:
+    """hpZ on 2 nodes of 2: slices between the nodes first, then rows of slices inside the node."""
+    mesh = make_mesh(Sharding.of_stage(3), 60.0, secondary_size=2)
+    secondary, across = mesh.secondary, mesh.across
+    own = torch.arange(6.0) + 10 * mesh.data.rank
+    held = torch.zeros(across.size, 6)
+    held[across.rank] = own
+    comm.gather(held.view(-1), across, 0).wait()
+    full = torch.full((4, 6), -1.0)
+    full.view(2, 2, 6)[:, secondary.rank] = held
+    inside = Axis(secondary.group, 2, secondary.rank, native, secondary.watchdog, secondary.ranks)
+    comm.gather(full.view(-1), inside, 3, rows=2).wait()
+    mesh.watchdog.close()
+    return full, _axes(mesh)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_two_gathers_bring_what_one_over_all_ranks_brings(pool, native):
+    wanted = torch.arange(6.0) + 10 * torch.arange(4)[:, None]
+    for rank, (full, axes) in enumerate(pool.run(4, two_steps, native)):
+        assert torch.equal(full, wanted)
+        base, place = rank // 2 * 2, rank % 2
+        assert axes["shard"] == axes["data"] == (0, 1, 2, 3)
+        assert (axes["secondary"], axes["across"]) == ((base, base + 1), (place, place + 2))
+
+
+def inside_a_group() -> tuple:
+    """A mesh over a group that is not all of the world, with groups inside of it."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own = groups[dist.get_rank() % 2]
+    mesh = make_mesh(Sharding.of_stage(3), 60.0, group=own)
+    gathered = comm.gather_scalars(torch.tensor([mesh.global_rank]), mesh.data).flatten().tolist()
+    mesh.watchdog.close()
+    return _axes(mesh), gathered, mesh.global_rank
+
+
+def test_ranks_of_a_group_are_named_by_their_global_numbers(pool):
+    for rank, (axes, gathered, own) in enumerate(pool.run(4, inside_a_group)):
+        group = (0, 2) if rank % 2 == 0 else (1, 3)
+        assert axes["shard"] == axes["data"] == group
+        assert gathered == list(group)
+        assert own == rank
+
+
+def test_a_mesh_of_one_has_three_axes_of_one():
+    assert _axes(mesh_of_one()) == {"shard": (0,), "replica": (0,), "data": (0,), "secondary": None, "across": None}
+
+
+def backends() -> list[str]:
+    dist.destroy_process_group()
+    found = []
+    for name in ("gloo", "cpu:gloo,xpu:gloo", None):
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+        found += [backend_of(dist.group.WORLD, torch.device(device)) for device in ("cpu", "cuda", "xpu")]
+        dist.destroy_process_group()
+    return found
+
+
+def test_the_backend_is_asked_per_device(pool):
+    (found,) = pool.run(1, backends)
+    named, several, unnamed = found[:3], found[3:6], found[6:]
+    assert named[:2] == ["gloo", "gloo"]
+    assert several == ["gloo", "", "gloo"]
+    assert unnamed[0] == "gloo"
+
+
+def test_a_slow_backend_is_said_with_its_cost():
+    text = slow_backend(torch.device("cuda"), "gloo")
+    assert "sends over gloo" in text
+    assert "copied to host memory" in text
