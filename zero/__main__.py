@@ -11,6 +11,7 @@ from zero.launch.args import checkpoint as checkpoint_args
 from zero.launch.args import run as run_args
 from zero.launch.args import ssh as ssh_args
 from zero.launch.contract import CLOSED_PIPE
+from zero.plan import command as plan_command
 
 
 class _Version(argparse.Action):
@@ -44,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
     _add_report(commands)
+    about = "print the groups of ranks that a number of ranks and sizes of axes make"
+    plan_command.add_arguments(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
     checkpoint_args.add_commands(commands)
     return parser
 
@@ -76,6 +79,8 @@ def _command(given: argparse.Namespace) -> int:
         return _schema()
     if given.command == "report":
         return _report(given)
+    if given.command == "plan":
+        return plan_command.run(given)
     if given.command == "check":
         return _check(given)
     if given.command == "ssh":

@@ -50,6 +50,7 @@ STEPS_OF_CORE = {
     "zero.core.launched": 0,
     "zero.core.rendezvous": 0,
     "zero.core.mesh": 1,
+    "zero.core.mpu": 1,
     "zero.core.joining": 2,
     "zero.core.comm": 2,
     "zero.core.agree": 3,

@@ -1,0 +1,65 @@
+"""The command `zero plan`: the groups of ranks of a grid."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from zero.plan.grid import DATA, Grid, GridError
+
+_SIZES = {
+    "tp": "ranks of tensor parallelism, which are consecutive",
+    "pp": "stages of the pipeline",
+    "cp": "ranks that share one sequence",
+    "dp_shard": "ranks that state is cut over; default: all that the other sizes leave",
+    "dp_replicate": "times that cut state is repeated (HSDP)",
+}
+
+
+def add_arguments(parser: Any) -> None:
+    """Give `parser` the arguments of `zero plan`."""
+    parser.add_argument("--groups", action="store_true", help="print the groups of ranks along each axis")
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="the number of ranks")
+    for axis, about in _SIZES.items():
+        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=about)
+    about = "for the warning about tensor parallelism between hosts (default: 8)"
+    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help=about)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print what was asked for; returns the exit status."""
+    try:
+        if not given.groups:
+            raise GridError("nothing to print: add --groups, the groups of ranks along each axis")
+        if given.ranks_per_host < 1:
+            raise GridError(f"--ranks-per-host: got {given.ranks_per_host}, wanted an integer of at least 1")
+        sizes = {axis: getattr(given, axis) for axis in _SIZES if getattr(given, axis) is not None}
+        grid = Grid(given.world, sizes)
+    except GridError as error:
+        print(f"zero plan: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(groups_text(grid)))
+    for line in grid.warnings(given.ranks_per_host):
+        print(f"zero plan: warning: {line}", file=sys.stderr)
+    return 0
+
+
+def groups_text(grid: Grid) -> list[str]:
+    """The groups of a grid in words, an axis of one rank left out."""
+    kinds = {
+        "tensor parallel (tp)": grid.lists("tp") if grid.size("tp") > 1 else [],
+        "context parallel (cp)": grid.lists("cp") if grid.size("cp") > 1 else [],
+        "pipeline (pp)": grid.lists("pp") if grid.size("pp") > 1 else [],
+        "data parallel (dp)": grid.lists(*DATA),
+        "shards of state (dp_shard)": grid.lists("dp_shard") if grid.size("dp_replicate") > 1 else [],
+        "replicas of state (dp_replicate)": grid.lists("dp_replicate") if grid.size("dp_replicate") > 1 else [],
+        "one replica of the model (pp x tp)": grid.lists("pp", "tp") if grid.size("pp", "tp") > 1 else [],
+        "first and last stage (embedding)": grid.embedding() if grid.size("pp") > 1 else [],
+    }
+    factors = " x ".join(f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1)
+    lines = [f"{grid.world} ranks{': ' * bool(factors)}{factors}"]
+    for kind, lists in kinds.items():
+        if lists:
+            lines += [f"{kind}: {len(lists)} of {len(lists[0])}", "  " + " ".join(str(list(ranks)) for ranks in lists)]
+    return lines
