@@ -86,7 +86,7 @@ def stop(folder: str) -> str:
         os.fsync = real
         while Path(f"/proc/{others[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
-        engine._saver.barrier.timeout = 3.0  # zero.timeout, but only now: until here a rank may be slow
+        engine._saving.saver.barrier.timeout = 3.0  # zero.timeout, but only now: until here a rank may be slow
         real(file)
 
     os.fsync = stops if rank == 1 else waits
@@ -120,7 +120,7 @@ def save(folder, what, which):
     step(engine, 0)
     engine.save_checkpoint(folder)
     step(engine, 1)
-    engine._saver.barrier.timeout = 4.0
+    engine._saving.saver.barrier.timeout = 4.0
     if int(os.environ["RANK"]) == which:
         def ends(file):
             os.kill(os.getpid(), getattr(signal, what))

@@ -243,8 +243,8 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
             for name, group in reversed(mine.items()):
                 patch.setattr(module, "make_mesh", functools.partial(make_mesh, group=group))
                 made[f"{name}{seed}"] = zero.initialize(model=net(seed), config=offloaded(stage))[0], group
-    numbers = {name: engine._watchdog.number for name, (engine, _) in made.items()}
-    prefixes = [engine._watchdog.prefix for engine, _ in made.values()]
+    numbers = {name: engine._sharded.mesh.watchdog.number for name, (engine, _) in made.items()}
+    prefixes = [engine._sharded.mesh.watchdog.prefix for engine, _ in made.values()]
     assert numbers == {name: int(name[1]) + (name[0] == "a") for name in made}, "the group's own count"
     assert len(set(prefixes)) == len(prefixes)
     return dict(zip(made, trained_in_turn(list(made.values())), strict=True))

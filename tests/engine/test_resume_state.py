@@ -220,7 +220,7 @@ def test_the_seeds_of_the_tree_go_on():
     engine, other = (make(seed=seed, zero={"reduce": "tree"}) for seed in (1, 2))
 
     def draws(of: Any) -> list[float]:
-        with of._randomness.forward(3, 0):
+        with of._training.randomness.forward(3, 0):
             return torch.rand(2).tolist()
 
     first = draws(engine)

@@ -16,7 +16,7 @@ from models import config, make_net
 import zero
 from zero.config import ConfigError, load
 from zero.config.keys import idle, sections, unavailable
-from zero.engine.queries import Queries
+from zero.engine.deepspeed_getters import DeepSpeedGetters
 
 TEXT = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
 STATUSES = {"works", "differs", "idle", "planned", "no"}
@@ -98,9 +98,9 @@ def test_every_key_is_known():
 def test_what_answers_with_a_key_answers():
     """Each getter of the engine that names a key reads one that the configuration has."""
     engine = zero.initialize(model=make_net(), config=config(0, 1))[0]
-    asked = [name for name, value in vars(Queries).items() if getattr(value, "__name__", None) == "value"]
+    asked = [name for name, value in vars(DeepSpeedGetters).items() if getattr(value, "__name__", None) == "value"]
     assert len(asked) > 40
     for name in asked:
-        path = re.findall("`(.+)`", getattr(Queries, name).__doc__)[0].split(".")
+        path = re.findall("`(.+)`", getattr(DeepSpeedGetters, name).__doc__)[0].split(".")
         assert path[-1] in sections()[tuple(path[:-1])].model_fields, name
         getattr(engine, name)()

@@ -181,7 +181,7 @@ def cut_in_engines(stage: int) -> list[bool]:
     for section, host in ({}, False), (FULL, False), (SELECTIVE, False), (FULL, True):
         rest = {"partition_activations": bool(section), "cpu_checkpointing": host}
         engine = zero.initialize(model=make(), config=settings(stage, section, activation_checkpointing=rest))[0]
-        assert engine._recomputing.rest.axis.size == (2 if section else 1)
+        assert engine._training.recomputing.rest.axis.size == (2 if section else 1)
         torch.manual_seed(100)
         losses = []
         for step in range(3):

@@ -223,7 +223,7 @@ def compiled() -> tuple[list[bool], list[str]]:
         engine.compile(backend="aot_eager")
         torch.manual_seed(9)
         losses = steps(engine, 2)
-        policies += [module.policy.value for module in engine._recomputing.modules]
+        policies += [module.policy.value for module in engine._training.recomputing.modules]
         made.append(result(engine, losses))
         assert not any("forward" in block.__dict__ for block in engine.module.blocks)
     return [same(made[0], other) for other in made[1:]], policies
@@ -241,7 +241,7 @@ def without_gradients() -> tuple[list[int], list[int], bool]:
     with torch.inference_mode():
         engine(*inputs(0))
     idle = [block.calls for block in engine.module.blocks]
-    untouched = engine._recomputing.rest.slots.nbytes == 0
+    untouched = engine._training.recomputing.rest.slots.nbytes == 0
     loss = engine(*inputs(0))  # in eval with gradients, memory is wanted as in training
     loss.backward()
     busy = [block.calls for block in engine.module.blocks]

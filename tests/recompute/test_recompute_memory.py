@@ -61,7 +61,7 @@ def kept(section: dict[str, Any], rest: dict[str, Any]) -> int:
     found = []
     for count in (1, BLOCKS):
         x = engine.module.embed(inputs(0)[0])
-        with Alive(engine) as alive, engine._recomputing.scope():
+        with Alive(engine) as alive, engine._training.recomputing.scope():
             y = x
             for block in engine.module.blocks[:count]:
                 y = block(y, (engine.module.turn[0], engine.module.turn[1]), scale=engine.module.turn[0, 0])
@@ -105,8 +105,8 @@ def slots(rest: dict[str, Any]) -> list[int]:
         loss = engine(*(each[:, :tokens] for each in inputs(0)))
         engine.backward(loss)
         engine.step()
-        found.append(engine._recomputing.rest.slots.nbytes)
-    rest = engine._recomputing.rest
+        found.append(engine._training.recomputing.rest.slots.nbytes)
+    rest = engine._training.recomputing.rest
     del loss
     engine.destroy()
     return [*found, rest.slots.nbytes]
@@ -129,7 +129,7 @@ def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
     engine = made({"modules": ["Block"], "policy": "auto", "budget": budget}, {}, stage)
     steps(engine, 1)
     logging.getLogger("zero").removeHandler(handler)
-    policies = [module.policy.value for module in engine._recomputing.modules]
+    policies = [module.policy.value for module in engine._training.recomputing.modules]
     steps(engine, 1)
     x = engine.module.embed(inputs(0)[0])
     with Alive(engine) as alive:
@@ -179,7 +179,7 @@ def differing() -> list[str]:
     engine = zero.initialize(model=Other(), config=values)[0]
     engine.backward(engine(torch.ones(2, 5, WIDTH)))
     engine.step()
-    policies = [module.policy.value for module in engine._recomputing.modules]
+    policies = [module.policy.value for module in engine._training.recomputing.modules]
     engine.destroy()
     return policies
 

@@ -12,16 +12,18 @@ from torch import nn
 
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.engine.status import Status
 from zero.log import rank_zero
 from zero.recompute.modules import Recomputed
 
 
-class Compiling:
-    """`compile()` and `is_compiled`; mixed into the engine."""
+class BlockCompiler:
+    """Compiles the blocks of a module, and takes that back."""
 
-    module: nn.Module
-    _sharded: ShardedModule
-    _compiled: dict[nn.Module, Callable[..., Any] | None]
+    def __init__(self, sharded: ShardedModule, status: Status) -> None:
+        self._sharded = sharded
+        self._status = status
+        self._compiled: dict[nn.Module, Callable[..., Any] | None] = {}  # each block's own forward before, if any
 
     @property
     def is_compiled(self) -> bool:
@@ -43,11 +45,11 @@ class Compiling:
         anew. `compile_kwargs` go to torch.compile. Raises ValueError for `schedule` and
         `compiled_autograd_enabled`, which are DeepCompile's.
         """
-        self._alive()
+        self._status.check()
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("compile(): schedule and compiled_autograd_enabled belong to DeepCompile; leave them out")
-        self._undo_compile()
-        blocks, left = _blocks(self.module, self._sharded.units)
+        self.undo()
+        blocks, left = _blocks(self._sharded.module, self._sharded.units)
         for block in blocks:
             self._compiled[block] = block.__dict__.get("forward")
             # Hooks have ids, and dynamo would compile every block anew for its own.
@@ -61,7 +63,8 @@ class Compiling:
             logging.INFO, "compiled %d blocks with %s; left as they are: %s", len(blocks), backend, left or "none"
         )
 
-    def _undo_compile(self) -> None:
+    def undo(self) -> None:
+        """Give the blocks their own forward back."""
         for block, before in self._compiled.items():
             if isinstance(before, Recomputed):
                 before.undo_compile()

@@ -27,9 +27,8 @@ from zero.engine.agreement import description
 from zero.engine.arguments import resolve_config
 from zero.engine.check.order import make_plain, order_of_environment
 from zero.engine.engine import Engine
-from zero.engine.feeding import make_loader
+from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
-from zero.engine.progress import describe
 from zero.log import rank_zero, set_level
 from zero.memory.swap_file import Requests
 from zero.optim.client import client_rule
@@ -132,14 +131,8 @@ def _make_engine(
     if zero_optimizer is not None:
         sharded.reducer.divisor = settings.predivide
         zero_optimizer.bind(sharded, settings.gradient_factor)
-    engine = Engine(sharded, zero_optimizer, settings, device, recomputing)
-    stage, held = settings.zero_optimization.stage, engine.state_nbytes()
-    rank_zero(logging.INFO, "%s", describe(sharded, stage, settings.compute_dtype, device, held, formats))
-    if zero_optimizer is not None and zero_optimizer.host_threads:
-        rank_zero(logging.INFO, "the host updates with %d thread(s) on each rank", zero_optimizer.host_threads)
-    if settings.dump_state:
-        rank_zero(logging.INFO, "configuration: %s", settings.model_dump_json(indent=2))
-    engine._initialize = initialize
+    engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
+    engine._progress.log_start()
     return engine
 
 

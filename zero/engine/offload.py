@@ -1,4 +1,4 @@
-"""Model state resting in host memory between phases of a run, while something else needs the device."""
+"""Model state moved to host memory between phases of a run, while something else needs the device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import resizable
 from zero.core.unit import State, Unit
 from zero.log import rank_zero
+from zero.optim.optimizer import ZeroOptimizer
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
-class Rest(NamedTuple):
-    """A storage of the device, resized to 0, and its bytes in host memory; views of the storage stay what they are."""
+class Moved(NamedTuple):
+    """A storage of the device, resized to 0, and its bytes in host memory; views of the storage stay valid."""
 
     storage: torch.UntypedStorage
     host: torch.Tensor
 
 
-class Offload:
-    """`offload_states` and `reload_states`; mixed into the engine."""
+class StateOffload:
+    """Moves model state to host memory and back."""
 
-    device: torch.device
-    optimizer: Any
-    _sharded: ShardedModule
-    _resting: list[Rest]
+    def __init__(self, sharded: ShardedModule, optimizer: ZeroOptimizer | None, device: torch.device) -> None:
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._device = device
+        self._moved: list[Moved] = []
 
     def offload_states(
         self,
@@ -63,16 +65,16 @@ class Offload:
         unknown = [name for name in names if name not in STATES]
         if unknown:
             raise ValueError(f"offload_states(include=...): unknown {unknown}; known: {', '.join(STATES)}")
-        if self.optimizer is None:
+        if self._optimizer is None:
             raise RuntimeError("offload_states() needs an optimizer: give `optimizer` in the JSON or to initialize()")
         if any(unit.placement.shard_offloaded for unit in self._sharded.units):
             raise RuntimeError(
                 "offload_states(): the parameters rest off the device already; leave out "
                 "zero_optimization.offload_param, or do without offload_states()"
             )
-        if self.optimizer.away:
+        if self._optimizer.away:
             return
-        self.optimizer.settle()
+        self._optimizer.settle()
         held = [unit.plan.name for unit in self._sharded.units if unit.holds]
         if held:
             raise RuntimeError(f"offload_states() while GatheredParameters holds {held} open; call it outside")
@@ -82,25 +84,25 @@ class Offload:
         if "lp_params" in names:
             for unit in self._sharded.units:
                 unit.put_away()
-        pinned = pin_memory and self.device.type == "cuda"
-        self.optimizer.away = True
+        pinned = pin_memory and self._device.type == "cuda"
+        self._optimizer.away = True
         for storage in storages.values():  # one by one: where memory ends, `reload_states` brings back what has left
-            self._resting.append(_put(storage, pinned, non_blocking))
-        if self.device.type == "cuda":
+            self._moved.append(_put(storage, pinned, non_blocking))
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()  # else the memory stays with torch, and only torch may use it
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` took, bit by bit; does nothing when nothing is offloaded."""
-        if self.optimizer is None or not self.optimizer.away:
+        if self._optimizer is None or not self._optimizer.away:
             return
-        while self._resting:
-            storage, host = self._resting.pop()
+        while self._moved:
+            storage, host = self._moved.pop()
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         for unit in self._sharded.units:
             if unit.state is State.AWAY:
                 unit.take_back()
-        self.optimizer.away = False
+        self._optimizer.away = False
 
     def _storages(self, names: Collection[str]) -> Iterator[torch.UntypedStorage]:
         sharded = self._sharded
@@ -117,7 +119,7 @@ class Offload:
             if "hp_params" in names and master is not unit.shard:
                 yield master.untyped_storage()
             if "optim_states" in names:
-                yield from (tensor.untyped_storage() for _, _, tensor in self.optimizer.rule.tensors(unit))
+                yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.rule.tensors(unit))
             yield from _gradient_storages(unit, names)
 
 
@@ -135,9 +137,9 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _put(storage: torch.UntypedStorage, pinned: bool, non_blocking: bool) -> Rest:
+def _put(storage: torch.UntypedStorage, pinned: bool, non_blocking: bool) -> Moved:
     """Copy the bytes out and free them; on a GPU both are ordered by the current stream."""
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
     host.copy_(_bytes(storage), non_blocking=non_blocking)
     storage.resize_(0)
-    return Rest(storage, host)
+    return Moved(storage, host)

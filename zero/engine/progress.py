@@ -1,11 +1,13 @@
-"""What the engine says while it runs: a line at the start, one every so many steps, and on request where time goes."""
+"""How far a run is, and what the engine logs of it: a line at the start, one every so many steps, time and memory."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +15,8 @@ from zero.config import Config
 from zero.core.sharded_module import ShardedModule
 from zero.kernels import cuda
 from zero.kernels.native import isa
-from zero.log import logger
-from zero.plan.formats import Formats
+from zero.log import logger, rank_zero
+from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.host import HostBytes
 from zero.plan.memory import StateBytes
 
@@ -22,20 +24,69 @@ MIB = 2**20
 _WAITS = "of that waiting for updates"  # the last in its line
 
 
-class Progress:
-    """Prints on rank 0: `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON."""
+@dataclass
+class Counters:
+    """Of a run, over all ranks alike; `step_applied`: whether the last step changed parameters."""
 
-    def __init__(self, config: Config, rank: int, device: torch.device) -> None:
-        self._every = config.steps_per_print if rank == 0 else math.inf
-        self._memory = config.memory_breakdown
-        self._clock = config.wall_clock_breakdown
+    global_steps: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    global_samples: int = 0
+    step_applied: bool = False
+
+
+class Progress:
+    """Logs on rank 0: `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON."""
+
+    def __init__(
+        self,
+        config: Config,
+        sharded: ShardedModule,
+        optimizer: ZeroOptimizer | None,
+        counters: Counters,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._counters = counters
         self._device = device
+        self._every = config.steps_per_print if sharded.mesh.global_rank == 0 else math.inf
         self._seconds: dict[str, float] = {}
+
+    def state_nbytes(self) -> StateBytes:
+        """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included)."""
+        nbytes = self._sharded.nbytes()
+        return nbytes._replace(optimizer=nbytes.optimizer + (self._optimizer.nbytes() if self._optimizer else 0))
+
+    def host_nbytes(self) -> HostBytes | None:
+        """Bytes of model state of this rank off the device, in host memory and in files; None without offload."""
+        return self._sharded.offload.host if self._sharded.offload is not None else None
+
+    def log_start(self) -> None:
+        """Log what was made of the model."""
+        config, sharded, device = self._config, self._sharded, self._device
+        dtype = config.compute_dtype
+        formats = sharded.numerics.formats
+        numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
+        compiled = isa() if device.type == "cpu" else "CUDA" if cuda.available(device) else "torch"
+        kept = f", masters as {formats.master}" if dtype != "fp32" else ""
+        kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
+        rank_zero(
+            logging.INFO,
+            f"stage {config.zero_optimization.stage} on {sharded.mesh.data.size} rank(s), {device.type}: "
+            f"{numel:,} parameters in {dtype}, {len(sharded.units)} units, "
+            f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest, {compiled} kernels{kept}",
+        )
+        if self._optimizer is not None and self._optimizer.host_threads:
+            rank_zero(logging.INFO, "the host updates with %d thread(s) on each rank", self._optimizer.host_threads)
+        if config.dump_state:
+            rank_zero(logging.INFO, "configuration: %s", config.model_dump_json(indent=2))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside towards `name`, if asked to; a GPU is waited for at both ends then, which costs."""
-        if not self._clock:
+        if not self._config.wall_clock_breakdown:
             yield
             return
         self._synchronize()
@@ -46,33 +97,27 @@ class Progress:
             self._synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def waited(self, seconds: float | None) -> None:
-        """Part of the time of the phases was spent waiting for updates in host memory; None: there are none."""
-        if seconds is not None and self._clock:
+    def log_step(self) -> None:
+        """Log the optimizer step that has just ended, if it is its turn."""
+        config, counters, groups = self._config, self._counters, self._optimizer.param_groups
+        seconds = self._optimizer.waited()
+        if seconds is not None and config.wall_clock_breakdown:
             self._seconds[_WAITS] = self._seconds.pop(_WAITS, 0.0) + seconds
-
-    def step(
-        self,
-        number: int,
-        skipped: int,
-        lr: list[float],
-        mom: list[object],
-        held: Callable[[], StateBytes],
-        off: HostBytes | None = None,
-    ) -> None:
-        """Optimizer step `number` is done; say so if it is its turn. `off`: what rests off the device, if anything."""
-        if math.isinf(self._every) or number % int(self._every):
+        if math.isinf(self._every) or counters.global_steps % int(self._every):
             return
-        logger.info("step=%d, skipped=%d, lr=%s, mom=%s", number, skipped, lr, mom)
-        if self._clock:
+        text = "step=%d, skipped=%d, lr=%s, mom=%s"
+        lr = [group.get("lr") for group in groups]
+        logger.info(text, counters.global_steps, counters.skipped_steps, lr, momentum_of(groups))
+        if config.wall_clock_breakdown:
             parts = " | ".join(f"{name}: {1e3 * spent / self._every:.2f}" for name, spent in self._seconds.items())
             logger.info("time (ms per step over %d steps) | %s", int(self._every), parts)
             self._seconds.clear()
-        if self._memory:
-            parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in held()._asdict().items())
+        if config.memory_breakdown:
+            parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in self.state_nbytes()._asdict().items())
             logger.info("model state on rank 0 (MiB) | %s", parts)
-            if off is not None:
-                kinds = off._asdict() | {"in memory": off.memory}
+            host = self.host_nbytes()
+            if host is not None:
+                kinds = host._asdict() | {"in memory": host.memory}
                 parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in kinds.items())
                 logger.info("off the device on rank 0 (MiB) | %s", parts)
 
@@ -81,16 +126,7 @@ class Progress:
             torch.cuda.synchronize(self._device)
 
 
-def describe(
-    sharded: ShardedModule, stage: int, dtype: str, device: torch.device, held: StateBytes, formats: Formats
-) -> str:
-    """The line at the start: what was made of the model."""
-    numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
-    compiled = isa() if device.type == "cpu" else "CUDA" if cuda.available(device) else "torch"
-    kept = f", masters as {formats.master}" if dtype != "fp32" else ""
-    kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
-    return (
-        f"stage {stage} on {sharded.mesh.data.size} rank(s), {device.type}: {numel:,} parameters in {dtype}, "
-        f"{len(sharded.units)} units, {held.total / MIB:.1f} MiB of model state per rank at rest, "
-        f"{compiled} kernels{kept}"
-    )
+def momentum_of(groups: list[dict[str, object]]) -> list[object]:
+    """The momentum, or Adam's betas, of each parameter group."""
+    key = "betas" if all("betas" in group for group in groups) else "momentum"
+    return [group.get(key) for group in groups]

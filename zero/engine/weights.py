@@ -19,6 +19,7 @@ from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.core.values import cut_out, write_exact, write_frozen
+from zero.engine.status import Status
 from zero.engine.streaming import stream_model
 from zero.log import log_once
 
@@ -31,13 +32,13 @@ class Unmatched(NamedTuple):
 
 
 class Weights:
-    """State dictionaries of the module, on every stage; mixed into the engine. All methods are collectives."""
+    """State dictionaries of the module, on every stage. All methods are collectives."""
 
-    module: nn.Module
-    global_rank: int
-    device: torch.device
-    _config: Config
-    _sharded: ShardedModule
+    def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
+        self._asked = config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        self._sharded = sharded
+        self._status = status
+        self._device = device
 
     def module_state_dict(
         self,
@@ -51,9 +52,9 @@ class Weights:
         Where parameters are cut, their values are copies in host memory; elsewhere the storage itself, as in torch.
         `keep_vars` gives the parameters themselves, whose values may be away. Tied weights are one tensor.
         """
-        self._alive()
+        self._status.check()
         destination = {} if destination is None else destination
-        names = self.module.state_dict(prefix=prefix, keep_vars=True)
+        names = self._sharded.module.state_dict(prefix=prefix, keep_vars=True)
         if exclude_frozen_parameters:
             names = {name: value for name, value in names.items() if not _is_frozen(value)}
         whole = {} if keep_vars else self._whole(names.values(), True)
@@ -80,12 +81,12 @@ class Weights:
         RuntimeError, before anything is changed, for a wrong shape and, with `strict`, for missing and unexpected
         names.
         """
-        self._alive()
+        self._status.check()
         if custom_load_fn is not None:
-            with GatheredParameters(self.module.parameters(), modifier_rank=0):
-                custom_load_fn(src=state_dict, dst=self.module)
+            with GatheredParameters(self._sharded.module.parameters(), modifier_rank=0):
+                custom_load_fn(src=state_dict, dst=self._sharded.module)
             return Unmatched([], [])
-        names = self.module.state_dict(keep_vars=True)
+        names = self._sharded.module.state_dict(keep_vars=True)
         allowed = set(allowed_missing_keys or ())
         missing = [name for name in names if name not in state_dict and name not in allowed]
         unmatched = Unmatched(missing, [name for name in state_dict if name not in names])
@@ -99,9 +100,9 @@ class Weights:
                 elif owner.unit.master is None:
                     write_frozen(owner, value)
                 else:
-                    whole = value.to(self.device, torch.float32).reshape(-1)
+                    whole = value.to(self._device, torch.float32).reshape(-1)
                     write_exact(owner, cut_out(owner, whole), whole)
-        self.module.load_state_dict(rest, strict=False)
+        self._sharded.module.load_state_dict(rest, strict=False)
         return unmatched
 
     def save_16bit_model(
@@ -122,7 +123,7 @@ class Weights:
         `stage3_gather_16bit_weights_on_model_save` says: one unit at a time is whole. Raises ValueError for a name or
         size that does not go, and OSError on all ranks when rank 0 cannot write.
         """
-        self._alive()
+        self._status.check()
         limit = None if max_shard_size is None else size_of(max_shard_size, "max_shard_size")
         if limit is not None and save_filename == "pytorch_model.bin":
             save_filename = NAME
@@ -130,8 +131,7 @@ class Weights:
             raise ValueError(
                 f"max_shard_size is for names that end in .safetensors; save_filename is {save_filename!r}"
             )
-        asked = self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-        if self._sharded.sharding.params and not asked:
+        if self._sharded.sharding.params and not self._asked:
             log_once(
                 logging.INFO,
                 "save_16bit_model() gathers and writes the weights, "
@@ -139,7 +139,9 @@ class Weights:
             )
         if save_filename.endswith(".safetensors"):
             state = self._named_state(exclude_frozen_parameters)
-            problem = stream_model(state, self._sharded, Path(save_dir), save_filename, limit, self.global_rank == 0)
+            problem = stream_model(
+                state, self._sharded, Path(save_dir), save_filename, limit, self._sharded.mesh.global_rank == 0
+            )
         else:
             problem = self._save_torch(Path(save_dir) / save_filename, exclude_frozen_parameters)
         self._all_agree(problem, OSError)
@@ -147,7 +149,7 @@ class Weights:
 
     def _save_torch(self, path: Path, exclude_frozen_parameters: bool) -> str | None:
         """Write the file; returns what went wrong."""
-        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        state = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
         try:
             if state is not None:
                 _write(state, path)
@@ -159,17 +161,17 @@ class Weights:
         """`save_16bit_model` by its older name."""
         return self.save_16bit_model(save_dir, save_filename)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """As `_consolidated_16bit_state_dict`, where parameters are cut; ValueError elsewhere."""
+    def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """As `consolidated_16bit_state_dict`, where parameters are cut; ValueError elsewhere."""
         if not self._sharded.sharding.params:
             raise ValueError("this function requires ZeRO-3 mode")
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        return self.consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
-        self._alive()
+        self._status.check()
         names = self._named_state(exclude_frozen_parameters)
-        keep = self.global_rank == 0
+        keep = self._sharded.mesh.global_rank == 0
         whole = self._whole(names.values(), keep)
         if not keep:
             return None
@@ -180,14 +182,14 @@ class Weights:
 
     def _named_state(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
         """The module's own tensors by the names of its state_dict, cut or not."""
-        names = self.module.state_dict(keep_vars=True)
+        names = self._sharded.module.state_dict(keep_vars=True)
         return {name: value for name, value in names.items() if not (exclude_frozen_parameters and _is_frozen(value))}
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is whole only for now, and give unused memory of a GPU back."""
-        self._alive()
+        self._status.check()
         self._sharded.gatherer.release_all()
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _whole(self, values: Collection[Any], keep: bool) -> dict[int, torch.Tensor]:
@@ -206,7 +208,7 @@ class Weights:
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""
         mesh = self._sharded.mesh
-        bad = torch.tensor([float(problem is not None)], dtype=torch.float64, device=self.device)
+        bad = torch.tensor([float(problem is not None)], dtype=torch.float64, device=self._device)
         for axis in (mesh.shard, mesh.replica):
             bad = comm.gather_scalars(bad, axis, "outcome of writing").amax(0)
         if problem is not None:

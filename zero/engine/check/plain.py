@@ -22,8 +22,9 @@ from torch import nn
 from zero.config import Config
 from zero.data import Loader
 from zero.engine.check.runs import Kind
-from zero.engine.feeding import make_loader
-from zero.engine.queries import Queries
+from zero.engine.deepspeed_getters import DeepSpeedGetters
+from zero.engine.loader import make_loader
+from zero.engine.progress import Counters
 
 Groups = list[dict[str, Any]]
 Values = dict[str, torch.Tensor]
@@ -44,7 +45,7 @@ class Step(NamedTuple):
     slack: Values
 
 
-class PlainEngine(Queries, nn.Module):
+class PlainEngine(DeepSpeedGetters, nn.Module):
     """What a training loop sees of the engine, over an unsharded module.
 
     masters: the exact weights by parameter name: what the optimizer updates where it does, else the parameter.
@@ -57,10 +58,9 @@ class PlainEngine(Queries, nn.Module):
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Loader | None = None
-        self.config = settings.raw
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
-        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self._counters = Counters()
         self.last: Step | None = None
         self._config = settings
         self._nudged = kind is Kind.NUDGED

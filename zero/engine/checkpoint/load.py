@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero.checkpoint.differences import Ask, Match, Wanted, compare
 from zero.checkpoint.find import find
@@ -17,7 +17,6 @@ from zero.checkpoint.folder import LATEST
 from zero.checkpoint.index import Index
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.saver import Saver
-from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
@@ -41,17 +40,14 @@ from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 
 
-class LoadCheckpoint:
-    """`load_checkpoint`; mixed into the engine."""
+class CheckpointLoader:
+    """Loads checkpoints into an engine."""
 
-    module: nn.Module
-    optimizer: ZeroOptimizer | None
-    global_steps: int
-    device: torch.device
-    _config: Config
-    _sharded: ShardedModule
-    _saver: Saver
-    _half_loaded: str | None
+    def __init__(self, engine: Any, sharded: ShardedModule, optimizer: ZeroOptimizer | None, saver: Saver) -> None:
+        self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._saver = saver
 
     def load_checkpoint(
         self,
@@ -83,10 +79,10 @@ class LoadCheckpoint:
         """
         self._saver.join()  # else it would be by chance which checkpoint is there, or the one before that one
         ask = Ask(
-            states=load_optimizer_states and not load_module_only and self.optimizer is not None,
+            states=load_optimizer_states and not load_module_only and self._optimizer is not None,
             strict=load_module_strict,
             weights=custom_load_fn is None,
-            masters=self._config.zero_optimization.load_from_fp32_weights,
+            masters=self._engine._config.zero_optimization.load_from_fp32_weights,
             argument="load_module_strict",
         )
         ranks = self._ranks("load_checkpoint")
@@ -98,7 +94,8 @@ class LoadCheckpoint:
             if found is not None:
                 values = saved_values(found, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
                 if values.shared is not None and not load_module_only:
-                    check(self, values.shared, load_optimizer_states, load_lr_scheduler_states, str(found.place))
+                    what = (load_optimizer_states, load_lr_scheduler_states, str(found.place))
+                    check(self._engine, values.shared, *what)
             return found
 
         found = ranks.find(look)
@@ -107,43 +104,39 @@ class LoadCheckpoint:
             return None, None
         anew = not load_optimizer_states and not load_module_only
         self._take(ranks, found, anew, custom_load_fn)
-        self.module.load_state_dict(values.extra, strict=False)
+        self._sharded.module.load_state_dict(values.extra, strict=False)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
-        self._half_loaded = None
+        self._engine._status.half_loaded = None
         return str(found.place), values.client
 
     def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._saver.join()
         ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
-        found = ranks.find(lambda: self._fitted(*look(saved_buffers(self.module)), ask))
+        found = ranks.find(lambda: self._fitted(*look(saved_buffers(self._sharded.module)), ask))
         self._take(ranks, found, False, None)
-        self._half_loaded = None
+        self._engine._status.half_loaded = None
         return found.match
 
     def _resume(self, values: Values, optimizer: bool, scheduler: bool) -> None:
         """Bring back what is not of the model."""
         if values.shared is None:
-            self.global_steps = values.steps
+            self._engine.global_steps = values.steps
             rank_zero(
                 logging.WARNING, "the checkpoint is another program's: schedule, data and random numbers begin anew"
             )
             return
-        restore(self, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
+        restore(self._engine, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
 
     def _ranks(self, what: str) -> CollectiveRead:
-        return CollectiveRead(what, self._sharded.mesh.data, self.device)
+        return CollectiveRead(what, self._sharded.mesh.data, self._engine.device)
 
     def _may_load(self) -> None:
-        """As `_alive`, but for what a load repairs."""
-        torn, self._half_loaded = self._half_loaded, None
-        try:
-            self._alive()
-        finally:
-            self._half_loaded = torn
-        if self.optimizer is not None:
-            self.optimizer.settle()
+        """Raise RuntimeError where no load may begin."""
+        self._engine._status.check(loading=True)
+        if self._optimizer is not None:
+            self._optimizer.settle()
         self._sharded.check_parameters()
         held = [unit.plan.name for unit in self._sharded.units if unit.holds]
         if held:
@@ -157,7 +150,7 @@ class LoadCheckpoint:
         """Raises ValueError where the engine cannot take what is there."""
         self._may_load()
         ask = ask._replace(left_out=index.excluded)
-        match = compare(index, self._wanted(), shapes_of_buffers(self.module), ask)
+        match = compare(index, self._wanted(), shapes_of_buffers(self._sharded.module), ask)
         problem = match.problem(ask)
         if problem is not None:
             raise ValueError(f"{place} does not fit this engine:\n  {problem}")
@@ -175,13 +168,13 @@ class LoadCheckpoint:
 
     def _wanted(self) -> list[Wanted]:
         """What this engine has, in its terms for a checkpoint."""
-        names, found, keys = names_of_parameters(self.module), [], {}
+        names, found, keys = names_of_parameters(self._sharded.module), [], {}
         for unit in self._sharded.units:
             group, states = None, ((), ())
-            if unit.master is not None and self.optimizer is not None:
+            if unit.master is not None and self._optimizer is not None:
                 group = unit.plan.group
                 if group not in keys:
-                    keys[group] = self.optimizer.rule.keys(unit, self.optimizer.param_groups[group])
+                    keys[group] = self._optimizer.rule.keys(unit, self._optimizer.param_groups[group])
                 states = keys[group]
             for param in unit.params:
                 own = owner_of(param).name
@@ -196,13 +189,13 @@ class LoadCheckpoint:
 
         The engine is half loaded until the caller, who may have more to bring, says otherwise.
         """
-        self._half_loaded = (
+        self._engine._status.half_loaded = (
             f"the engine is half loaded: loading {found.place} was broken off. Load a checkpoint that is whole, or "
             "call destroy()"
         )
         self._sharded.recover()
-        self.zero_grad()
-        self._begin_window()
+        self._engine.zero_grad()
+        self._engine._accumulation.restart()
 
         units = self._sharded.units
         whole = replaced(units, found)
@@ -214,8 +207,8 @@ class LoadCheckpoint:
         # Also where one failed: full copies must be there again for whatever comes next, and all take part or none.
         state = ranks.read(read, lambda good: renew(units, whole if good else ()))
         if custom is not None:
-            with GatheredParameters(self.module.parameters(), modifier_rank=0):
-                custom(src=state, dst=self.module)
+            with GatheredParameters(self._sharded.module.parameters(), modifier_rank=0):
+                custom(src=state, dst=self._sharded.module)
         for line in found.match.warnings:
             rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
         if found.match.left_out:
@@ -234,15 +227,17 @@ class LoadCheckpoint:
             unit.invalidate()
         for unit in self._sharded.units:
             more = partial(load_others, source=source, found=found) if unit in whole else None
-            load_unit(unit, self.optimizer, source, found.match, found.ask, more)
+            load_unit(unit, self._optimizer, source, found.match, found.ask, more)
             if anew and unit.master is not None:
-                restart(unit, self.optimizer)
+                restart(unit, self._optimizer)
         source.finish()
         if custom:
             return _state_dict(source)
         rank, ranks = self._sharded.mesh.data.rank, found.index.ranks
         alike = len(ranks) == self._sharded.mesh.data.size
-        load_buffers(source, self.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {})
+        load_buffers(
+            source, self._sharded.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
+        )
         return None
 
 

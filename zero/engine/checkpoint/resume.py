@@ -37,8 +37,8 @@ def shared_state(engine: Any) -> dict[str, Any]:
     """
     optimizer, scheduler, loader = engine.optimizer, engine.lr_scheduler, _loader(engine)
     scaler = optimizer.loss_scaler if optimizer is not None else None
-    window, replicas, randomness = engine._window, engine._replicas, engine._randomness
-    counters = {name: getattr(engine, name) for name in _COUNTERS} | {"micro_steps": window.start}
+    replicas, randomness = engine._training.replicas, engine._training.randomness
+    counters = {name: getattr(engine, name) for name in _COUNTERS} | {"micro_steps": engine._accumulation.start}
     return {
         "counters": counters,
         "scheduler": None if scheduler is None else _of_scheduler(scheduler),
@@ -73,14 +73,13 @@ def restore(
     has is said in a warning and left alone.
     """
     check(engine, shared, optimizer, scheduler)
-    reducer, window = engine._sharded.reducer, engine._window
+    reducer, training = engine._sharded.reducer, engine._training
     reducer.abandon()
     for name in _COUNTERS:
         setattr(engine, name, int(shared["counters"][name]))
-    window.start, window.rounds, window.samples = engine.micro_steps, reducer.rounds, 0
-    engine._applied = False
-    engine._watchdog.status.steps = engine.global_steps
-    engine._mark_boundary()
+    engine._accumulation.resume()
+    engine._counters.step_applied = False
+    engine._sharded.mesh.watchdog.status.steps = engine.global_steps
 
     takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
     takes = takes and _load_scheduler(engine.lr_scheduler, shared["scheduler"])
@@ -90,10 +89,10 @@ def restore(
             engine.optimizer.loss_scaler.load_state_dict(dict(shared["loss_scaler"]))
         engine.optimizer.overflow = False
         reducer.scale = engine.optimizer.loss_scale
-    if engine._randomness is not None and shared["randomness"] is not None:
-        engine._randomness.load_state_dict(shared["randomness"])
-    if engine._replicas is not None:
-        engine._replicas.resume(shared["own_buffers"])
+    if training.randomness is not None and shared["randomness"] is not None:
+        training.randomness.load_state_dict(shared["randomness"])
+    if training.replicas is not None:
+        training.replicas.resume(shared["own_buffers"])
     loader = _loader(engine)
     if data and _both("a data position (engine.training_dataloader)", shared["data"], loader):
         loader.load_state_dict(shared["data"])

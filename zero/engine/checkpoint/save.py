@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero.checkpoint.job import Job
+from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
+from zero.checkpoint.store_barrier import StoreBarrier
 from zero.config import Config
 from zero.core import comm
 from zero.core.sharded_module import ShardedModule
-from zero.engine.accumulation import Window
 from zero.engine.checkpoint.checks import Options, begin, check_folder, check_tag
 from zero.engine.checkpoint.resume import rank_state, shared_state
 from zero.engine.checkpoint.save_plan import Plain, SavePlan
-from zero.optim.optimizer import ZeroOptimizer
 from zero.watchdog.hang_report import Phase
-from zero.watchdog.watchdog import Watchdog
 
 CHECKS = "the checks before a checkpoint is written"
 FILES = "writing the part of a checkpoint that rests in files"
 
 
-class SaveCheckpoint:
-    """`save_checkpoint` and `wait_for_checkpoint`; mixed into the engine."""
+class CheckpointSaver:
+    """Saves an engine, and knows of the save that runs beside its training loop."""
 
-    module: nn.Module
-    optimizer: ZeroOptimizer | None
-    global_steps: int
-    micro_steps: int
-    device: torch.device
-    config: Any
-    _config: Config
-    _sharded: ShardedModule
-    _saver: Saver
-    _watchdog: Watchdog
-    _window: Window
+    def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
+        data, section = sharded.mesh.data, config.zero.checkpoint
+        self.saver = Saver(
+            StoreBarrier(data.rank, data.size, data.watchdog.prefix, config.zero.timeout),
+            Retention(section.keep, section.keep_optimizer),
+            section.asynchronous,
+            device.type == "cuda",
+        )
+        self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
+        self._sharded = sharded
 
     def save_checkpoint(
         self,
@@ -62,12 +60,12 @@ class SaveCheckpoint:
         rank makes no progress for `zero.timeout` seconds, or when the engine is of no use; OSError that names rank
         and file; and, without another save, what the last one beside the training loop failed with.
         """
-        saver = self._saver
+        saver = self.saver
         saver.join()
         options = Options(bool(save_latest), bool(exclude_frozen_parameters))
         saver.barrier.start()
         try:
-            with self._watchdog.call(Phase.SAVE), self._watchdog.listening() as in_vain:
+            with self._sharded.mesh.watchdog.call(Phase.SAVE), self._sharded.mesh.watchdog.listening() as in_vain:
                 error = self._save(save_dir, tag, client_state, options, in_vain)
         finally:
             if not saver.running:
@@ -79,25 +77,25 @@ class SaveCheckpoint:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the save that runs beside the training loop, if any, has ended; raises what it failed with."""
-        self._saver.join()
-        if (error := self._saver.error()) is not None:
+        self.saver.join()
+        if (error := self.saver.error()) is not None:
             raise error
 
     def _save(
         self, save_dir: Any, tag: Any, client: Any, options: Options, in_vain: Callable[[], str]
     ) -> Exception | None:
         """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks."""
-        saver, plan, asked = self._saver, None, None
+        engine, saver, plan, asked = self._engine, self.saver, None, None
         try:
             if (error := saver.error()) is not None:
                 raise error
-            self._alive()
+            engine._status.check()
             self._check_window()
             root = Path(os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir")))
-            tag = check_tag(f"global_step{self.global_steps}" if tag is None else tag)
-            plain = Plain(shared_state(self), client or {}, rank_state(self))
-            units, rank = self._sharded.units, self.global_rank
-            plan = SavePlan(self.module, units, self.optimizer, plain, rank, options.exclude_frozen)
+            tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+            plain = Plain(shared_state(engine), client or {}, rank_state(engine))
+            units, rank = self._sharded.units, engine.global_rank
+            plan = SavePlan(engine.module, units, engine.optimizer, plain, rank, options.exclude_frozen)
             asked = {
                 "dir": str(root),
                 "tag": tag,
@@ -117,12 +115,12 @@ class SaveCheckpoint:
     def _write(
         self, job: Job, plan: SavePlan, answer: Mapping[str, Any], in_vain: Callable[[], str]
     ) -> Exception | None:
-        saver, rest = self._saver, []
+        engine, saver, rest = self._engine, self.saver, []
         try:
-            if self.global_rank == 0:
-                plan.describe(job, self.config, self.global_steps)
+            if engine.global_rank == 0:
+                plan.describe(job, engine.config, engine.global_steps)
             snapshot = saver.snapshot if saver.asynchronous else None
-            rest = plan.write(job, self.global_rank, answer["differ"], snapshot)
+            rest = plan.write(job, engine.global_rank, answer["differ"], snapshot)
         except BaseException as error:
             job.fail(error)  # the others must hear of it
         if saver.asynchronous and answer["files"]:
@@ -142,25 +140,21 @@ class SaveCheckpoint:
             return error
         return None
 
+    def raise_failure(self) -> None:
+        """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
+        engine, axis = self._engine, self._sharded.mesh.data
+
+        def gather(number: int) -> list[int]:
+            mine = torch.tensor([number], dtype=torch.int64, device=engine.device)
+            return comm.gather_scalars(mine, axis, "outcome of a checkpoint").view(-1).tolist()
+
+        self.saver.look(gather, f"step {engine.global_steps} itself is done")
+
     def _check_window(self) -> None:
         """Raise RuntimeError while gradients wait for a step."""
-        window, reducer = self._window, self._sharded.reducer
-        steps = self.gradient_accumulation_steps()
-        managed = window.boundary is None and self._config.managed_gradient_accumulation
-        counted = (self.micro_steps - window.start) % steps if managed else 0
-        if reducer.holds_gradients or counted:
-            count = max(counted, min(reducer.rounds - window.rounds, steps), 1)
+        if count := self._engine._accumulation.pending():
+            steps = self._engine.gradient_accumulation_steps()
             raise RuntimeError(
                 f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are in, "
                 "and their gradients would be lost; call it after the step() at the boundary"
             )
-
-    def _look_at_save(self) -> None:
-        """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
-        axis = self._sharded.mesh.data
-
-        def gather(number: int) -> list[int]:
-            mine = torch.tensor([number], dtype=torch.int64, device=self.device)
-            return comm.gather_scalars(mine, axis, "outcome of a checkpoint").view(-1).tolist()
-
-        self._saver.look(gather, f"step {self.global_steps} itself is done")

@@ -20,7 +20,6 @@ from zero.core.owner import owner_of
 from zero.core.unit import State
 from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, Found
-from zero.engine.checkpoint.load import LoadCheckpoint
 from zero.engine.checkpoint.units import (
     Source,
     doubled,
@@ -29,6 +28,7 @@ from zero.engine.checkpoint.units import (
     names_of_parameters,
     shapes_of_buffers,
 )
+from zero.engine.engine import Engine
 from zero.engine.weights import Unmatched
 from zero.log import rank_zero
 from zero.plan.layout import Fragment
@@ -59,7 +59,7 @@ def load_weights(
         place, index = weights_at(path)
         return place, sort_out(index, buffers, rename)
 
-    if isinstance(target, LoadCheckpoint):
+    if isinstance(target, Engine):
         match = target.take_weights(look, strict)
     elif isinstance(target, nn.Module):
         match = _into_module(target, look, strict)

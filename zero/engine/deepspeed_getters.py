@@ -1,15 +1,16 @@
-"""What one may ask an engine: answers straight from its configuration, under DeepSpeed's names."""
+"""What DeepSpeed's engine answers, under its names: keys of the configuration, counters, sizes."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zero.config import Config
 from zero.core.sharded_module import DTYPES
+from zero.engine.progress import momentum_of
 
 
 def _key(path: str) -> Callable[[Any], Any]:
@@ -22,15 +23,25 @@ def _key(path: str) -> Callable[[Any], Any]:
     return value
 
 
-class Queries:
-    """Read-only methods over `self._config` and `self.optimizer`; mixed into the engine."""
+def _counter(name: str) -> property:
+    """A counter of the run, which scripts may set."""
 
-    _config: Config
-    optimizer: Any
-    module: torch.nn.Module
-    world_size: int
-    global_rank: int
-    global_steps: int
+    def value(self: Any) -> int:
+        return getattr(self._counters, name)
+
+    def set_value(self: Any, number: int) -> None:
+        setattr(self._counters, name, number)
+
+    return property(value, set_value, doc=f"The counter `{name}`.")
+
+
+class DeepSpeedGetters:
+    """Of an engine that has `_config`, `_counters`, `optimizer`, `module`, `global_rank` and `world_size`."""
+
+    global_steps = _counter("global_steps")
+    global_samples = _counter("global_samples")
+    micro_steps = _counter("micro_steps")
+    skipped_steps = _counter("skipped_steps")
 
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
     bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
@@ -82,6 +93,21 @@ class Queries:
     zero_save_muon_momentum_buffer_in_memory = _key("zero_optimization.save_muon_momentum_buffer_in_memory")
     zero_sub_group_size = _key("zero_optimization.sub_group_size")
     zenflow_config = _key("zero_optimization.zenflow")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was read."""
+        return self._config.raw
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its host, as its launcher says."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -157,7 +183,7 @@ class Queries:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """What gradients are rounded to before they travel; fp32 where nothing is said."""
+        """The dtype that gradients are sent in; fp32 where nothing is said."""
         return DTYPES[self._config.communication_data_type or "fp32"]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -201,11 +227,11 @@ class Queries:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return self._per_group("lr")
+        return [group.get("lr") for group in self.optimizer.param_groups] if self.optimizer else []
 
     def get_mom(self) -> list[Any]:
         """The momentum, or Adam's betas, of each parameter group."""
-        return self._per_group("betas" if self._has("betas") else "momentum")
+        return momentum_of(self.optimizer.param_groups) if self.optimizer else []
 
     def get_type(self) -> list[str]:
         """The optimizer's name, once per parameter group."""
@@ -214,7 +240,7 @@ class Queries:
 
     @property
     def basic_optimizer(self) -> Any:
-        """The optimizer; nothing is wrapped by it that one could step."""
+        """The optimizer itself: it wraps no other."""
         return self.optimizer
 
     @property
@@ -248,9 +274,3 @@ class Queries:
     def get_tensor_parallel_rank(self) -> int:
         """Always 0."""
         return 0
-
-    def _per_group(self, key: str) -> list[Any]:
-        return [group.get(key) for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def _has(self, key: str) -> bool:
-        return bool(self.optimizer) and all(key in group for group in self.optimizer.param_groups)

@@ -1,0 +1,45 @@
+"""Whether an engine may go on: it may be half updated, half loaded, offloaded or destroyed."""
+
+from __future__ import annotations
+
+from zero.engine.progress import Counters
+from zero.optim.optimizer import ZeroOptimizer
+
+
+class Status:
+    """Shared by the parts of an engine.
+
+    half_updated: why the weights are those of no step; only `destroy()` is left then.
+    half_loaded: the same after a load that was broken off; another load repairs it.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer | None, counters: Counters) -> None:
+        self.half_updated: str | None = None
+        self.half_loaded: str | None = None
+        self.destroyed = False
+        self._optimizer = optimizer
+        self._counters = counters
+
+    def check(self, loading: bool = False) -> None:
+        """Raise RuntimeError, with what to do, where the engine cannot go on; `loading` may follow a broken load."""
+        self.check_not_destroyed()
+        optimizer = self._optimizer
+        if self.half_updated is None and optimizer is not None and optimizer.failure is not None:
+            self.set_half_updated(f"{optimizer.failure}, after step {self._counters.global_steps}")
+        if self.half_updated is not None:
+            raise RuntimeError(self.half_updated)
+        if self.half_loaded is not None and not loading:
+            raise RuntimeError(self.half_loaded)
+        if optimizer is not None and optimizer.away:
+            raise RuntimeError("the engine's states are offloaded; call reload_states() first")
+
+    def check_not_destroyed(self) -> None:
+        """Raise RuntimeError after `destroy()`."""
+        if self.destroyed:
+            raise RuntimeError("this engine was destroyed; make a new one with zero.initialize")
+
+    def set_half_updated(self, why: str) -> None:
+        """From now on `check` raises with `why`."""
+        self.half_updated = (
+            f"the weights are half updated: {why}. Call destroy(), and go on from a checkpoint with a new engine"
+        )

@@ -1,0 +1,220 @@
+"""The order of events of a training step.
+
+forward     inputs are cast; hooks gather each unit's parameters before its modules run and release them behind
+backward    the loss is scaled; hooks gather the parameters again; gradients are reduced as they become complete:
+            those of the micro-batch at the accumulation boundary, or of each one where gradients are cut
+step        before the boundary the micro-batch is counted, and that is all; at the boundary:
+            1. the replicas are compared, every `zero.check_replicas` steps
+            2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
+               unit, the gather of parameters that stay gathered, the loss scale
+            3. the counters
+            4. the scheduler, unless the step was skipped
+            5. the log
+            6. the error of a checkpoint that was written beside the training loop, if it failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from zero.core.hooks import as_forward
+from zero.core.sharded_module import ShardedModule
+from zero.engine.accumulation import Accumulation
+from zero.engine.checkpoint.save import CheckpointSaver
+from zero.engine.precision import Precision, check_loss, scaled
+from zero.engine.progress import Counters, Progress
+from zero.engine.randomness import Randomness
+from zero.engine.replicas import Replicas
+from zero.engine.status import Status
+from zero.log import logger
+from zero.optim.optimizer import HeldOpen, ZeroOptimizer
+from zero.recompute.modules import Recomputing
+from zero.watchdog.hang_report import Phase
+
+
+class TrainingStep:
+    """Runs forward, backward and step over the parts of an engine."""
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        optimizer: ZeroOptimizer | None,
+        device: torch.device,
+        recomputing: Recomputing,
+        accumulation: Accumulation,
+        saving: CheckpointSaver,
+        counters: Counters,
+        status: Status,
+    ) -> None:
+        config = accumulation.config
+        every = config.zero.check_replicas
+        self.recomputing = recomputing
+        self.progress = Progress(config, sharded, optimizer, counters, device)
+        self.randomness = Randomness(sharded.mesh, device) if sharded.numerics.tree else None
+        self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._precision = Precision(config, device)
+        self._accumulation = accumulation
+        self._saving = saving
+        self._counters = counters
+        self._status = status
+        sharded.reducer.on_flush(recomputing.backward_ended)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model.
+
+        An exception, Ctrl-C among them, leaves the engine usable: the gradients of this step are dropped, and its
+        micro-batches are counted from the first again. So it is in `backward`.
+        """
+        return self._run(self._sharded.module, inputs, kwargs)
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
+
+        Where parameters are cut, all ranks must call it, and Hugging Face's own is told `synced_gpus=True`, unless the
+        caller says otherwise: a rank whose text ends early goes on until all have ended, and none waits for another.
+        Raises AttributeError where the module has none.
+        """
+        self._status.check()
+        module = self._sharded.module
+        method = getattr(module, "generate", None)
+        if method is None:
+            raise AttributeError(f"the module of this engine, a {type(module).__name__}, has no method 'generate'")
+        if self._sharded.mesh.data.size > 1 and self._sharded.sharding.params and _knows_synced_gpus(module, method):
+            kwargs.setdefault("synced_gpus", True)
+        return self._run(functools.partial(as_forward, module, method), inputs, kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute and reduce gradients; returns loss / gradient_accumulation_steps for logging, detached.
+
+        `scale_wrt_gas=False` says that the caller has already divided the loss. Raises ValueError for a loss
+        that is not a scalar with a graph, RuntimeError without an optimizer.
+        """
+        self._status.check()
+        if self._optimizer is None:
+            raise RuntimeError("backward() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        check_loss("backward()", loss)
+        steps = self._accumulation.config.gradient_accumulation_steps
+        reducer = self._sharded.reducer
+        rounds = reducer.rounds
+        try:
+            with self._sharded.mesh.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
+                scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
+                if reducer.rounds == rounds:
+                    # No parameter of ours was in the graph here; other ranks may have some and wait for us.
+                    reducer.flush()
+        except BaseException:
+            self._abandon()
+            raise
+        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`; outside fp16 the loss itself.
+
+        Raises ValueError for a loss that is not a scalar with a graph.
+        """
+        self._status.check()
+        check_loss("scale()", loss)
+        return scaled(loss, 1, self._sharded.reducer)
+
+    def step(self, scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
+        """See `Engine.step`."""
+        self._status.check()
+        self._sharded.check_parameters()
+        if self._optimizer is None:
+            raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
+        if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
+            raise ValueError("step(): ReduceLROnPlateau wants step(lr_kwargs={'metrics': ...}) at every boundary")
+        self._counters.step_applied = False
+        with self._accumulation.ending_micro_batch() as boundary:
+            if boundary:
+                self._update()
+                self._count()
+                if self._counters.step_applied and scheduler is not None:
+                    scheduler.step(**lr_kwargs)
+                self.progress.log_step()
+            self._sharded.reducer.end_micro_batch(boundary)
+        if boundary:
+            self._saving.raise_failure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""
+        self._sharded.drop_gradients()
+        for param in self._sharded.module.parameters():
+            param.grad = None
+
+    def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        self._status.check()
+        if self._sharded.recover():
+            self._accumulation.restart()
+        watched, timed = self._sharded.mesh.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
+        try:
+            with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
+                inputs, kwargs = self._precision.cast((inputs, kwargs))
+                return call(*inputs, **kwargs)
+        except BaseException as error:
+            self._abandon()
+            if (why := self._precision.mixed(error, self._sharded.module)) is not None:
+                raise RuntimeError(why) from error
+            raise
+
+    def _seeded(self) -> contextlib.AbstractContextManager[None]:
+        if self.randomness is None or not self._sharded.module.training:
+            return contextlib.nullcontext()
+        return self.randomness.forward(self._counters.global_steps, self._sharded.reducer.leaf.micro_batch)
+
+    def _update(self) -> None:
+        self._sharded.recover()
+        try:
+            with self._sharded.mesh.watchdog.call(Phase.STEP), self.progress.phase("step"):
+                if self.replicas is not None:
+                    self.replicas.before_step(self._counters.global_steps + 1)
+                self._optimizer.step()
+                self.recomputing.after_step(self._sharded.mesh.data)
+        except HeldOpen:
+            raise  # the gradients are there for the step outside of the block
+        except BaseException as error:
+            self._update_failed(error)
+            raise
+
+    def _update_failed(self, error: BaseException) -> None:
+        optimizer, steps = self._optimizer, self._counters.global_steps
+        if not optimizer.updating:
+            self._abandon()
+            return
+        how = f"{type(error).__name__}: {error}" if optimizer.failure is None else str(optimizer.failure)
+        self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.mesh.global_rank} with {how}")
+
+    def _count(self) -> None:
+        counters, overflow = self._counters, self._optimizer.overflow
+        counters.step_applied = not overflow
+        counters.skipped_steps += overflow
+        counters.global_steps += 1
+        counters.global_samples += self._accumulation.samples
+
+    def _abandon(self) -> None:
+        """Drop the gradients of this step after an exception, which must not be hidden by another."""
+        try:
+            self._sharded.abandon()
+        except RuntimeError as error:
+            if str(error) != self._sharded.mesh.watchdog.status.verdict:  # else it is the exception on its way
+                logger.warning("after an exception the engine could not be made usable: %s", error)
+        self._accumulation.restart()
+
+
+def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:
+    """Whether a module's `generate`, or that of a submodule which it hands its keywords to, takes `synced_gpus`."""
+    parameters = inspect.signature(generate).parameters
+    if "synced_gpus" in parameters or all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+        return "synced_gpus" in parameters
+    methods = (getattr(each, "generate", None) for each in module.modules() if each is not module)
+    return any("synced_gpus" in inspect.signature(method).parameters for method in methods if callable(method))
