@@ -22,10 +22,10 @@ class _Version(argparse.Action):
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            found = version("zero")
+            installed = version("zero")
         except PackageNotFoundError:
-            found = "(not installed)"
-        print(f"zero {found}")
+            installed = "(not installed)"
+        print(f"zero {installed}")
         parser.exit()
 
 
@@ -74,93 +74,86 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
 
 
-def _command(given: argparse.Namespace) -> int:
-    if given.command == "schema":
-        return _schema()
-    if given.command == "report":
-        return _report(given)
-    if given.command == "plan":
-        return plan_command.run(given)
-    if given.command == "check":
-        return _check(given)
-    if given.command == "ssh":
-        return _ssh(given)
-    if given.command in checkpoint_args.COMMANDS:
-        from zero.checkpoint import commands
-
-        return commands.run(given)
-    return _run(given)
-
-
-def _check(given: argparse.Namespace) -> int:
+def _command(args: argparse.Namespace) -> int:
     try:
-        request = check_args.request(given)
+        return _COMMANDS.get(args.command, _checkpoint)(args)
+    except KeyboardInterrupt:  # of `run`: before the agent handles signals, and so before anything runs
+        return 130
+
+
+def _refuse(what: str, error: object) -> int:
+    print(f"zero {what}: error: {error}", file=sys.stderr)
+    return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        request = run_args.request(args)
+        from zero.launch import start
+
+        return start.run(request)
+    except run_args.LaunchError as error:
+        return _refuse("run", error)
+
+
+def _check(args: argparse.Namespace) -> int:
+    try:
+        request = check_args.request(args)
         request.check()
         from zero.engine.check import script
 
         return script.run(request)
     except ValueError as error:
-        print(f"zero check: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return _refuse("check", error)
 
 
-def _schema() -> int:
+def _ssh(args: argparse.Namespace) -> int:
+    try:
+        from zero.launch.crew import remote
+
+        return remote.run(ssh_args.request(args))
+    except run_args.LaunchError as error:
+        return _refuse("ssh", error)
+
+
+def _schema(args: argparse.Namespace) -> int:
     from zero.config import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0
 
 
-def _report(given: argparse.Namespace) -> int:
-    if given.io is not None:
-        return _report_drive(given)
-    from zero import report
+def _report(args: argparse.Namespace) -> int:
+    if args.io is None:
+        from zero import report
 
-    return report.run(measured=not given.no_measure, as_json=given.json)
-
-
-def _report_drive(given: argparse.Namespace) -> int:
-    if given.no_measure:
-        print("zero report: error: --io measures; leave out --no-measure", file=sys.stderr)
-        return 2
+        return report.run(measured=not args.no_measure, as_json=args.json)
+    if args.no_measure:
+        return _refuse("report", "--io measures; leave out --no-measure")
     from zero.report import drive
 
     try:
-        return drive.run(given.io, as_json=given.json)
+        return drive.run(args.io, as_json=args.json)
     except BrokenPipeError:  # not of the drive
         raise
     except OSError as error:
-        print(f"zero report: error: --io: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return _refuse("report", f"--io: {error}")
 
 
-def _ssh(given: argparse.Namespace) -> int:
-    try:
-        from zero.launch.crew import remote
+def _checkpoint(args: argparse.Namespace) -> int:
+    from zero.checkpoint import commands
 
-        return remote.run(ssh_args.request(given))
-    except run_args.LaunchError as error:
-        print(f"zero ssh: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before anything runs
-        return 130
+    return commands.run(args)
 
 
-def _run(given: argparse.Namespace) -> int:
-    try:
-        request = run_args.request(given)
-        from zero.launch import start
-
-        return start.run(request)
-    except run_args.LaunchError as error:
-        print(f"zero run: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before the agent handles signals, and so before anything runs
-        return 130
+_COMMANDS = {
+    "run": _run,
+    "check": _check,
+    "ssh": _ssh,
+    "plan": plan_command.run,
+    "schema": _schema,
+    "report": _report,
+}
 
 
 if __name__ == "__main__":

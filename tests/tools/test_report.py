@@ -15,7 +15,7 @@ import torch
 from zero.__main__ import main
 from zero.kernels import native
 from zero.report import Facts, gather, lines, measure
-from zero.report.facts import CpuKernels, CudaKernels, Gpu, picked_arch
+from zero.report.facts import CpuKernels, CudaKernels, Gpu
 
 ROOT = Path(__file__).parents[2]
 compiled = pytest.mark.skipif(native.load() is None, reason="no compiled CPU kernels")
@@ -91,12 +91,12 @@ def test_missing_kernels_are_a_problem_with_the_words_of_the_warning() -> None:
 
 
 def test_a_gpu_without_its_kernels_is_shown_as_such(facts: Facts) -> None:
-    gpu = Gpu("Some GPU", "9.0", 80 << 30, None)
+    gpu = Gpu("Some GPU", "9.0", 80 << 30, False)
     there = dataclasses.replace(facts, gpus=(gpu,), cuda=CudaKernels(("80", "90"), None))
     assert any("Some GPU, compute capability 9.0, 80.0 GiB, runs plain torch" in line for line in lines(there, None))
-    there = dataclasses.replace(there, gpus=(dataclasses.replace(gpu, picked="90"),))
+    there = dataclasses.replace(there, gpus=(dataclasses.replace(gpu, runs_kernels=True),))
     text = "\n".join(lines(there, None))
-    assert "runs the kernels for 90" in text and "compiled for 80 90" in text
+    assert "GiB, runs the kernels" in text and "compiled for 80 90" in text
 
 
 def test_no_measurement_without_compiled_kernels(facts: Facts) -> None:
@@ -114,28 +114,6 @@ def test_the_measurement_compares_the_step_with_memory(facts: Facts) -> None:
     assert speed.fp32_share == pytest.approx(100 * speed.fp32 / fastest)
     text = "\n".join(lines(facts, speed))
     assert "26 B/parameter" in text and "28 B/parameter" in text and "not measured" not in text
-
-
-@pytest.mark.parametrize(
-    ("archs", "capability", "picked"),
-    [
-        (["80", "90"], (8, 0), "80"),
-        (["80", "90"], (8, 6), "80"),
-        (["80", "86", "90"], (8, 9), "86"),
-        (["8.0", "9.0a"], (9, 0), "9.0a"),
-        (["80", "90"], (10, 0), None),
-        (["80", "90+PTX"], (10, 0), "90+PTX"),
-        (["80", "90a"], (9, 1), None),
-        (["90", "100", "120+PTX"], (10, 3), "100"),
-        (["90", "100", "120+PTX"], (12, 1), "120+PTX"),
-        (["70+PTX", "80"], (8, 0), "80"),
-        (["80"], (7, 5), None),
-        (["", "word"], (8, 0), None),
-        ([], (9, 0), None),
-    ],
-)
-def test_the_architecture_that_a_gpu_picks(archs: list[str], capability: tuple[int, int], picked: str | None) -> None:
-    assert picked_arch(archs, *capability) == picked
 
 
 def test_help_imports_no_torch() -> None:

@@ -64,7 +64,7 @@ def _cpu_text(facts: Facts) -> str:
 
 
 def _gpu_text(gpu: Gpu) -> str:
-    kernels = f"runs the kernels for {gpu.picked}" if gpu.picked else "runs plain torch operations"
+    kernels = "runs the kernels" if gpu.runs_kernels else "runs plain torch operations"
     return f"{gpu.name}, compute capability {gpu.capability}, {_gib(gpu.memory_nbytes)}, {kernels}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -73,12 +72,12 @@ class CudaKernels:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A visible GPU, and the architecture of ``zero._cuda`` that it runs; None where it runs none."""
+    """A visible GPU, and whether it runs ``zero._cuda``."""
 
     name: str
     capability: str
     memory_nbytes: int
-    picked: str | None
+    runs_kernels: bool
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,12 @@ class Facts:
 
 def gather() -> Facts:
     """Look at this process and machine; makes a CUDA context where there is a GPU."""
-    cpu, compiled = _cpu_kernels(), _cuda_kernels()
-    gpus = tuple(_gpu(index, compiled.compiled) for index in range(_gpu_count()))
+    cpu, compiled, gpus = _cpu_kernels(), _cuda_kernels(), _gpus()
     problems = [cpu.missing] if cpu.missing else []
     if gpus and compiled.missing:
         problems.append(compiled.missing)
-    elif any(gpu.picked is None for gpu in gpus):
-        wrong = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in gpus if gpu.picked is None)
+    elif not all(gpu.runs_kernels for gpu in gpus):
+        wrong = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in gpus if not gpu.runs_kernels)
         problems.append(
             f"the CUDA kernels, compiled for {', '.join(compiled.compiled)}, do not run on {wrong}: plain torch "
             "operations run there, with equal results but several times slower. To get them, install zero from source "
@@ -158,52 +156,29 @@ def _cuda_kernels() -> CudaKernels:
     return CudaKernels(tuple(re.split(r"[;,\s]+", module.ARCHS.strip())), None)
 
 
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _gpu(index: int, compiled: Sequence[str]) -> Gpu:
-    properties = torch.cuda.get_device_properties(index)
-    major, minor = properties.major, properties.minor
-    # What was compiled for it may still not run, with an old driver: the first launch shows that.
-    runs = bool(compiled) and cuda.available(torch.device("cuda", index))
-    picked = picked_arch(compiled, major, minor) if runs else None
-    return Gpu(properties.name, f"{major}.{minor}", properties.total_memory, picked)
-
-
-def picked_arch(compiled: Sequence[str], major: int, minor: int) -> str | None:
-    """Which of the compiled architectures a GPU of compute capability ``major.minor`` runs.
-
-    Binary code runs on its own major version, from its own minor version on (of ``90a`` and the like: on that one
-    alone); ``+PTX`` is translated by the driver for everything newer. CUDA C++ Programming Guide, "Application
-    Compatibility".
-    """
-    best: tuple[tuple[int, int, int], str] | None = None
-    for arch in compiled:
-        found = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)([af]?)(\+PTX)?", arch, re.IGNORECASE)
-        if found is None:
-            continue
-        own = (int(found[1]), int(found[2]))
-        exact = own == (major, minor)
-        binary = exact or (own[0] == major and own[1] < minor and not found[3])
-        translated = bool(found[4]) and own < (major, minor)
-        if (binary or translated) and (best is None or (*own, binary) > best[0]):
-            best = ((*own, binary), arch)
-    return None if best is None else best[1]
+def _gpus() -> tuple[Gpu, ...]:
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        # What was compiled for a GPU may still not run, with an old driver: the first launch shows that.
+        runs = native.cuda_missing_text() is None and cuda.available(torch.device("cuda", index))
+        gpus.append(Gpu(properties.name, capability, properties.total_memory, runs))
+    return tuple(gpus)
 
 
 def _extras() -> tuple[Extra, ...]:
     """Every library that an extra of zero asks for; none where zero runs from its folder without an installation."""
     try:
-        wanted = [Requirement(text) for text in metadata.requires("zero") or ()]
+        requirements = [Requirement(text) for text in metadata.requires("zero") or ()]
     except metadata.PackageNotFoundError:
         return ()
-    found = []
-    for requirement in wanted:
+    extras = []
+    for requirement in requirements:
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", str(requirement.marker or ""))
         if extra is not None:
-            found.append(Extra(extra[1], requirement.name, _version(requirement.name)))
-    return tuple(found)
+            extras.append(Extra(extra[1], requirement.name, _version(requirement.name)))
+    return tuple(extras)
 
 
 def _version(name: str) -> str | None:
