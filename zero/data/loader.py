@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from zero.data.dealing import Batches, Drawn, MicroBatches, Samples
-from zero.data.position import Dealing, Position
-from zero.data.shares import Marked, Marking, RankShare, WholeShare
+from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
+from zero.data.position import Partition, Position
+from zero.data.samplers import MicroBatchSampler, RankBatchSampler, RankSampler, SeededDataset
 
 _END = object()
 
@@ -19,17 +19,17 @@ _END = object()
 class Loader:
     """The batches of one rank out of a dataset that all ranks share, one pass per `iter()`.
 
-    A dataset with indices is shuffled and dealt out as by torch's `DistributedSampler`. **It pads:** if the
+    A dataset with indices is shuffled and divided as by torch's `DistributedSampler`. **It pads:** if the
     samples do not go round, the first ones of the shuffled order come twice, so that all ranks have as many
     (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
     measurement, whose mean is then over 778; a measurement divides the indices itself and weighs by the true
-    counts. An `IterableDataset` is dealt out item by item, and what does not go round is dropped
-    (`RankShare`).
+    counts. Ranks take turns at the items of an `IterableDataset`, and what does not go round is dropped
+    (`RankIterable`).
 
     Each pass shuffles anew: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
     itself, 0, 1, ... `state_dict()` says where the data are. After `load_state_dict()` the next pass is the rest of
-    that one: samples that were not seen, in their order, also dealt out to another number of ranks or in batches of
-    another size. They are not read again, unless the dataset is iterable and has to be read from its beginning.
+    that one: samples that were not seen, in their order, also for another number of ranks or in batches of another
+    size. They are not read again, unless the dataset is iterable and has to be read from its beginning.
 
     Args:
         dataset: map-style, or an IterableDataset that yields the same items on every rank.
@@ -40,7 +40,7 @@ class Loader:
         sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
         seed: of the shuffle and of the workers.
         pin_memory, num_workers: as in torch's DataLoader.
-        together: deal out whole batches in turn instead of samples (`MicroBatches`, `WholeShare`): this many of all
+        together: ranks take turns by whole batches instead of samples (`MicroBatchSampler`): this many of all
             ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
 
     Attributes:
@@ -81,7 +81,7 @@ class Loader:
         stream = isinstance(dataset, IterableDataset)
         if stream and sampler is not None:
             raise ValueError("sampler: an IterableDataset gives its own order, there is none to choose")
-        self._dealing = Dealing(
+        self._partition = Partition(
             source="stream" if stream else "dealt" if sampler is None else "sampler",
             batch_size=batch_size,
             world_size=world_size,
@@ -91,29 +91,29 @@ class Loader:
             seed=seed,
         )
         if stream:
-            share = RankShare(dataset, rank, world_size)
-            if together is not None:
-                share = WholeShare(dataset, batch_size, together, rank, world_size)
-            marking = Marking(collate_fn or default_collate)
-            self._source: Batches | RankShare | WholeShare = share
-            self._loader = DataLoader(share, batch_size, collate_fn=marking, drop_last=drop_last, **common)
+            # Without `together`, ranks take turns item by item.
+            size, turn = (batch_size, together) if together is not None else (1, world_size)
+            items = RankIterable(dataset, size, turn, rank, world_size)
+            collate = WorkerCollate(collate_fn or default_collate)
+            self._source: RankBatchSampler | RankIterable = items
+            self._loader = DataLoader(items, batch_size, collate_fn=collate, drop_last=drop_last, **common)
         else:
             if sampler is None:
                 self.sampler = self._own_sampler()
-            self._source = Batches(self.sampler, batch_size, drop_last, rank, world_size)
-            read = Drawn(dataset) if num_workers else dataset
-            self._loader = DataLoader(read, batch_sampler=self._source, collate_fn=collate_fn, **common)
-        self._here = self._next = self._dealing.begin(0)
+            self._source = RankBatchSampler(self.sampler, batch_size, drop_last, rank, world_size)
+            seeded = SeededDataset(dataset) if num_workers else dataset
+            self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
+        self._here = self._next = self._partition.begin(0)
         self._loads = 0  # positions loaded so far; a pass that was begun before the last one is over
 
     def _own_sampler(self) -> Sampler:
-        dealing, rank, drop_last = self._dealing, self._rank, self._drop_last
-        if not dealing.samples:
+        partition, rank, drop_last = self._partition, self._rank, self._drop_last
+        if not partition.samples:
             raise ValueError("dataset: wanted at least one sample, got an empty one")
-        if not dealing.together:
-            return Samples(self.dataset, dealing.world_size, rank, shuffle=True, seed=dealing.seed)
-        size, together, world_size = dealing.batch_size, dealing.together, dealing.world_size
-        return MicroBatches(dealing.samples, size, together, rank, world_size, drop_last, dealing.seed)
+        if not partition.together:
+            return RankSampler(self.dataset, partition.world_size, rank, shuffle=True, seed=partition.seed)
+        size, together, world_size = partition.batch_size, partition.together, partition.world_size
+        return MicroBatchSampler(partition.samples, size, together, rank, world_size, drop_last, partition.seed)
 
     @property
     def epoch(self) -> int:
@@ -122,12 +122,9 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of batches in a whole pass; TypeError if the dataset does not know its length."""
-        if isinstance(self._source, Batches):
+        if isinstance(self._source, RankBatchSampler):
             return len(self._source)
-        dealing = self._dealing
-        if dealing.together:
-            return len(self.dataset) // (self.batch_size * dealing.together) * dealing.together // dealing.world_size
-        samples = len(self.dataset) // dealing.world_size
+        samples = self._source.count()
         return samples // self.batch_size if self._drop_last else -(-samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -136,7 +133,7 @@ class Loader:
 
     def _turn(self) -> Position:
         """Where the next pass begins, which is the one that runs from now on."""
-        self._here, self._next = self._next, self._dealing.begin(self._next.epoch + 1)
+        self._here, self._next = self._next, self._partition.begin(self._next.epoch + 1)
         return self._here
 
     def _pass(self, at: Position, loads: int) -> Iterator[Any]:
@@ -148,29 +145,29 @@ class Loader:
             batches = self._begin(at) if batches is None else batches
             batch = next(batches, _END)
             if batch is _END:
-                self._here = self._dealing.begin(at.epoch + 1)
+                self._here = self._partition.begin(at.epoch + 1)
                 return
-            if isinstance(batch, Marked):
-                at = at.further(batch.count * self._dealing.world_size, batch.worker)
+            if isinstance(batch, WorkerBatch):
+                at = at.further(batch.count * self._partition.world_size, batch.worker)
                 batch = batch.batch
             else:
                 at = at.further(
-                    self.batch_size * (1 if self._dealing.source == "sampler" else self._dealing.world_size)
+                    self.batch_size * (1 if self._partition.source == "sampler" else self._partition.world_size)
                 )
             self._here = at
             yield batch
 
     def _begin(self, at: Position) -> Iterator[Any]:
-        """The batches behind a position. torch's samplers shuffle when the first index is asked for."""
-        dealing = self._dealing
+        """The batches after a position. torch's samplers shuffle when the first index is asked for."""
+        partition = self._partition
         for owner in (self.sampler, self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(at.epoch)
         # Workers are seeded from this: otherwise on each rank and in each pass, the same again when resumed.
-        self._generator.manual_seed(dealing.seed + at.epoch * dealing.world_size + self._rank)
-        if isinstance(self._source, Batches):
+        self._generator.manual_seed(partition.seed + at.epoch * partition.world_size + self._rank)
+        if isinstance(self._source, RankBatchSampler):
             self._source.start, self._source.skip = at.start[0], at.batches
-            self._source.seed = (dealing.seed, at.epoch)
+            self._source.seed = (partition.seed, at.epoch)
             return iter(self._loader)
         self._source.start = at.start
         return itertools.islice(iter(self._loader), at.batches, None)
@@ -178,23 +175,23 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass the one of this number; the same number gives the same order in every run."""
         if epoch != self._next.epoch:
-            self._here = self._next = self._dealing.begin(epoch)
+            self._here = self._next = self._partition.begin(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the data are, the same on all ranks, as a small dictionary of JSON values."""
-        return self._dealing.save(self._here)
+        return self._partition.save(self._here)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on behind a saved position, also one of another world size or batch size.
+        """Let the next pass go on after a saved position, also one of another world size or batch size.
 
         A pass that is running ends; one that has not given its first batch begins there. What cannot be exact is said
         in a warning: samplers of the user's at another world size, another number of workers for an iterable dataset,
         another dataset. Raises ValueError for what is no position.
         """
-        at = self._dealing.load(state)
+        at = self._partition.load(state)
         # The last batch may have been handed out before the loop asked for one more and so ended the pass.
-        if isinstance(self._source, Batches) and at.seen[0] and self._left(at) <= 0:
-            at = self._dealing.begin(at.epoch + 1)
+        if isinstance(self._source, RankBatchSampler) and at.seen[0] and self._left(at) <= 0:
+            at = self._partition.begin(at.epoch + 1)
         self._here = self._next = at
         self._loads += 1
 
@@ -237,7 +234,7 @@ class RepeatingLoader:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next batch be the one behind a saved position; AttributeError if the loader cannot."""
+        """Let the next batch be the one after a saved position; AttributeError if the loader cannot."""
         self.loader.load_state_dict(state)
         self._batches = iter(())
 

@@ -1,4 +1,4 @@
-"""Where in its passes over the data a run is, so that another one goes on there, also dealt out otherwise."""
+"""Where in its passes over the data a run is, so that another one goes on there, also with other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.log import rank_zero
 class Position:
     """A place in pass `epoch`.
 
-    start:   samples that had been handed out when dealing began as it is now, by worker for an iterable dataset;
+    start:   samples that had been handed out when the present partition began, by worker for an iterable dataset;
     batches: what each rank was handed since then;
     seen:    samples handed out since the beginning of the pass, as `start`.
 
@@ -33,11 +33,11 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """How a pass is dealt out.
+class Partition:
+    """How a pass is divided among the ranks. Its fields are saved in checkpoints, under "dealing".
 
     source:   "dealt" of a shuffled order, "sampler" of the user's, or "stream" of an iterable dataset;
-    together: micro-batches of one optimizer step, where these are dealt whole, else 0;
+    together: micro-batches of one optimizer step, where ranks take turns by micro-batches, else 0;
     workers:  that read a stream, at least 1; 1 elsewhere;
     samples:  of the dataset, None for a stream; seed: of the shuffle.
     """
@@ -60,12 +60,12 @@ class Dealing:
         return {**place, "dealing": asdict(self)}
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """The position out of `save`, of this dealing or another; says where that cannot be exact.
+        """The position out of `save`, of this partition or another; says where that cannot be exact.
 
         Raises ValueError for anything else.
         """
         try:
-            was = Dealing(**state["dealing"])
+            was = Partition(**state["dealing"])
             at = Position(int(state["epoch"]), tuple(state["start"]), int(state["batches"]), tuple(state["seen"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -73,15 +73,15 @@ class Dealing:
                 f"{type(error).__name__}: {error}"
             ) from None
         if was == self:
-            whole = self.batch_size * max(1, self.together)
-            handed = sum(at.seen) - sum(at.start)
-            if self.workers == 1 and (not self.together or handed % whole == 0):
+            step = self.batch_size * max(1, self.together)
+            handed_out = sum(at.seen) - sum(at.start)
+            if self.workers == 1 and (not self.together or handed_out % step == 0):
                 return Position(at.epoch, at.seen, 0, at.seen)
             return at  # inside a step, and where workers take turns, the batches of before decide what comes next
         seen = self._seen(at, was)
         return Position(at.epoch, seen, 0, seen)
 
-    def _seen(self, at: Position, was: Dealing) -> tuple[int, ...]:
+    def _seen(self, at: Position, was: Partition) -> tuple[int, ...]:
         if was.source != self.source:
             _warn(f"the data came from a {was.source}, now from a {self.source}: pass {at.epoch} begins anew")
             return (0,) * self.workers

@@ -13,12 +13,12 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler, get_worker_info
 
 
-class Samples(DistributedSampler):
+class RankSampler(DistributedSampler):
     """torch's `DistributedSampler`, from any place of its shuffled order on: sample by sample, rank by rank.
 
     It pads at the end of the order with the beginning of it.
 
-    start: samples of the order that were dealt out before, to whatever ranks there were.
+    start: samples of the order that were handed out before, to whatever ranks there were.
     """
 
     start = 0
@@ -35,14 +35,14 @@ class Samples(DistributedSampler):
         return -(-max(0, len(self.dataset) - start) // self.num_replicas)
 
 
-class MicroBatches(Sampler):
+class MicroBatchSampler(Sampler):
     """The micro-batches of indices of one rank: number k of the shuffled order goes to rank k % world_size.
 
     `together` of them, a multiple of world_size, are one optimizer step. The order is padded to whole steps with its
     own beginning, or cut to them with `drop_last`. So what a step sees does not depend on the number of ranks, which
-    it does where samples are dealt out one by one. The shuffle is that of torch's `DistributedSampler`.
+    it does where ranks take turns sample by sample. The shuffle is that of torch's `DistributedSampler`.
 
-    start: samples of the order that were dealt out before; steps are counted from there.
+    start: samples of the order that were handed out before; steps are counted from there.
     """
 
     start = 0
@@ -76,17 +76,17 @@ class MicroBatches(Sampler):
             yield [order[at % self.samples] for at in range(first, first + self.size)]
 
 
-class Drawing(list):
-    """Indices of one batch; what is drawn at random while a worker reads them follows from `seed`."""
+class SeededIndices(list):
+    """Indices of one batch; a worker that reads them draws the random numbers of `seed`."""
 
     seed = 0
 
 
-class Batches(Sampler):
+class RankBatchSampler(Sampler):
     """The batches of indices of one rank, in a pass or in what is left of one.
 
-    start: samples of the order (of the rank's own, where the user gave a sampler) that were dealt out before;
-    skip:  batches behind that which are left out, too;
+    start: samples of the order (of the rank's own, where the user gave a sampler) that were handed out before;
+    skip:  batches after those that are left out, too;
     seed:  that of the shuffle and the number of the pass; each batch has its own, made of these and of its place.
     """
 
@@ -96,7 +96,7 @@ class Batches(Sampler):
         self.start = self.skip = 0
         self.seed = (0, 0)
         self.sampler = sampler
-        self.dealt = isinstance(sampler, Samples | MicroBatches)
+        self._shared = isinstance(sampler, RankSampler | MicroBatchSampler)
         self._size, self._drop_last = size, drop_last
         self._rank, self._world_size = rank, world_size
 
@@ -105,31 +105,31 @@ class Batches(Sampler):
 
     def left(self, start: int) -> int:
         """How many batches each rank gets from `start` on; TypeError if the user's sampler does not know."""
-        if isinstance(self.sampler, MicroBatches):
+        if isinstance(self.sampler, MicroBatchSampler):
             return self.sampler.left(start)
-        samples = self.sampler.left(start) if self.dealt else max(0, len(self.sampler) - start)
+        samples = self.sampler.left(start) if self._shared else max(0, len(self.sampler) - start)
         return samples // self._size if self._drop_last else -(-samples // self._size)
 
-    def __iter__(self) -> Iterator[Drawing]:
+    def __iter__(self) -> Iterator[SeededIndices]:
         start, skip, seed = self.start, self.skip, self.seed
-        if self.dealt:
+        if self._shared:
             self.sampler.start = start
-        indices = self.sampler if self.dealt else itertools.islice(iter(self.sampler), start, None)
-        whole = isinstance(self.sampler, MicroBatches)
-        batches = indices if whole else BatchSampler(indices, self._size, self._drop_last)
-        apart = self._size if whole else 1
+        indices = self.sampler if self._shared else itertools.islice(iter(self.sampler), start, None)
+        batched = isinstance(self.sampler, MicroBatchSampler)
+        batches = indices if batched else BatchSampler(indices, self._size, self._drop_last)
+        distance = self._size if batched else 1  # of this rank's first sample from that of the next rank
         for number, batch in enumerate(batches):
             if number < skip:
                 continue
-            made = Drawing(batch)
+            seeded = SeededIndices(batch)
             # The place in the order that all ranks share, which no other batch of the pass has.
-            before = start if self.dealt else start * self._world_size
-            made.seed = _mixed(*seed, before + number * self._size * self._world_size + self._rank * apart)
-            yield made
+            before = start if self._shared else start * self._world_size
+            seeded.seed = _mixed(*seed, before + number * self._size * self._world_size + self._rank * distance)
+            yield seeded
 
 
-class Drawn(Dataset):
-    """A dataset whose samples draw, in a worker, what their batch says.
+class SeededDataset(Dataset):
+    """A dataset whose samples draw, in a worker, the random numbers of their batch's seed.
 
     A worker's own random numbers would depend on what it has read before, and so on where the pass was resumed.
     """
@@ -143,7 +143,7 @@ class Drawn(Dataset):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, indices: Drawing) -> list[Any]:
+    def __getitems__(self, indices: SeededIndices) -> list[Any]:
         """The samples of one batch."""
         if get_worker_info() is not None:
             _seed_worker(indices.seed)
