@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from variants import ADAMW, Setup
 
 import zero
-from zero.plan.activations import (
+from zero.recompute.activations import (
     BlockSizes,
     full_nbytes,
     loss_peak_nbytes,
@@ -36,7 +36,7 @@ from zero.plan.activations import (
     tiled_loss_peak_nbytes,
     whole_nbytes,
 )
-from zero.plan.tiles import default_size
+from zero.tiled.slices import default_size
 
 MIB = 2**20
 NO_ROOM = 3  # the exit code of a probe that found too little memory

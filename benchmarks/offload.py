@@ -18,13 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from measure import Stat, machine_line, rotated, run_ranks, slowest, stat, table
 from offload_disk import disk_rates
+from offload_prediction import (
+    DEVICE,
+    DOWN,
+    DRIVE,
+    HOST,
+    UP,
+    Prediction,
+    Rates,
+    UnitSizes,
+    measure,
+    predict,
+    unit_times,
+)
 from offload_variants import OURS, TITLES, Sizes, absent, make
 
-from zero.memory.measured import measure
 from zero.memory.threads import host_threads
-from zero.plan import ratio as plan
 from zero.plan.formats import ITEMSIZE
-from zero.plan.pipeline import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict
 
 GIB = 2**30
 SIZES = {"width": 512, "layers": 8, "heads": 8, "vocab": 2048, "context": 256, "batch": 2}
@@ -41,8 +51,8 @@ class Work(NamedTuple):
 
     plans: Sequence[Any]
     placements: Sequence[Any]
-    sizes: plan.Sizes
-    rates: plan.Rates
+    sizes: UnitSizes
+    rates: Rates
     norm: float
 
 
@@ -159,7 +169,7 @@ def work_of(variant: Any, sizes: Sizes, rank: int) -> tuple[int, Work | None]:
         read, write = disk_rates(sizes.folder)
         rates = rates._replace(read=read, write=write)
     offload = sharded.offload
-    held = plan.Sizes(sharded.mesh.shard.rank, sharded.mesh.shard.size, formats, offload._gradients)
+    held = UnitSizes(sharded.mesh.shard.rank, sharded.mesh.shard.size, formats, offload._gradients)
     plans = [unit.plan for unit in sharded.units]
     return offload.host.memory + offload.host.files, Work(plans, offload.placements, held, rates, norm)
 
@@ -167,7 +177,7 @@ def work_of(variant: Any, sizes: Sizes, rank: int) -> tuple[int, Work | None]:
 def predicted(work: Work, base: Sequence[Turn], device: str) -> Prediction:
     """The step from bytes and rates, with the forward and backward of the run without offload."""
     forward, backward = (stat([value for one in base for value in getattr(one, part)]).median for part in PARTS)
-    times = plan.unit_times(work.plans, work.placements, work.sizes, work.rates, forward, backward)
+    times = unit_times(work.plans, work.placements, work.sizes, work.rates, forward, backward)
     # On a CPU both work on the same cores and the same memory.
     same = (DRIVE,) if device == "cuda" else (DRIVE, (DEVICE, HOST))
     return predict(times, work.norm, same=same)

@@ -88,7 +88,13 @@ STEPS_OF_CORE = {
 COMPILED = ("zero._cpu", "zero._cuda")
 WITHOUT_TORCH = ("zero.log", "zero.config", "zero.plan", "zero.launch", "zero.__main__")
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
-TORCH_FREE = ("zero.watchdog.hang_report",)
+TORCH_FREE = (
+    "zero.watchdog.hang_report",
+    "zero.memory.host_bytes",
+    "zero.recompute.activations",
+    "zero.recompute.policy",
+    "zero.tiled.slices",
+)
 TORCH_ON_USE = "zero.launch.node.agent"  # it runs torch's elastic agent, and imports it when something is to start
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from zero.memory.available import Available, available, available_nbytes
+from zero.memory.host_bytes import MIB, PAGE, HostBytes, host_table
 from zero.memory.pinned_arena import PinnedArena, check_room
-from zero.plan.host import MIB, PAGE, HostBytes, host_table
 
 CPU = torch.device("cpu")
 LINUX = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="what a process holds is read from /proc")

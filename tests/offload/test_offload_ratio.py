@@ -1,15 +1,16 @@
-"""The promise: `"ratio": "auto"` is measured at the start, chosen alike on all ranks, said, and changes no number."""
+"""The promise: `"ratio": "auto"` keeps what fits on the device, alike on all ranks, says so, and changes no number."""
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import config, make_net, train
 
 import zero
@@ -17,82 +18,59 @@ import zero.core.ratio
 from zero.config import ConfigError, load
 from zero.core.mesh import make_mesh
 from zero.core.offload import OffloadSettings
-from zero.memory.measured import measure
+from zero.core.ratio import Training, choose_ratio, settle_ratio
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.placement import Where
-from zero.plan.ratio import Rates, Sizes, choose_ratio
+from zero.plan.placement import Where, place
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 
 CPU = torch.device("cpu")
-# Of machines that were made up: the host as fast as the device, and much slower on the second rank.
-ALIKE, SLOW_HOST = Rates(host_update=1e9, device_update=1e9), Rates(host_update=1e6, device_update=1e9)
+FORMATS = Formats("remainder")
+BYTES = 2 + 8 + 2  # of one bf16 element on the device: remainder, both moments, gradient
 
 
-def settings_of(ratio: Any) -> dict[str, Any]:
-    section = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+def settings_of(ratio: Any, kind: str = "cpu", folder: str | None = None) -> dict[str, Any]:
+    section = {"stage": 2, "offload_optimizer": {"device": kind, "ratio": ratio, "nvme_path": folder}}
     return config(2, dist.get_world_size(), zero_optimization=section)
 
 
-def chosen(rates: list[Rates]) -> tuple[list[bool], list[str], dict[str, Any]]:
-    """Which units stay on the device where rank r measured `rates[r]`, what was logged, and a training."""
-    said: list[str] = []
+def auto(free: list[int], kind: str, folder: str | None) -> tuple[list[bool], list[str], dict[str, Any]]:
+    """Which units stay on the device where rank r has `free[r]` bytes, what was logged, and a training."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("zero").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.core.ratio, "measure", lambda *args: rates[dist.get_rank()])
-        engine, *_ = zero.initialize(model=make_net(), config=settings_of("auto"))
+        patch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free[dist.get_rank()])
+        engine, *_ = zero.initialize(model=make_net(), config=settings_of("auto", kind, folder))
         stay = [not unit.placement.updated_on_host for unit in engine._sharded.trained]
         engine.destroy()
-        trained = train(make_net(), 2, settings_of("auto"))
+        trained = train(make_net(), 2, settings_of("auto", kind, folder))
     logging.getLogger("zero").removeHandler(handler)
-    return stay, [text for text in said if "ratio 'auto'" in text], trained
+    return stay, [text for text in messages if "ratio 'auto'" in text], trained
 
 
-@pytest.mark.parametrize(("rates", "stays"), [([ALIKE, ALIKE], False), ([ALIKE, SLOW_HOST], True)])
-def test_all_ranks_choose_by_the_slowest(pool, rates, stays):
-    found = pool.run(2, chosen, rates)
-    assert all(stay == [stays] * 4 for stay, _, _ in found)
-    said = found[0][1][0]
-    number = "0" if stays else "1"
-    assert f"ratio {number}," in said and "million parameters a second" in said
-    assert "nothing has to be copied; state takes the same memory on either side" in said
-    assert not found[1][1], "one rank tells"
-
-
-def test_numbers_stay_those_of_any_other_ratio(pool):
-    plain = pool.run(2, trained_with, 1.0)
-    for rates in ([ALIKE, ALIKE], [SLOW_HOST, ALIKE]):
-        for (_, _, got), wanted in zip(pool.run(2, chosen, rates), plain, strict=True):
-            assert got["losses"] == wanted["losses"]
-            assert all(torch.equal(got["params"][name], wanted["params"][name]) for name in wanted["params"])
-
-
-def trained_with(ratio: Any) -> dict[str, Any]:
+def fixed(ratio: float) -> dict[str, Any]:
     return train(make_net(), 2, settings_of(ratio))
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("states", [0, 1, 2])
-def test_every_format_is_measured(format, states):
-    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "remainder"), (torch.float16, "fp32")):
-        rates = measure(CPU, dtype, Formats(master, format, states), 2, 1 << 12)
-        assert 0 < rates.host_update < math.inf and 0 < rates.device_update < math.inf
-        assert rates.up == rates.down == math.inf, "one memory, nothing to copy"
+@pytest.mark.parametrize(("free", "stays"), [([1 << 40, 1 << 40], True), ([1 << 40, 1000], False)])
+def test_all_ranks_choose_by_the_one_with_the_least_memory(pool, tmp_path, free, stays):
+    found = pool.run(2, auto, free, "nvme", str(tmp_path))
+    assert all(stay == [stays] * 4 for stay, _, _ in found)
+    message = found[0][1][0]
+    assert f"ratio {'0' if stays else '1'}," in message and "(40%) for activations" in message
+    assert not found[1][1], "one rank logs"
+    for (_, _, got), wanted in zip(found, pool.run(2, fixed, 1.0), strict=True):
+        assert got["losses"] == wanted["losses"]
+        assert all(torch.equal(got["params"][name], wanted["params"][name]) for name in wanted["params"])
 
 
-def test_this_machine_is_measured_for_real(pool):
-    stays = pool.run(2, measured_here)
-    assert stays[0] == stays[1]
-
-
-def measured_here() -> list[bool]:
-    engine, *_ = zero.initialize(model=make_net(), config=settings_of("auto"))
-    found = [unit.placement.updated_on_host for unit in engine._sharded.trained]
-    engine.destroy()
-    return found
+def test_nothing_stays_where_host_and_device_share_one_memory(pool):
+    for stay, _, _ in (found := pool.run(2, auto, [1 << 40, 1 << 40], "cpu", None)):
+        assert stay == [False] * 4
+    assert "state takes the same memory on either side. Chosen: ratio 1, 0 parameters" in found[0][1][0]
 
 
 def section(ratio: Any) -> dict[str, Any]:
@@ -104,32 +82,49 @@ def section(ratio: Any) -> dict[str, Any]:
 
 
 def test_the_key_takes_a_number_or_the_word():
-    for given, kept in (("auto", "auto"), (0.5, 0.5), (1, 1.0)):
-        assert load(section(given), 1).zero_optimization.offload_optimizer.ratio == kept
+    for value, kept in (("auto", "auto"), (0.5, 0.5), (1, 1.0)):
+        assert load(section(value), 1).zero_optimization.offload_optimizer.ratio == kept
     for wrong in ("half", 1.5, -0.1, True, None, math.nan):
         wanted = "zero_optimization.offload_optimizer.ratio: got .*, wanted a number from 0 to 1, or 'auto'"
         with pytest.raises(ConfigError, match=wanted):
             load(section(wrong), 1)
 
 
+def units_of(*sizes: int) -> list[UnitPlan]:
+    specs = [ParamSpec(f"u{index}.weight", numel, "bf16", True, 0, 2) for index, numel in enumerate(sizes)]
+    return [UnitPlan(spec.name, spec.name, (spec,), make_layout({spec.name: spec.numel}, 1)) for spec in specs]
+
+
 @pytest.mark.parametrize(("free", "stays"), [(1 << 40, True), (1000, False)])
 def test_what_fits_into_memory_does_not_go_to_a_drive(monkeypatch, caplog, free, stays):
-    monkeypatch.setattr(zero.core.ratio, "measure", lambda *args: ALIKE)
     monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free)
-    spec = ParamSpec("u.weight", 1 << 20, "fp32", True, 0, 2)
-    plans = [UnitPlan("u", "u", (spec,), make_layout({spec.name: spec.numel}, 1))]
     sharding = Sharding.of_stage(2)
-    training = zero.core.ratio.Training(sharding, Formats(), torch.float32, "fp32", "fp32", 1)
-    given = OffloadSettings(optimizer=Where.FILE, ratio=None)
-    settled = zero.core.ratio.settle_ratio(given, plans, make_mesh(sharding), CPU, training)
-    assert settled == given._replace(ratio=0.0 if stays else 1.0)
-    assert "a drive counts as 1.0 GB/s" in caplog.text and "(40%) for activations" in caplog.text
-    nothing = given._replace(optimizer=Where.DEVICE)
-    assert zero.core.ratio.settle_ratio(nothing, plans, make_mesh(sharding), CPU, training).ratio == 1.0
+    training = Training(sharding, Formats(), "fp32", "fp32", 1)
+    nvme = OffloadSettings(optimizer=Where.FILE, ratio=None)
+    settled = settle_ratio(nvme, units_of(1 << 20), make_mesh(sharding), CPU, training)
+    assert settled == nvme._replace(ratio=0.0 if stays else 1.0)
+    assert "(40%) for activations" in caplog.text
+    nothing = nvme._replace(optimizer=Where.DEVICE)
+    assert settle_ratio(nothing, units_of(1 << 20), make_mesh(sharding), CPU, training).ratio == 1.0
 
 
-def test_the_log_names_the_reserve():
-    choice = choose_ratio([], Sizes(0, 1, Formats(), "fp32"), Where.HOST, Where.DEVICE, ALIKE, 1e9, True)
-    text = zero.core.ratio._said(Rates(5e10, 5e10, 3e9, 1e11), 2**30, 2**31, choice)
-    assert re.search(r"1,024\.0 MiB for state.*reserve of 2,048\.0 MiB \(40%\) for activations", text)
-    assert "copies take 50.0 GB/s down and 50.0 GB/s up" in text
+def test_as_many_units_stay_as_fit():
+    units = units_of(*[1 << 20] * 8)
+    for count in range(9):
+        choice = choose_ratio(units, 1, FORMATS, "bf16", (count + 0.5) * BYTES * (1 << 20))
+        placements = place(units, 1, Where.HOST, Where.DEVICE, choice.ratio)
+        assert [at.optimizer is Where.DEVICE for at in placements] == [True] * count + [False] * (8 - count)
+        assert choice.numel == count << 20
+    assert choose_ratio([], 1, FORMATS, "bf16", 1e9).ratio == 1.0
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), part=st.floats(0, 1))
+def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
+    units = units_of(*sizes)
+    room = part * sum(unit.layout.numel for unit in units) * BYTES
+    choice = choose_ratio(units, 1, FORMATS, "bf16", room)
+    placements = place(units, 1, Where.FILE, Where.DEVICE, choice.ratio)
+    stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
+    assert choice.numel == sum(unit.layout.numel for unit in stay)
+    assert choice.nbytes <= room

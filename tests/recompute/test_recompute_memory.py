@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import zero
 from zero.core.tensors import memory_of
-from zero.plan.recompute import Choice, Policy
 from zero.recompute import modules
+from zero.recompute.policy import Choice, Policy
 
 BLOCKS = 4
 TOKENS = 2 * 5  # of a micro-batch

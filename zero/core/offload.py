@@ -14,13 +14,7 @@ from zero.core.mesh import Mesh
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.copy_stream import CopyStream
-from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
-from zero.memory.pinned_arena import PinnedArena, check_room
-from zero.memory.state_placement import StatePlacement
-from zero.memory.store import ResidentStore, Store
-from zero.memory.swap_file import Requests, SwapFile, close_all
-from zero.plan.formats import Formats
-from zero.plan.host import (
+from zero.memory.host_bytes import (
     HostBytes,
     gradient_nbytes,
     host_bytes,
@@ -29,6 +23,12 @@ from zero.plan.host import (
     parameter_nbytes,
     record,
 )
+from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
+from zero.memory.pinned_arena import PinnedArena, check_room
+from zero.memory.state_placement import StatePlacement
+from zero.memory.store import ResidentStore, Store
+from zero.memory.swap_file import Requests, SwapFile, close_all
+from zero.plan.formats import Formats
 from zero.plan.placement import Placement, Where, is_updated, place
 from zero.plan.units import UnitPlan
 

@@ -257,8 +257,7 @@ def wrap(
     offload = None
     if places is not None and places.enabled:
         resting = _resting_dtype(numerics, mesh)
-        dtype = DTYPES[numerics.compute_dtype]
-        training = Training(sharding, numerics.formats, dtype, resting, numerics.accumulate, numerics.accumulation)
+        training = Training(sharding, numerics.formats, resting, numerics.accumulate, numerics.accumulation)
         places = settle_ratio(places, plans, mesh, device, training)
         offload = Offload(places, plans, mesh, device, numerics.formats, resting, numerics.accumulate)
     units = []

@@ -16,8 +16,8 @@ from zero.core.sharded_module import ShardedModule
 from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger, rank_zero
+from zero.memory.host_bytes import HostBytes
 from zero.optim.optimizer import ZeroOptimizer
-from zero.plan.host import HostBytes
 from zero.plan.memory import StateBytes
 
 MIB = 2**20

@@ -19,7 +19,7 @@ import torch
 from zero.kernels.cuda import pin_host
 from zero.log import log_once
 from zero.memory.available import available_nbytes
-from zero.plan.host import MIB, PAGE
+from zero.memory.host_bytes import MIB, PAGE
 from zero.plan.layout import round_up
 
 _TOUCHED = 16384  # pages in one go of one thread

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs
-from zero.plan.host import keeps_copy
 from zero.plan.order import Limits, stay_whole
-from zero.plan.placement import Placement, Where, is_updated
+from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 

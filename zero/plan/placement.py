@@ -73,6 +73,15 @@ def is_updated(unit: UnitPlan) -> bool:
     return unit.requires_grad and unit.group >= 0
 
 
+def keeps_copy(placement: Placement, mirrored: bool) -> bool:
+    """Whether there is a copy of a unit's shard beside its master: where the two do not rest in the same memory.
+
+    It is part of the record, or on the device with a master there. `mirrored`: the device is not the host.
+    """
+    apart = (placement.optimizer is Where.DEVICE) != (placement.params is Where.DEVICE)
+    return placement.params is Where.FILE or (mirrored and apart)
+
+
 def _fitting(sizes: Sequence[int], room: int) -> set[int]:
     """Indices of those that fit into `room` when each one is taken, in order, unless it is too large for the rest."""
     taken = set()

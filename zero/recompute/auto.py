@@ -15,9 +15,9 @@ from zero.core.mesh import Axis
 from zero.core.prefetcher import in_backward
 from zero.core.tensors import tensors_in
 from zero.log import rank_zero
-from zero.plan.host import MIB
-from zero.plan.recompute import Choice, Cost, Policy, choose
+from zero.memory.host_bytes import MIB
 from zero.recompute.measure import measured
+from zero.recompute.policy import Choice, Cost, Policy, choose
 from zero.recompute.rest import Rest
 
 _CODES = (None, Policy.NONE, Policy.SELECTIVE, Policy.FULL)  # the later one wins where ranks differ

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from zero.core.owner import owner_of
 from zero.core.tensors import memory_of, tensors_in
-from zero.plan.recompute import Cost
 from zero.recompute.ops import Kind, kind_of
+from zero.recompute.policy import Cost
 from zero.recompute.rest import Rest, made_by_graph
 from zero.recompute.selective import keeps
 

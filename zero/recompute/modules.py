@@ -19,10 +19,10 @@ from zero.config.sections import ActivationCheckpointing, Recompute
 from zero.core.mesh import Axis
 from zero.log import rank_zero
 from zero.plan.patterns import outermost
-from zero.plan.recompute import Policy
 from zero.recompute.auto import Auto, agreed, say
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, Scope
+from zero.recompute.policy import Policy
 from zero.recompute.rest import Rest
 from zero.recompute.selective import Selective
 from zero.recompute.settings import RestSettings

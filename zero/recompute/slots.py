@@ -8,8 +8,8 @@ import torch
 
 from zero.log import log_once
 from zero.memory.copy_stream import CopyStream
+from zero.memory.host_bytes import PAGE
 from zero.memory.pinned_arena import PinnedArena
-from zero.plan.host import PAGE
 from zero.plan.layout import round_up
 
 

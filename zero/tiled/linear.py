@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero.core.access import GatheredParameters
 from zero.core.own_unit import set_apart
-from zero.plan.tiles import even_parts
+from zero.tiled.slices import even_parts
 
 
 class TiledLinear(nn.Module):

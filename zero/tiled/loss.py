@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from zero.plan.tiles import default_size, longest, token_slices
+from zero.tiled.slices import default_size, longest, token_slices
 
 # What gradients of logits are multiplied by before they are rounded to fp16, whose least normal number is 6e-5. Before
 # they are divided by the number of tokens they lie between -1 and 1, and many are as small as 1 / vocabulary.

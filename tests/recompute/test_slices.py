@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.plan.tiles import FEWEST_ROWS, default_size, even_parts, longest, token_slices
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
+from zero.tiled.slices import FEWEST_ROWS, default_size, even_parts, longest, token_slices
 
 
 @given(st.integers(0, 5000), st.integers(1, 6000))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.plan.patterns import outermost
-from zero.plan.recompute import Cost, Policy, choose, peak
+from zero.recompute.policy import Cost, Policy, choose, peak
 
 costs = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)).map(
     lambda parts: Cost(sum(parts), parts[0] + parts[1], parts[0])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs
 from zero.plan.layout import round_up
-from zero.plan.placement import Placement, Where, is_updated
+from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 
 LINE = 64  # bytes: entries start on cache lines, so that vector loads are aligned and threads share none
@@ -76,15 +76,6 @@ def _arrays(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirrored: b
         for state in range(formats.states):
             for kind, dtype, numel in formats.moment_arrays(run.numel, run.format):
                 yield f"{kind} {state}.{index}", dtype, numel
-
-
-def keeps_copy(placement: Placement, mirrored: bool) -> bool:
-    """Whether there is a copy of a unit's shard beside its master: where the two do not rest in the same memory.
-
-    It is part of the record, or on the device with a master there. `mirrored`: the device is not the host.
-    """
-    apart = (placement.optimizer is Where.DEVICE) != (placement.params is Where.DEVICE)
-    return placement.params is Where.FILE or (mirrored and apart)
 
 
 def gradient_nbytes(unit: UnitPlan, parts: int, accumulate_dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""The step time of a run whose state rests off the device, from what each unit takes where: a simulation of events.
+"""The step time of a run whose state rests off the device, from measured rates: a simulation of events.
 
 Six things work side by side, each on one job after the other in a fixed order: the device, a lane of copies down from
 it, the host's updates, a lane of copies up to it, reads from a drive and writes to it. A job begins when the worker is
@@ -9,13 +9,31 @@ the longest cycle, which no worker can undercut.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
+
+import torch
+
+from zero.kernels.formulas import Adam, Formula, Lion, Sgd
+from zero.kernels.moments import Moment
+from zero.kernels.step import step
+from zero.memory.host_bytes import gradient_nbytes, parameter_nbytes, record
+from zero.plan.formats import Formats
+from zero.plan.placement import Placement, Where, is_updated
+from zero.plan.units import UnitPlan
 
 _STEPS = 10  # that are simulated, the first half of them so that what follows is like any later step
 
 DEVICE, DOWN, HOST, UP, READ, WRITE = "device", "down", "host", "up", "read", "write"
 DRIVE = frozenset({READ, WRITE})  # one drive does both
+
+NUMEL = 1 << 23  # of an update that is tried out
+COPIED = 1 << 27  # bytes of a copy that is tried out; page-locked
+TURNS = 3  # after one that warms up; the fastest counts, for whatever else the machine does only adds
+
+# By how many moments they keep; the bytes decide, and they are the same in every formula of as many.
+_FORMULAS: tuple[Formula, ...] = (Sgd(1e-3), Lion(1e-3), Adam(1e-3))
 
 
 class UnitTimes(NamedTuple):
@@ -139,3 +157,112 @@ class _Run:
         """A job of this worker, not before `after`; when it has ended."""
         self._free[worker] = end = max(self._free[worker], after) + seconds
         return end
+
+
+class Rates(NamedTuple):
+    """How fast one rank of a machine is: bytes per second; updates in elements of this format per second.
+
+    What is infinite takes no time: copies where the device's memory is the host's, and a drive that was not measured.
+    """
+
+    down: float = math.inf
+    up: float = math.inf
+    host_update: float = math.inf
+    device_update: float = math.inf
+    read: float = math.inf
+    write: float = math.inf
+
+
+class UnitSizes(NamedTuple):
+    """What decides over the bytes of a unit, beside its plan: see `record`; `gradients`, their dtype at rest."""
+
+    rank: int
+    parts: int
+    formats: Formats
+    gradients: str
+
+
+def unit_times(
+    units: Sequence[UnitPlan],
+    placements: Sequence[Placement],
+    sizes: UnitSizes,
+    rates: Rates,
+    forward: float = 0.0,
+    backward: float = 0.0,
+) -> list[UnitTimes]:
+    """What one rank's part of each unit takes; `forward` and `backward` of the whole are shared out by elements."""
+    whole = sum(unit.layout.numel for unit in units) or 1
+    found = []
+    for unit, placement in zip(units, placements, strict=True):
+        share, shard = unit.layout.numel / whole, unit.layout.numel // sizes.parts
+        away = is_updated(unit) and placement.optimizer is not Where.DEVICE
+        here = is_updated(unit) and not away
+        shown = parameter_nbytes(unit, sizes.parts)
+        rests = placement.params is Where.DEVICE
+        filed = away and placement.optimizer is Where.FILE
+        kept = record(unit, sizes.rank, sizes.parts, sizes.formats, True).nbytes if filed else 0
+        drive = shown if placement.params is Where.FILE else 0
+        found.append(
+            UnitTimes(
+                forward=forward * share,
+                backward=backward * share,
+                fetch=0.0 if rests else shown / rates.up + drive / rates.read,
+                down=gradient_nbytes(unit, sizes.parts, sizes.gradients) / rates.down if away else 0.0,
+                stay=shard / rates.device_update if here else 0.0,
+                read=kept / rates.read,
+                update=shard / rates.host_update if away else 0.0,
+                write=(kept + (drive if away else 0)) / rates.write,
+                up=shown / rates.up if away and rests else 0.0,
+            )
+        )
+    return found
+
+
+def measure(device: torch.device, dtype: torch.dtype, formats: Formats, threads: int, numel: int = NUMEL) -> Rates:
+    """The rates of this process; takes about a second where the compiled kernels are there.
+
+    `dtype`: of the parameters and gradients; `threads`: of the host's update.
+    """
+    host = _update_rate(torch.device("cpu"), dtype, formats, threads, numel)
+    if device.type == "cpu":
+        # The device's step runs with torch's threads.
+        alike = threads == torch.get_num_threads()
+        here = host if alike else _update_rate(device, dtype, formats, torch.get_num_threads(), numel)
+        return Rates(host_update=host, device_update=here)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    pinned = torch.empty(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return Rates(
+        down=COPIED / _seconds(lambda: pinned.copy_(there), device),
+        up=COPIED / _seconds(lambda: there.copy_(pinned), device),
+        host_update=host,
+        device_update=_update_rate(device, dtype, formats, None, numel),
+    )
+
+
+def _update_rate(device: torch.device, dtype: torch.dtype, formats: Formats, threads: int | None, numel: int) -> float:
+    """Elements per second of one step of the optimizer."""
+    formula = _FORMULAS[min(formats.states, 2)]
+    param = torch.zeros(numel, dtype=dtype, device=device)
+    grad = torch.zeros(numel, dtype=dtype, device=device)
+    remainder = formats.master == "remainder" and dtype == torch.bfloat16
+    master = param if dtype == torch.float32 else torch.zeros(
+        numel, dtype=torch.int16 if remainder else torch.float32, device=device
+    )  # fmt: skip
+    moments = tuple(Moment.filled(numel, formats.moments, 0.0, device, signed) for signed in formula.signed)
+    shown = None if master is param else param
+
+    def run() -> None:
+        step(formula, master, moments, grad, shown, step=10, grad_scale=1.0, key=0, first=0, threads=threads)
+
+    return numel / _seconds(run, device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(TURNS + 1):
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return max(min(found[1:]), 1e-9)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zero
-from zero.plan.activations import (
+from zero.recompute.activations import (
     BlockSizes,
     full_nbytes,
     loss_peak_nbytes,
@@ -23,7 +23,7 @@ from zero.plan.activations import (
     tiled_loss_peak_nbytes,
     whole_nbytes,
 )
-from zero.plan.tiles import default_size
+from zero.tiled.slices import default_size
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live import LiveBytes

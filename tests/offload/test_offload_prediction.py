@@ -6,17 +6,21 @@ Never faster than any one worker; the sum of everything where nothing can overla
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.pipeline import DEVICE, DRIVE, HOST, UnitTimes, predict
 from zero.plan.placement import Where, place
-from zero.plan.ratio import Rates, Sizes, choose_ratio, unit_times
 from zero.plan.units import ParamSpec, UnitPlan
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from offload_prediction import DEVICE, DRIVE, HOST, Rates, UnitSizes, UnitTimes, measure, predict, unit_times
 
 SECONDS = st.integers(0, 50).map(float)
 UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 9), min_size=1, max_size=6)
@@ -95,69 +99,15 @@ def test_workers_that_share_cores_take_the_sum_of_their_times() -> None:
     assert predict(both, same=()).step < predict(both, same=(DRIVE,)).step == 160.0
 
 
-# The choice of the ratio.
-
-
-def plans(*sizes: int, dtype: str = "bf16") -> list[UnitPlan]:
-    made = []
-    for index, numel in enumerate(sizes):
-        spec = ParamSpec(f"u{index}.weight", numel, dtype, True, 0, 2)
-        made.append(UnitPlan(f"u{index}", f"u{index}", (spec,), make_layout({spec.name: numel}, 1)))
-    return made
-
-
-SIZES = Sizes(0, 1, Formats("remainder"), "bf16")
-FAST = Rates(down=50e9, up=50e9, host_update=3e9, device_update=100e9)
-BYTES = 2 + 8 + 2  # of one element on the device: remainder, both moments, gradient
-
-
-def test_what_fits_stays_where_the_device_is_faster() -> None:
-    units = plans(*[1 << 20] * 8)
-    for whole in range(9):
-        room = (whole + 0.5) * BYTES * (1 << 20)
-        choice = choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, FAST, room, True)
-        placements = place(units, 1, Where.HOST, Where.DEVICE, choice.ratio)
-        assert [placement.optimizer is Where.DEVICE for placement in placements] == [True] * whole + [False] * (
-            8 - whole
-        )
-        assert choice.numel == whole << 20 and choice.nbytes <= room
-
-
-def test_nothing_stays_where_it_gains_nothing() -> None:
-    units = plans(*[1 << 20] * 8)
-    alike = Rates(host_update=1e9, device_update=1.02e9)
-    assert choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, alike, math.inf, False).ratio == 1.0
-    # Hidden behind a long forward, the host's updates cost nothing.
-    hidden = choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, FAST, math.inf, True, forward=10.0, backward=20.0)
-    assert hidden.ratio == 1.0
-
-
-def test_all_stays_where_the_host_is_slow_and_there_is_room() -> None:
-    units = plans(*[1 << 20] * 8)
-    slow = Rates(host_update=1e9, device_update=2e9)
-    assert choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, slow, math.inf, False).ratio == 0.0
-    assert choose_ratio(units, SIZES, Where.HOST, Where.DEVICE, slow, 0.0, False).ratio == 1.0
-
-
-@settings(deadline=None)
-@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), part=st.floats(0, 1))
-def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
-    units = plans(*sizes)
-    whole = sum(unit.layout.numel for unit in units) * BYTES
-    choice = choose_ratio(units, SIZES, Where.FILE, Where.DEVICE, FAST, part * whole, True)
-    placements = place(units, 1, Where.FILE, Where.DEVICE, choice.ratio)
-    stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
-    assert choice.numel == sum(unit.layout.numel for unit in stay)
-    assert choice.nbytes <= part * whole
-
-
 def test_times_of_a_unit_by_its_placement() -> None:
     numel = 1 << 20
-    (unit,) = plans(numel)
+    spec = ParamSpec("u.weight", numel, "bf16", True, 0, 2)
+    unit = UnitPlan("u", "u", (spec,), make_layout({spec.name: numel}, 1))
     rates = Rates(down=1e9, up=2e9, host_update=1e6, device_update=1e7, read=4e9, write=5e9)
 
     def times(optimizer: Where, params: Where) -> UnitTimes:
-        return unit_times([unit], place([unit], 1, optimizer, params), SIZES, rates, 3.0, 6.0)[0]
+        sizes = UnitSizes(0, 1, Formats("remainder"), "bf16")
+        return unit_times([unit], place([unit], 1, optimizer, params), sizes, rates, 3.0, 6.0)[0]
 
     here = times(Where.DEVICE, Where.DEVICE)
     assert here == UnitTimes(3.0, 6.0, stay=numel / 1e7)
@@ -167,3 +117,12 @@ def test_times_of_a_unit_by_its_placement() -> None:
     assert both == host._replace(fetch=2 * numel / 2e9, up=0.0)
     filed = times(Where.FILE, Where.DEVICE)
     assert filed.read == pytest.approx(12 * numel / 4e9) and filed.write == pytest.approx(12 * numel / 5e9)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("states", [0, 1, 2])
+def test_every_format_is_measured(format: str, states: int) -> None:
+    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "remainder"), (torch.float16, "fp32")):
+        rates = measure(torch.device("cpu"), dtype, Formats(master, format, states), 2, 1 << 12)
+        assert 0 < rates.host_update < math.inf and 0 < rates.device_update < math.inf
+        assert rates.up == rates.down == math.inf, "one memory, nothing to copy"

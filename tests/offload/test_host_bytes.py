@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.kernels.moments import Moment
-from zero.plan.formats import ITEMSIZE, Formats, runs
-from zero.plan.host import (
+from zero.memory.host_bytes import (
     LINE,
     MIB,
     PAGE,
@@ -22,6 +21,7 @@ from zero.plan.host import (
     parameter_nbytes,
     record,
 )
+from zero.plan.formats import ITEMSIZE, Formats, runs
 from zero.plan.layout import make_layout
 from zero.plan.placement import Placement, Where, place
 from zero.plan.units import ParamSpec, UnitPlan
