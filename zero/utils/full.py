@@ -19,33 +19,33 @@ from zero.core.values import (
     cut_out,
     exact_piece,
     gradient,
-    piece,
     reduced_piece,
     same_everywhere,
     write_exact,
 )
-from zero.utils.managed import is_number, managed, misfit, unfit_number, unknown_key, wanted
+from zero.utils.trained import number_error, require_trained, trained_param
 
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The exact value of a trained parameter, fp32: the master where it is kept in 16 bit."""
-    found, what = managed(param), "safe_get_full_fp32_param"
-    if found is None:
+    trained, what = trained_param(param), "safe_get_full_fp32_param"
+    if trained is None:
         return None
-    agree(found.owner, what, check_idle(found.owner, what))
-    return assemble(found.owner, exact_piece(found.owner)).view(found.shape)
+    owner = trained.owner
+    agree(owner, what, check_idle(owner, what))
+    return assemble(owner, exact_piece(owner)).view(trained.shape)
 
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replace the exact value by `value`, any floating dtype; the 16-bit parameter follows at once."""
     what = "safe_set_full_fp32_param"
-    found = wanted(param, what)
-    problem = misfit(what, value, found.shape, found.owner.name)
-    agree(found.owner, what, problem or check_idle(found.owner, what))
-    whole = same_everywhere(found.owner, value.to(torch.float32)).reshape(-1)
-    write_exact(found.owner, cut_out(found.owner, whole), whole)
+    trained = require_trained(param, what)
+    owner = trained.owner
+    agree(owner, what, trained.value_error(what, value, trained.shape) or check_idle(owner, what))
+    whole = same_everywhere(owner, value.to(torch.float32)).reshape(-1)
+    write_exact(owner, cut_out(owner, whole), whole)
 
 
 @torch.no_grad()
@@ -55,40 +55,35 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     Before the first step it is what that step begins with. "step" is an int: how many steps the parameter's unit
     has seen; other single numbers (NAdam's mu_product) are floats. They are those of all parameters of the unit.
     """
-    found, what = managed(param), "safe_get_full_optimizer_state"
-    if found is None:
+    trained, what = trained_param(param), "safe_get_full_optimizer_state"
+    if trained is None:
         return None
-    unit, rule = found.owner.unit, found.optimizer.rule
-    idle = check_idle(found.owner, what)
-    agree(found.owner, f"{what} {optim_state_key}", idle or unknown_key(what, found, optim_state_key))
-    if is_number(found, optim_state_key):
-        return rule.number(unit, found.group, optim_state_key)
-    part = piece(found.owner)
-    own = rule.read(unit, found.group, optim_state_key, part) if part.numel else unit.shard.new_empty(0).float()
-    return assemble(found.owner, own).view(found.shape)
+    owner = trained.owner
+    problem = check_idle(owner, what) or trained.key_error(what, optim_state_key)
+    agree(owner, f"{what} {optim_state_key}", problem)
+    if trained.is_number(optim_state_key):
+        return trained.number(optim_state_key)
+    return assemble(owner, trained.read(optim_state_key)).view(trained.shape)
 
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor | float, optim_state_key: str) -> None:
     """Replace a state; in bf16 or 8-bit it is rounded to nearest. "step" sets that of the parameter's whole unit."""
     what = "safe_set_full_optimizer_state"
-    found = wanted(param, what)
-    unit, rule = found.owner.unit, found.optimizer.rule
-    problem = check_idle(found.owner, what) or unknown_key(what, found, optim_state_key)
-    single = problem is None and is_number(found, optim_state_key)
+    trained = require_trained(param, what)
+    owner = trained.owner
+    problem = check_idle(owner, what) or trained.key_error(what, optim_state_key)
+    single = problem is None and trained.is_number(optim_state_key)
     if single:
-        problem = unfit_number(what, optim_state_key, value)
+        problem = number_error(what, optim_state_key, value)
     else:
-        problem = problem or misfit(what, value, found.shape, found.owner.name)
-    agree(found.owner, f"{what} {optim_state_key}", problem)
-    device = unit.full.device
+        problem = problem or trained.value_error(what, value, trained.shape)
+    agree(owner, f"{what} {optim_state_key}", problem)
     if single:
-        number = same_everywhere(found.owner, torch.as_tensor(value, dtype=torch.float64, device=device))
-        rule.set_number(unit, found.group, optim_state_key, number.item())
-        return
-    own = cut_out(found.owner, same_everywhere(found.owner, value.to(torch.float32)))
-    if own.numel():
-        rule.write(unit, found.group, optim_state_key, piece(found.owner), own)
+        number = torch.as_tensor(value, dtype=torch.float64, device=owner.unit.full.device)
+        trained.set_number(optim_state_key, same_everywhere(owner, number).item())
+    else:
+        trained.write(optim_state_key, cut_out(owner, same_everywhere(owner, value.to(torch.float32))))
 
 
 @torch.no_grad()
@@ -99,11 +94,11 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     boundary it is the sum of what there is, divided as at the boundary. A loss scale is taken out. Zeros where the
     parameter got no gradient but others did.
     """
-    found = managed(param)
-    if found is None:
+    trained = trained_param(param)
+    if trained is None:
         return None
-    total = gradient(found.owner, "safe_get_full_grad")
-    return None if total is None else total.mul_(found.optimizer.gradient_factor).view(found.shape)
+    total = gradient(trained.owner, "safe_get_full_grad")
+    return None if total is None else total.mul_(trained.optimizer.gradient_factor).view(trained.shape)
 
 
 @torch.no_grad()
@@ -113,10 +108,10 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     Raises RuntimeError where there is none to replace: before a backward, after the step.
     """
     what = "safe_set_full_grad"
-    found = wanted(param, what)
-    storage = reduced_piece(found.owner, what, misfit(what, value, found.shape, found.owner.name))
-    whole = same_everywhere(found.owner, value.to(torch.float32))
-    storage.copy_(cut_out(found.owner, whole) / found.optimizer.gradient_factor)
+    trained = require_trained(param, what)
+    storage = reduced_piece(trained.owner, what, trained.value_error(what, value, trained.shape))
+    whole = same_everywhere(trained.owner, value.to(torch.float32))
+    storage.copy_(cut_out(trained.owner, whole) / trained.optimizer.gradient_factor)
 
 
 def safe_update_full_grad_vectorized(

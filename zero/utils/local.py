@@ -13,17 +13,17 @@ import torch
 from zero.core import comm
 from zero.core.owner import Owner
 from zero.core.values import agree, check_idle, exact_piece, piece, write_exact
-from zero.utils.managed import Managed, is_number, managed, misfit, unfit_number, unknown_key, wanted
+from zero.utils.trained import number_error, require_trained, trained_param
 
 
 @torch.no_grad()
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """This rank's piece of the exact value."""
-    found = managed(param)
-    if found is None:
+    trained = trained_param(param)
+    if trained is None:
         return None
-    _must_be_idle(found.owner, "safe_get_local_fp32_param")
-    return exact_piece(found.owner)
+    _raise(check_idle(trained.owner, "safe_get_local_fp32_param"))
+    return exact_piece(trained.owner)
 
 
 @torch.no_grad()
@@ -34,9 +34,9 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     old values. A rank whose piece is empty gives an empty tensor.
     """
     what = "safe_set_local_fp32_param"
-    found = wanted(param, what)
-    owner = found.owner
-    problem = misfit(what, value, (piece(owner).numel,), owner.name)
+    trained = require_trained(param, what)
+    owner = trained.owner
+    problem = trained.value_error(what, value, (piece(owner).numel,))
     agree(owner, what, problem or check_idle(owner, what))
     own = value.to(device=owner.unit.full.device, dtype=torch.float32, copy=True)
     if own.numel():
@@ -49,18 +49,11 @@ def safe_get_local_optimizer_state(
     param: torch.nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | int | float | None:
     """This rank's piece of a state; keys and numbers as in `safe_get_full_optimizer_state`."""
-    found = managed(param)
-    if found is None:
+    trained, what = trained_param(param), "safe_get_local_optimizer_state"
+    if trained is None:
         return None
-    what = "safe_get_local_optimizer_state"
-    _must_be_idle(found.owner, what)
-    _raise(unknown_key(what, found, optim_state_key))
-    if is_number(found, optim_state_key):
-        return found.optimizer.rule.number(found.owner.unit, found.group, optim_state_key)
-    part = piece(found.owner)
-    if not part.numel:
-        return _nothing(found)
-    return found.optimizer.rule.read(found.owner.unit, found.group, optim_state_key, part)
+    _raise(check_idle(trained.owner, what) or trained.key_error(what, optim_state_key))
+    return trained.number(optim_state_key) if trained.is_number(optim_state_key) else trained.read(optim_state_key)
 
 
 @torch.no_grad()
@@ -69,17 +62,14 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Replace this rank's piece of a state. A number ("step") must be set to the same on all ranks."""
     what = "safe_set_local_optimizer_state"
-    found = wanted(param, what)
-    unit, rule, part = found.owner.unit, found.optimizer.rule, piece(found.owner)
-    _must_be_idle(found.owner, what)
-    _raise(unknown_key(what, found, optim_state_key))
-    if is_number(found, optim_state_key):
-        _raise(unfit_number(what, optim_state_key, value))
-        rule.set_number(unit, found.group, optim_state_key, float(value))
+    trained = require_trained(param, what)
+    _raise(check_idle(trained.owner, what) or trained.key_error(what, optim_state_key))
+    if trained.is_number(optim_state_key):
+        _raise(number_error(what, optim_state_key, value))
+        trained.set_number(optim_state_key, float(value))
         return
-    _raise(misfit(what, value, (part.numel,), found.owner.name))
-    if part.numel:
-        rule.write(unit, found.group, optim_state_key, part, value.to(unit.full.device, torch.float32))
+    _raise(trained.value_error(what, value, (piece(trained.owner).numel,)))
+    trained.write(optim_state_key, value.to(trained.owner.unit.full.device, torch.float32))
 
 
 @torch.no_grad()
@@ -88,11 +78,11 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
     Raises RuntimeError while gradients are still those of this rank alone: stages 0 and 1 before the boundary.
     """
-    found = managed(param)
-    if found is None:
+    trained = trained_param(param)
+    if trained is None:
         return None
-    reduced = _reduced(found.owner, "safe_get_local_grad")
-    return None if reduced is None else reduced * found.optimizer.gradient_factor
+    reduced = _reduced(trained.owner, "safe_get_local_grad")
+    return None if reduced is None else reduced * trained.optimizer.gradient_factor
 
 
 @torch.no_grad()
@@ -102,18 +92,13 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     Raises RuntimeError where there is none, or none that is reduced yet.
     """
     what = "safe_set_local_grad"
-    found = wanted(param, what)
-    _raise(misfit(what, value, (piece(found.owner).numel,), found.owner.name))
-    reduced = _reduced(found.owner, what)
+    trained = require_trained(param, what)
+    owner = trained.owner
+    _raise(trained.value_error(what, value, (piece(owner).numel,)))
+    reduced = _reduced(owner, what)
     if reduced is None:
-        raise RuntimeError(
-            f"{what}: parameter '{found.owner.name}' has no gradient; set it between backward() and step()"
-        )
-    reduced.copy_(value.to(reduced.device, torch.float32) / found.optimizer.gradient_factor)
-
-
-def _must_be_idle(owner: Owner, what: str) -> None:
-    _raise(check_idle(owner, what))
+        raise RuntimeError(f"{what}: parameter '{owner.name}' has no gradient; set it between backward() and step()")
+    reduced.copy_(value.to(reduced.device, torch.float32) / trained.optimizer.gradient_factor)
 
 
 def _raise(problem: Exception | None) -> None:
@@ -121,13 +106,9 @@ def _raise(problem: Exception | None) -> None:
         raise problem
 
 
-def _nothing(found: Managed) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.float32, device=found.owner.unit.full.device)
-
-
 def _reduced(owner: Owner, what: str) -> torch.Tensor | None:
     """This rank's piece of the sum, the storage itself."""
-    _must_be_idle(owner, what)
+    _raise(check_idle(owner, what))
     grads = owner.unit.gradients
     if grads.flat is not None:
         raise RuntimeError(

@@ -1,0 +1,98 @@
+"""From a parameter to the optimizer that updates it, and whether a key or a value fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from zero.core.owner import Owner, owner_of
+from zero.core.values import piece
+from zero.optim.optimizer import ZeroOptimizer
+
+
+class TrainedParam(NamedTuple):
+    """A parameter that an optimizer updates. Of its states, some are one number for the parameter's whole unit."""
+
+    owner: Owner
+    optimizer: ZeroOptimizer
+
+    @property
+    def group(self) -> Mapping[str, Any]:
+        """The hyperparameters of its parameter group now."""
+        return self.optimizer.param_groups[self.owner.unit.plan.group]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.owner.param.shape
+
+    def is_number(self, key: str) -> bool:
+        """Whether state `key` is one number."""
+        return key in self.optimizer.rule.keys(self.owner.unit, self.group)[1]
+
+    def number(self, key: str) -> int | float:
+        """State `key`, one number."""
+        return self.optimizer.rule.number(self.owner.unit, self.group, key)
+
+    def set_number(self, key: str, value: float) -> None:
+        """Replace state `key`, one number."""
+        self.optimizer.rule.set_number(self.owner.unit, self.group, key, value)
+
+    def read(self, key: str) -> torch.Tensor:
+        """This rank's piece of state `key`, fp32 [n]."""
+        unit, part = self.owner.unit, piece(self.owner)
+        if not part.numel:
+            return torch.empty(0, dtype=torch.float32, device=unit.full.device)
+        return self.optimizer.rule.read(unit, self.group, key, part)
+
+    def write(self, key: str, values: torch.Tensor) -> None:
+        """Replace this rank's piece of state `key` by `values`, fp32 [n] on the device."""
+        if values.numel():
+            self.optimizer.rule.write(self.owner.unit, self.group, key, piece(self.owner), values)
+
+    def key_error(self, what: str, key: str) -> ValueError | None:
+        """The error for a state that the optimizer does not have, or None."""
+        tensors, numbers = self.optimizer.rule.keys(self.owner.unit, self.group)
+        if key in tensors or key in numbers:
+            return None
+        known = ", ".join((*tensors, *numbers)) or "none"
+        return ValueError(f"{what}: unknown key {key!r} for parameter '{self.owner.name}'; known: {known}")
+
+    def value_error(self, what: str, value: Any, shape: tuple[int, ...]) -> ValueError | None:
+        """The error for a value that is not a tensor of numbers of this shape, or None."""
+        wanted = f"wanted a floating-point tensor of shape {tuple(shape)} for parameter '{self.owner.name}'"
+        if not isinstance(value, torch.Tensor):
+            return ValueError(f"{what}: got a {type(value).__name__}; {wanted}")
+        if tuple(value.shape) != tuple(shape) or not value.is_floating_point():
+            return ValueError(f"{what}: got shape {tuple(value.shape)}, {value.dtype}; {wanted}")
+        return None
+
+
+def trained_param(param: torch.Tensor) -> TrainedParam | None:
+    """None for a parameter that no engine manages or that is not trained."""
+    owner = owner_of(param)
+    optimizer = owner.unit.optimizer() if owner is not None else None
+    return TrainedParam(owner, optimizer) if optimizer is not None else None
+
+
+def require_trained(param: torch.Tensor, what: str) -> TrainedParam:
+    """As `trained_param`, but raises ValueError for None, on all ranks as they know the same of it."""
+    trained = trained_param(param)
+    if trained is None:
+        owner = owner_of(param)
+        name = f"'{owner.name}' (frozen)" if owner is not None else f"of shape {tuple(param.shape)}"
+        raise ValueError(f"{what}: parameter {name} is trained by no engine, so there is nothing to set")
+    return trained
+
+
+def number_error(what: str, key: str, value: Any) -> ValueError | None:
+    """The error for a value that is no number, or for a step that is not a whole one from 0 on."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return ValueError(f"{what}: got {type(value).__name__} for {key!r}; wanted a number")
+    if key == "step" and (value < 0 or value != int(value)):
+        return ValueError(f"{what}: got {value} for 'step'; wanted a whole number of at least 0")
+    return None
