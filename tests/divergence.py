@@ -28,7 +28,7 @@ from ports import free_port
 from torch import nn
 
 import zero
-from zero.watchdog import detector
+from zero.watchdog import hang_detector
 
 WORLD = 3
 TIMEOUT = 14.0  # of the waits, in the JSON; a busy machine comes to know within that who is silent
@@ -150,7 +150,7 @@ def fork(name: str, rank: int, port: int, said: Path) -> int:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     zero.initialize  # noqa: B018 -- imports, here for all ranks, what each would import for itself
-    detector.AGAIN = 2.0  # what a rank learns late, on a busy machine, stands in a later line
+    hang_detector.AGAIN = 2.0  # what a rank learns late, on a busy machine, stands in a later line
     gc.freeze()  # pages that no rank writes to need no copy
     running: dict[int, tuple[str, int]] = {}
     for name in CASES:

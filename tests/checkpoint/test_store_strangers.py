@@ -5,6 +5,7 @@ A job of `zero run` on one machine listens for this machine only, and its secret
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -20,8 +21,7 @@ import zero
 from models import batch, config, make_net
 from zero.watchdog.hang_report import Phase, Record
 
-KEYS = "zero/0/engine/1/"
-rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+rank, folder, KEYS = int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2]
 engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
 
 def stranger():
@@ -31,12 +31,12 @@ def stranger():
 
 def write():
     store = stranger()
-    found = [store.get(f"{KEYS}{rank}") for rank in range(2)]
-    forged = Record(1, beat=1 << 30, phase=Phase.ENDED, error="forged", fault=1, gave_up=True).to_json().encode()
+    found = [store.get(f"{KEYS}status/{rank}") for rank in range(2)]
+    forged = Record(1, beat=1 << 62, phase=Phase.ENDED, error="forged", fault=1, gave_up=True).to_json().encode()
     # No signature, one of another value, a record of another place, and an old one.
     values = [forged, b"\\xff", found[0][:64] + forged, *found]
     while not ended.wait(0.02):
-        store.set(f"{KEYS}1", values[0])
+        store.set(f"{KEYS}status/1", values[0])
         values.append(values.pop(0))
 
 ended = threading.Event()
@@ -54,7 +54,6 @@ if rank == 0:
     store = stranger()
     for number in range(1, 9):
         store.set(f"{KEYS}saves/{number}/1", b'1 1 {"value":"forged"}')
-        store.set(f"{KEYS}saves/progress/1", b"forged")
 else:
     time.sleep(1)  # so that what is forged is seen first
 engine.save_checkpoint(folder / "saved")
@@ -75,15 +74,16 @@ def test_what_is_forged_is_named_and_ends_nothing(launchers: Launchers, tmp_path
     program.write_text(PROGRAM)
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
     variables.pop("GLOO_SOCKET_IFNAME", None)
-    words = ["--num_gpus", "2", "--log_dir", str(tmp_path / "logs"), str(program), str(tmp_path)]
+    keys = f"zero/{hashlib.blake2b(b'[0, 1]', digest_size=8).hexdigest()}/1/"  # of the first engine of these ranks
+    words = ["--num_gpus", "2", "--log_dir", str(tmp_path / "logs"), str(program), str(tmp_path), keys]
     ended = launchers.run("run", *words, environment=variables)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
     assert said.count("trained 3, listening at ['127.0.0.1']") == 2, said
-    for key in ("zero/0/engine/1/1", "zero/0/engine/1/saves/1/1"):
+    for key in (f"{keys}status/1", f"{keys}saves/1/1"):
         named = f"rank 0 leaves out '{key}' in the store of the process group, which somebody else has written"
         assert said.count(named) == 1, said
-    assert "zero/0/engine/1/0'" not in said
+    assert f"{keys}status/0'" not in said
     secrets = {(tmp_path / f"{rank}.secret").read_text() for rank in range(2)}
     written = [path.read_text() for path in (tmp_path / "logs").rglob("*.log")]
     assert len(secrets) == 1 and len(written) >= 4

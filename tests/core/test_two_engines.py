@@ -235,18 +235,19 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
     mine = {name: group for name, group in pairs.items() if dist.get_rank(group) >= 0}
     made, module = {}, importlib.import_module("zero.engine.initialize")
     if dist.get_rank() == 0:
-        watch = Watchdog(0)
-        watch.start(2, pairs["a"], (), 60.0, False)
-        watch.close()
+        watchdog = Watchdog(0)
+        watchdog.start((0, 1), pairs["a"], (), 60.0, False)
+        watchdog.close()
     with pytest.MonkeyPatch.context() as patch:
         for seed in (1, 2):
             for name, group in reversed(mine.items()):
                 patch.setattr(module, "make_mesh", functools.partial(make_mesh, group=group))
                 made[f"{name}{seed}"] = zero.initialize(model=net(seed), config=offloaded(stage))[0], group
-    numbers = {name: engine._sharded.mesh.watchdog.number for name, (engine, _) in made.items()}
-    prefixes = [engine._sharded.mesh.watchdog.prefix for engine, _ in made.values()]
+    watchdogs = {name: engine._sharded.mesh.watchdog for name, (engine, _) in made.items()}
+    numbers = {name: watchdog.number for name, watchdog in watchdogs.items()}
+    keys = [(watchdog.store.ranks, watchdog.number) for watchdog in watchdogs.values()]
     assert numbers == {name: int(name[1]) + (name[0] == "a") for name in made}, "the group's own count"
-    assert len(set(prefixes)) == len(prefixes)
+    assert len(set(keys)) == len(keys)
     return dict(zip(made, trained_in_turn(list(made.values())), strict=True))
 
 

@@ -56,7 +56,7 @@ def test_ranks_in_words(ranks: list[int], text: str) -> None:
 
 
 def test_a_record_survives_the_store() -> None:
-    record = Record(3, 9, Phase.STEP, 4, 5, "a", "b", 6, 1.5, "ValueError: 'ü'", 2, (0, 7), True)
+    record = Record(3, 9, Phase.STEP, 4, 5, "a", "b", 6, 1.5, "ValueError: 'ü'", 2, (0, 7), True, 8)
     assert record_of(record.to_json()) == record
     assert record_of(record.to_json().encode()) == record
 
@@ -147,7 +147,7 @@ def gives_up(status: RankStatus, lost: bool = True) -> None:
 
     elsewhere = replace(waiting(0), waits="gather of unit '<root>'")
     store = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
-    HangDetector(status, store, None, 8.0, native=True)._look(time.monotonic())  # type: ignore[arg-type]
+    HangDetector(status, store, (), 8.0, native=True)._look(time.monotonic())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:

@@ -109,7 +109,8 @@ class Saver:
         except Exception as error:
             self._error = error
             where = f"'{job.target.tag}' in {job.target.root}"
-            logger.error("rank %d: checkpoint %s could not be saved: %s", self.barrier.rank, where, error)
+            rank = self.barrier.ranks[self.barrier.rank]
+            logger.error("rank %d: checkpoint %s could not be saved: %s", rank, where, error)
         finally:
             self.barrier.shut()
             self.snapshot.clear()

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from zero.checkpoint.barrier_thread import BarrierThread, Message
 from zero.log import logger
 from zero.watchdog.hang_report import ranks_text
+from zero.watchdog.watchdog import Watchdog
 
-GRACE = 5.0  # seconds more that others wait for rank 0, which waits as long for them before it says who is missing
-LINGERS = 10.0  # seconds that rank 0, with which the store may go, waits for the others to have read its answer
+GRACE = 5.0  # seconds more that others wait for the first rank, which waits as long before it says who is missing
+LINGERS = 10.0  # seconds that the first rank, with which the store may go, waits for the others to read its answer
 GONE = 2.0  # the same where it has found that one of them does not come
 SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
@@ -39,32 +37,27 @@ class Lost(RuntimeError):
 class StoreBarrier:
     """Rounds of values (whatever JSON holds) among the ranks of one engine. Of one rank nothing leaves the process.
 
-    prefix:   of the keys in the store that are this engine's;
-    timeout:  seconds that a rank may take without any progress.
-    progress: what this rank has got done, in bytes; others see it about once a second while they wait for this rank.
+    rank:    this one's place among the `world_size` ranks of the engine; `ranks`: their global numbers, for messages;
+    timeout: seconds that a rank may take without any progress.
     """
 
-    def __init__(self, rank: int, world_size: int, prefix: str, timeout: float = 600.0) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, watchdog: Watchdog, timeout: float = 600.0) -> None:
+        self._status = watchdog.status
+        self._store = watchdog.store
+        self.ranks = (watchdog.status.rank,) if watchdog.store is None else watchdog.store.ranks
+        self.rank = self.ranks.index(watchdog.status.rank)
+        self.world_size = len(self.ranks)
         self.timeout = timeout
-        self.progress = 0
         self._round = 0
-        self._thread: BarrierThread | None = None
-        if world_size > 1:
-            # The original goes when the group does, and with it, on rank 0, the server.
-            self._kept = dist.distributed_c10d._get_default_store()
-            self._store = self._kept.clone() if hasattr(self._kept, "clone") else self._kept
-            self._prefix = f"{prefix}saves"
 
     def moved(self, nbytes: int) -> None:
         """This rank has got on; from any thread."""
-        self.progress += max(1, nbytes)
+        self._status.progress += max(1, nbytes)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Around the rounds of one save: the time in between counts as work, in which the others look for progress."""
-        if self._thread is not None:
+        """Around the rounds of one save, in which the store is kept whatever becomes of the process group."""
+        if self._store is None or self._store.messages.open:
             yield
             return
         self.start()
@@ -75,15 +68,13 @@ class StoreBarrier:
 
     def start(self) -> None:
         """Begin what `open` does; `shut`, in whatever thread, ends it."""
-        if self.world_size > 1:
-            self._thread = BarrierThread(self._store, self._prefix, self.rank, self.world_size, lambda: self.progress)
-            self._thread.start()
+        if self._store is not None:
+            self._store.messages.open = True
 
     def shut(self) -> None:
         """End what `start` began."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end()
+        if self._store is not None:
+            self._store.messages.close()
 
     def settle(
         self,
@@ -92,7 +83,7 @@ class StoreBarrier:
         phase: str,
         in_vain: Callable[[], str] = nothing_known,
     ) -> Any:
-        """What `decide`, on rank 0, makes of every rank's `value`; the same on all ranks. Waits for all.
+        """What `decide`, on the first rank, makes of every rank's `value`; the same on all ranks. Waits for all.
 
         An exception as a `value`, or from `decide`, is raised on all ranks, as OSError, ValueError or RuntimeError
         that names the rank. Raises RuntimeError that names rank and `phase` where a rank makes no progress for
@@ -101,76 +92,80 @@ class StoreBarrier:
         self._round += 1
         mine = _error_of(value) if isinstance(value, BaseException) else {"value": value}
         if self.world_size == 1:
-            return _result(_answer([mine], decide))
+            return _result(_answer([mine], decide, self.ranks))
         with self.open():
             return self._settle(mine, decide, phase, in_vain)
 
     def _settle(
         self, mine: dict[str, Any], decide: Callable[[list[Any]], Any], phase: str, in_vain: Callable[[], str]
     ) -> Any:
-        thread, number = self._thread, self._round
+        messages, prefix = self._store.messages, f"{self._store.prefix}saves/{self._round}/"
+        first, others = self.ranks[0], self.ranks[1:]
         if self.rank != 0:
-            thread.post(Message(f"{number}/{self.rank}", mine))
-            thread.expect([f"{number}/answer"], [0])
-            (found,) = self._await(thread, phase, self.timeout + GRACE, in_vain)
-            return _result(found)
-        keys = [f"{number}/{rank}" for rank in range(1, self.world_size)]
-        thread.expect(keys, list(range(1, self.world_size)))
+            messages.post(f"{prefix}{self.ranks[self.rank]}", mine)
+            messages.expect({f"{prefix}answer": first})
+            (answer,) = self._await(phase, self.timeout + GRACE, in_vain)
+            return _result(answer)
+        messages.expect({f"{prefix}{rank}": rank for rank in others})
+        lingers = GONE
         try:
-            answer = _answer([mine, *self._await(thread, phase, self.timeout, in_vain)], decide)
+            answer = _answer([mine, *self._await(phase, self.timeout, in_vain)], decide, self.ranks)
+            lingers = LINGERS
         except BaseException as error:
-            thread.post(Message(f"{number}/answer", _error_of(error), readers=self.world_size - 1))
-            thread.flushed(GONE)
+            answer = _error_of(error)
             raise
-        thread.post(Message(f"{number}/answer", answer, readers=self.world_size - 1))
-        thread.flushed(LINGERS)
+        finally:
+            messages.post(f"{prefix}answer", answer, readers=len(others))
+            messages.flush(lingers, lambda: self._store.failed)
         return _result(answer)
 
-    def _await(self, thread: BarrierThread, phase: str, timeout: float, in_vain: Callable[[], str]) -> list[Any]:
-        """The values that the thread expects; raises RuntimeError that says who does not get on."""
-        said, since = time.monotonic(), 0.0
-        while True:
-            found = thread.wait(0.2)
-            if found is not None:
-                return found
+    def _await(self, phase: str, timeout: float, in_vain: Callable[[], str]) -> list[Any]:
+        """The values that are expected; raises RuntimeError that says who does not get on."""
+        store, rank = self._store, self.ranks[self.rank]
+        began = said = time.monotonic()
+        since = 0.0
+        while (received := store.messages.wait(0.2)) is None:
             now = time.monotonic()
-            missing, silent = thread.missing(now)
+            missing, silent = store.messages.missing()
+            if not missing:
+                continue
             who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"
-            if thread.failed:
+            if store.failed:
                 raise Lost(
-                    f"rank {self.rank}, {phase}: the store of the process group is gone ({thread.failed}), and rank 0 "
+                    f"rank {rank}, {phase}: the store of the process group is gone ({store.failed}), and rank 0 "
                     "with it, unless a launcher keeps it"
                 )
             why = in_vain()
             since = (since or now) if why else 0.0
             if why and now - since > SURE:
-                raise Lost(f"rank {self.rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
+                raise Lost(f"rank {rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
             if silent > timeout:
                 raise Lost(
-                    f"rank {self.rank}, {phase}: {who} made no progress for {silent:.0f} s, the time-out (zero.timeout)"
+                    f"rank {rank}, {phase}: {who} made no progress for {silent:.0f} s, the time-out (zero.timeout)"
                 )
-            if thread.unanswered(now) > timeout:
+            if (unanswered := min(store.unanswered, now - began)) > timeout:
                 raise Lost(
-                    f"rank {self.rank}, {phase}: the store of the process group has not answered for "
-                    f"{thread.unanswered(now):.0f} s (zero.timeout); rank 0 is stopped or out of reach"
+                    f"rank {rank}, {phase}: the store of the process group has not answered for "
+                    f"{unanswered:.0f} s (zero.timeout); rank 0 is stopped or out of reach"
                 )
             if silent > SAYS and now - said > SAYS:
                 said = now + AGAIN - SAYS
-                logger.log(
-                    logging.WARNING, "rank %d, %s: %s made no progress for %.0f s", self.rank, phase, who, silent
-                )
+                logger.log(logging.WARNING, "rank %d, %s: %s made no progress for %.0f s", rank, phase, who, silent)
+        return received
 
 
-def _answer(said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+def _answer(
+    said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any], ranks: Sequence[int]
+) -> dict[str, Any]:
     """What to tell all ranks."""
-    wrong = {rank: one for rank, one in enumerate(said) if "error" in one}
+    wrong = {rank: one for rank, one in zip(ranks, said, strict=True) if "error" in one}
     if wrong:
         return _merged(wrong, len(said))
     try:
         return {"value": decide([one["value"] for one in said])}
     except (OSError, ValueError, RuntimeError) as error:
         found = _error_of(error)
-        there = "rank 0: " if isinstance(error, OSError) and len(said) > 1 else ""
+        there = f"rank {ranks[0]}: " if isinstance(error, OSError) and len(said) > 1 else ""
         return found | {"error": there + found["error"]}
 
 

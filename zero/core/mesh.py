@@ -113,8 +113,8 @@ def make_mesh(
     group = group or dist.group.WORLD
     size, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
     backend = backend_of(group, device)
-    watchdog, native = Watchdog(rank), backend == "nccl"
     ranks = tuple(dist.get_process_group_ranks(group))
+    watchdog, native = Watchdog(ranks[rank]), backend == "nccl"
     data = Axis(group, size, rank, native, watchdog, ranks)
     point = Axis(None, 1, 0, native, watchdog, (ranks[rank],))
     shard_size = (shard_size or size) if sharding.optim else 1
@@ -156,9 +156,9 @@ def _start(watchdog: Watchdog, mesh: Mesh, timeout: float) -> None:
     data = mesh.data
     axes = [axis for axis in (mesh.shard, mesh.replica, mesh.secondary, mesh.across) if axis is not None]
     own = [axis.group for axis in axes if axis.group not in (None, data.group)]
-    watchdog.start(data.size, data.group, own, timeout, data.native)
+    watchdog.start(data.ranks, data.group, own, timeout, data.native)
     try:
-        watchdog.renumber(_highest(watchdog, data.group, data.native))
+        watchdog.store.renumber(_highest(watchdog, data.group, data.native))
     except BaseException:
         watchdog.close()
         raise

@@ -140,7 +140,7 @@ class Weights:
         if save_filename.endswith(".safetensors"):
             state = self._named_state(exclude_frozen_parameters)
             problem = stream_model(
-                state, self._sharded, Path(save_dir), save_filename, limit, self._sharded.mesh.global_rank == 0
+                state, self._sharded, Path(save_dir), save_filename, limit, self._sharded.mesh.data.rank == 0
             )
         else:
             problem = self._save_torch(Path(save_dir) / save_filename, exclude_frozen_parameters)
@@ -171,7 +171,7 @@ class Weights:
         """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
         self._status.check()
         names = self._named_state(exclude_frozen_parameters)
-        keep = self._sharded.mesh.global_rank == 0
+        keep = self._sharded.mesh.data.rank == 0
         whole = self._whole(names.values(), keep)
         if not keep:
             return None

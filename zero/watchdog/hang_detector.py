@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -45,12 +46,17 @@ TAG = (1 << 30) + 1  # of a message that nobody sends
 
 
 class HangDetector(threading.Thread):
-    """One per engine. `timeout`: seconds that a wait may last; `native`: waits cannot be ended from here."""
+    """One per engine, over all its groups; see `Watchdog.start`."""
 
     def __init__(
-        self, status: RankStatus, store: StatusStore, groups: Sequence[dist.ProcessGroup], timeout: float, native: bool
+        self,
+        status: RankStatus,
+        store: StatusStore,
+        groups: Sequence[dist.ProcessGroup],
+        timeout: float,
+        native: bool,
     ) -> None:
-        super().__init__(name="zero-detector", daemon=True)
+        super().__init__(name="zero-hang-detector", daemon=True)
         self.explained = threading.Event()  # a `status.verdict` is there
         self._status = status
         self._store = store
@@ -206,11 +212,9 @@ class HangDetector(threading.Thread):
         gloo does so when the wait for any message runs out of time, so we wait for one that nobody sends.
         """
         for group in self._groups:
-            own = dist.get_rank(group)
             for peer in range(dist.get_world_size(group)):
-                if peer != own:
-                    try:
+                if peer != dist.get_rank(group):
+                    # Its error is what we are here for, or the connection to this peer is closed already.
+                    with contextlib.suppress(RuntimeError):
                         work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
                         work.wait(datetime.timedelta(milliseconds=1))
-                    except RuntimeError:
-                        pass  # this is what we are here for, or the connection to this peer is closed already

@@ -32,13 +32,14 @@ class Phase(enum.Enum):
 class Record:
     """What one rank says of itself.
 
-    beat:    how often it has spoken; a rank whose beat stands still is stopped or dead;
+    beat:    grows with every record; a rank whose beat stands still is stopped or dead;
     steps:   optimizer steps it has done;
     number:  collectives it has begun, and `last` the text of the last one;
     waits:   text of the collective that it waits for, "" when it does not wait; `wait` its number, `seconds` how long;
     error:   the last exception that left the engine, as text; kept when the rank goes on;
     fault:   0, or the place of that exception among those of all ranks, as long as the rank has not gone on;
-    blames:  the ranks for want of which it gave up; empty when the exception is its own.
+    blames:  the ranks for want of which it gave up; empty when the exception is its own;
+    progress: grows while it writes a checkpoint.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Record:
     fault: int = 0
     blames: tuple[int, ...] = ()
     gave_up: bool = False
+    progress: int = 0
 
     def to_json(self) -> str:
         """One line of JSON."""

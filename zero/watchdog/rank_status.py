@@ -48,7 +48,8 @@ class RankStatus:
     waiting: the wait that blocks now, or None; last: the collective begun last;
     error:   the last exception that left the engine; failing: and no call has begun since;
     verdict: why this rank gave up waiting, "" while it has not; blames: for want of whom;
-    loss:    a wait that failed and is not explained yet.
+    loss:    a wait that failed and is not explained yet;
+    progress: what this rank has got done of a save, in bytes; several threads count, and only that it moves matters.
     """
 
     def __init__(self, rank: int) -> None:
@@ -63,6 +64,7 @@ class RankStatus:
         self.verdict = ""
         self.blames: tuple[int, ...] = ()
         self.loss: Loss | None = None
+        self.progress = 0
 
     def fail(self, error: BaseException) -> None:
         """An exception leaves the engine."""
@@ -92,4 +94,5 @@ class RankStatus:
             fault=fault,
             blames=self.blames,
             gave_up=bool(self.verdict),
+            progress=self.progress,
         )

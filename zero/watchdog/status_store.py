@@ -1,69 +1,69 @@
-"""The side channel: each rank's record in the process group's store, written and read by a thread of its own.
+"""What ranks tell each other through the process group's store, written and read by a thread of its own.
 
-No collective is involved, and the thread that computes never waits for the store. A store whose process is
-stopped blocks whoever asks it, so only this thread does; everybody else looks at what it saw last.
-
-Anybody can write to the store who reaches its port: a record counts where it is signed with the job's secret.
+Each rank has a record of what it does, for reports on hangs; the barriers of saves send messages. No collective is
+involved, and the thread that computes never waits for the store: one whose process is stopped blocks whoever asks it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-import os
 import threading
 import time
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
 from zero.log import logger
 from zero.watchdog.hang_report import Seen, View, record_of
+from zero.watchdog.messages import Messages
 from zero.watchdog.rank_status import RankStatus
-from zero.watchdog.signed import Signed
+from zero.watchdog.signed_store import SignedStore
 
 PERIOD = 1.0  # seconds between two records of a rank in peace
 HURRY = 0.4  # while this rank reads or fails
 WRITES = 300  # per second that the store sees of all ranks together, at most
+STOPPED = 10.0  # seconds between two readings from which on this process, or the store, was stopped
 
 
 class StatusStore(threading.Thread):
-    """Writes this rank's record, and reads those of the others while `reading` is set.
+    """Writes this rank's record, reads those of the others while somebody wants them, and carries messages.
 
-    number: of this engine among those of its process group, from 1; the same on all ranks once they have agreed;
-    prefix: of the keys in the store that belong to this engine alone;
-    asks:   how often ranks have said that they wait; a change tells a rank that it may be waited for.
+    Keys belong to one engine of one group of ranks: groups count their engines by themselves, as a rank may be in
+    several groups, with an engine in each, that other ranks know nothing of.
+
+    ranks:  the global ranks of the engine;
+    number: of this engine among those of its ranks, from 1; the same on all of them once they have agreed;
+    asks:   how often ranks have said that they wait; a change tells a rank that it may be waited for;
+    failed: why the store cannot be used any more, or "".
     """
 
-    def __init__(self, status: RankStatus, size: int, group: dist.ProcessGroup) -> None:
-        super().__init__(name="zero-store", daemon=True)
+    def __init__(self, status: RankStatus, ranks: tuple[int, ...]) -> None:
+        super().__init__(name="zero-status-store", daemon=True)
+        self.ranks = ranks
         self.asks = 0
         self.reading = False
         self.listeners = 0  # who else wants the records of the others
-        self.read_at = -math.inf  # time.monotonic() of the last complete reading
+        self.failed = ""
+        self.messages = Messages(self._wake_up)
         self._status = status
-        self._size = size
         self._world = dist.group.WORLD
-        self._period, self._hurry = max(PERIOD, size / WRITES), max(HURRY, size / WRITES / 2)
+        identity = hashlib.blake2b(repr(sorted(ranks)).encode(), digest_size=8).hexdigest()
+        self._store = SignedStore(f"zero/{identity}/", status.rank)
+        self._records = RecordReader(rank for rank in ranks if rank != status.rank)
         self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
-        self._beat = self._fault = 0
-        self._seen: dict[int, tuple[Seen, float]] = {}  # with the time at which the beat changed
-        self._read_from: dict[int, str] = {}  # keys by rank
-        self._signed = Signed(status.rank)
+        self._fault = 0
+        self._due = 0.0  # time.monotonic() of the next record
         self._answered = time.monotonic()
-        self._gone = False  # the connection to the store is closed
         self._wake = threading.Event()
         self._ended = False
-        store = dist.distributed_c10d._get_default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._keeper = _keeper(store)
-        # Of the group, because in another one another process has this rank. In each, engines are made in one order.
-        self._keys = f"zero/{group.group_name}/"
         self.number = self._count(1)
 
     @property
     def prefix(self) -> str:
-        """See the class."""
-        return f"{self._keys}engine/{self.number}/"
+        """Of keys that belong to this engine alone."""
+        return f"{self.number}/"
 
     def renumber(self, number: int) -> None:
         """Take the number that the ranks have agreed about, not below this rank's own, and count on from there."""
@@ -71,103 +71,136 @@ class StatusStore(threading.Thread):
             self.number = self._count(number - self.number)
 
     def _count(self, more: int) -> int:
-        return self._store.add(f"{self._keys}engines/{self._status.rank}", more)
+        return self._store.add(f"engines/{self._status.rank}", more)
 
     @property
     def silence(self) -> float:
         """Seconds without a beat from which on a rank counts as stopped or dead."""
-        return 2.0 * self._period
+        return 2.0 * max(PERIOD, len(self.ranks) / WRITES)
+
+    @property
+    def read_at(self) -> float:
+        """time.monotonic() of the last reading of the others' records."""
+        return self._records.read_at
+
+    @property
+    def unanswered(self) -> float:
+        """Seconds for which the store has not answered; inf when its connection is closed."""
+        return time.monotonic() - self._answered
 
     def view(self) -> View:
         """What was read last."""
-        now = time.monotonic()
-        others = {rank: seen for rank, (seen, _) in self._seen.copy().items()}
-        store = math.inf if self._gone else now - self._answered
-        return View(others, self._size, self.silence, store, None if self.keeps else self._keeper)
+        others = {rank: seen for rank, (seen, _) in self._records.seen.copy().items()}
+        return View(others, len(self.ranks), self.silence, self.unanswered, None if self.keeps else self._store.keeper)
 
     @property
     def keeps(self) -> bool:
         """Whether the store goes when this process does."""
-        return self._keeper == self._status.rank
+        return self._store.keeper == self._status.rank
 
     def ask(self) -> None:
         """Tell the others that this rank waits."""
         self._asked += 1
-        self._wake.set()
+        self.poke()
 
     def poke(self) -> None:
         """Write and read now, not at the next turn."""
+        self._due = 0.0
         self._wake.set()
 
     def end(self) -> None:
-        """Write a last record and stop."""
+        """Write a last record and stop, once the messages are closed."""
         self._ended = True
-        self._wake.set()
+        self.poke()
 
     def run(self) -> None:
         """Until the end, or until the store is gone."""
-        while True:
-            ended = self._ended
-            # A store whose group was destroyed may block for minutes.
-            if not dist.is_initialized() or dist.group.WORLD is not self._world:
-                return
-            try:
+        try:
+            while True:
+                ended = self._ended and not self.messages.open
+                # A store whose group was destroyed may block for minutes; a save has it kept.
+                if not self.messages.open and (not dist.is_initialized() or dist.group.WORLD is not self._world):
+                    self.failed = "the process group was destroyed"
+                    return
                 self._turn()
-            except Exception as error:  # of whatever kind the store raises
-                self._gone = True
-                logger.log(logging.DEBUG, "rank %d: the store is gone: %s", self._status.rank, error)
-                return
-            if ended:
-                return
-            self._wake.wait(self._hurry if self.reading or self.listeners or self._status.failing else self._period)
-            self._wake.clear()
+                if ended:
+                    self.failed = "the engine was destroyed"
+                    return
+                pause = self._due - time.monotonic()
+                self._wake.wait(min(pause, self.messages.delay) if self.messages.busy else pause)
+                self._wake.clear()
+        except Exception as error:  # of whatever kind the store raises
+            self.failed = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._answered = -math.inf
+            logger.log(logging.DEBUG, "rank %d: the store is gone: %s", self._status.rank, error)
+        finally:
+            self._store.close()
+            self.messages.notify()
 
     def _turn(self) -> None:
+        now = time.monotonic()
+        due, wanted = now >= self._due, self.reading or self.listeners or self.messages.waiting
+        if due:
+            period = HURRY if wanted or self._status.failing else PERIOD
+            self._due = now + max(period, len(self.ranks) / WRITES * period)
+            self._write()
+            if wanted:
+                anew = now - self.read_at > STOPPED
+                self._records.read(self._store, f"{self.prefix}status/", self.silence)
+                progress = {rank: seen.record.progress for rank, (seen, _) in self._records.seen.items()}
+                if self.messages.observe(progress, anew) and self._status.rank == self.ranks[0]:
+                    self._status.progress += 1  # all wait for this rank, and see that it waits for one that gets on
+        if self.messages.busy:
+            self.messages.turn(self._store, each=due)
+        self._answered = time.monotonic()
+
+    def _write(self) -> None:
         status = self._status
         if status.failing and not self._fault:
             self._fault = self._store.add(self.prefix + "faults", 1)
         elif not status.failing:
             self._fault = 0
-        self._beat += 1
-        key, record = self._key(status.rank), status.record(self._beat, self._fault)
-        self._store.set(key, self._signed.sign(key, record.to_json().encode()))
+        record = status.record(time.monotonic_ns(), self._fault)
+        self._store.set(f"{self.prefix}status/{status.rank}", record.to_json().encode())
         asked = self._asked
         self.asks = self._store.add(self.prefix + "asks", asked - self._told)
         self._told = asked
-        if self.reading or self.listeners:
-            self._read()
-        self._answered = time.monotonic()
 
-    def _read(self) -> None:
-        keys = {rank: self._key(rank) for rank in range(self._size) if rank != self._status.rank}
-        if keys != self._read_from:  # what was seen before the ranks had agreed on the number was not of this engine
-            self._read_from, self._seen = keys, {}
-        if not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        texts = self._store.multi_get(list(keys.values())) if keys else []
+    def _wake_up(self) -> None:
+        self._wake.set()
+
+
+class RecordReader:
+    """The records of other ranks as they were read last.
+
+    seen:    by rank, with the time at which the beat changed; read_at: time.monotonic() of the last reading.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.seen: dict[int, tuple[Seen, float]] = {}
+        self.read_at = -math.inf
+        self._ranks = tuple(ranks)
+        self._prefix = ""
+
+    def read(self, store: SignedStore, prefix: str, silence: float) -> None:
+        """Read those that are there."""
+        if prefix != self._prefix:  # what was seen before the ranks had agreed on the number was not of this engine
+            self._prefix, self.seen = prefix, {}
+        keys = {rank: f"{prefix}{rank}" for rank in self._ranks}
+        if not store.has(keys.values()):
+            keys = {rank: key for rank, key in keys.items() if store.has([key])}
+        values = store.get(list(keys.values()))
         now = time.monotonic()
-        for (rank, key), text in zip(keys.items(), texts, strict=True):
-            before = self._seen.get(rank)
-            value = self._signed.read(key, bytes(text))
+        for (rank, key), value in zip(keys.items(), values, strict=True):
+            before = self.seen.get(rank)
             record = None if value is None else record_of(value)
             if record is None or (before is not None and record.beat < before[0].record.beat):
-                self._signed.doubt(key)
+                store.doubt(key)
                 if before is not None:  # what is known of it stays, and it does not grow silent
-                    self._seen[rank] = (Seen(before[0].record, 0.0), now)
+                    self.seen[rank] = (Seen(before[0].record, 0.0), now)
                 continue
             # A gap in our own readings says nothing about the others: count only from when we look again.
-            known = before is not None and before[0].record.beat == record.beat and now - self.read_at < self.silence
+            known = before is not None and before[0].record.beat == record.beat and now - self.read_at < silence
             since = before[1] if known else now
-            self._seen[rank] = (Seen(record, now - since), since)
+            self.seen[rank] = (Seen(record, now - since), since)
         self.read_at = now
-
-    def _key(self, rank: int) -> str:
-        return f"{self.prefix}{rank}"
-
-
-def _keeper(store: dist.Store) -> int | None:
-    """The rank whose process answers for the store: rank 0, as torch makes it, unless a launcher or a file does."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, dist.TCPStore) and not launched else None

@@ -30,7 +30,8 @@ class Watchdog:
     """One per engine, known to the axes of its mesh. Without `start`, as in a world of one, it only counts.
 
     units: names by index, from which the tags of messages are made;
-    order: texts of the collectives begun since the last check, or None when nobody asks for their order.
+    order: texts of the collectives begun since the last check, or None when nobody asks for their order;
+    store: what ranks tell each other, None where nothing is sent.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -38,23 +39,29 @@ class Watchdog:
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
         self._counting = threading.Lock()
-        self._store: StatusStore | None = None
+        self.store: StatusStore | None = None
         self._detector: HangDetector | None = None
         self._close: weakref.finalize | None = None
 
     def start(
-        self, size: int, group: dist.ProcessGroup, own: Sequence[dist.ProcessGroup], timeout: float, native: bool
+        self,
+        ranks: tuple[int, ...],
+        group: dist.ProcessGroup,
+        own: Sequence[dist.ProcessGroup],
+        timeout: float,
+        native: bool,
     ) -> None:
-        """Watch the waits of this engine, which has all of `group`, from now on; `timeout` in seconds.
+        """Watch the waits of this engine from now on.
 
-        `own`: groups inside of it that were made for this engine; they are destroyed when it ends.
+        ranks: the global ranks that share the engine, all of `group`; own: groups inside of it that were made for this
+        engine, and are destroyed when it ends; timeout: in seconds; native: a wait cannot be ended from outside.
         """
-        self._store = StatusStore(self.status, size, group)
-        self._detector = HangDetector(self.status, self._store, (group, *own), timeout, native)
-        for thread in (self._store, self._detector):
+        self.store = StatusStore(self.status, ranks)
+        self._detector = HangDetector(self.status, self.store, (group, *own), timeout, native)
+        for thread in (self.store, self._detector):
             thread.start()
         # The threads know `status` but not us, so that an engine nobody holds any more takes them along.
-        parts = (os.getpid(), self.status, self._store, self._detector)
+        parts = (os.getpid(), self.status, self.store, self._detector)
         at_exit = partial(_end, *parts, Phase.ENDED)
         atexit.register(at_exit)
         self._close = weakref.finalize(self, _forget, at_exit, own, *parts)
@@ -62,17 +69,8 @@ class Watchdog:
 
     @property
     def number(self) -> int:
-        """Of this engine among all of its process group, the same on all ranks; 0 where nothing is sent."""
-        return 0 if self._store is None else self._store.number
-
-    @property
-    def prefix(self) -> str:
-        """Of keys in the store that belong to this engine alone, the same on all ranks; "" where nothing is sent."""
-        return "" if self._store is None else self._store.prefix
-
-    def renumber(self, number: int) -> None:
-        """See `StatusStore.renumber`."""
-        self._store.renumber(number)
+        """Of this engine among those of its ranks, the same on all of them; 0 where nothing is sent."""
+        return 0 if self.store is None else self.store.number
 
     def began(self, tag: int) -> Collective:
         """This rank begins the collective of a message's tag: three per unit, one for each direction."""
@@ -137,7 +135,7 @@ class Watchdog:
 
         It may be so for a moment only: another rank's exception counts until its next call of the engine.
         """
-        store = self._store
+        store = self.store
         if store is None:
             yield lambda: ""
             return
@@ -183,8 +181,8 @@ class Watchdog:
         return RuntimeError(f"rank {status.rank} could not end the {waiting.collective}: {line}")
 
     def _tell(self) -> None:
-        if self._store is not None:
-            self._store.poke()
+        if self.store is not None:
+            self.store.poke()
 
 
 def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetector, phase: Phase) -> None:
@@ -200,7 +198,7 @@ def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetecto
     store.end()
     # A thread that is inside the store's code when the interpreter goes may take the process down with it.
     for thread, seconds in ((store, OUTLIVES), (detector, 1.0)):  # its last words are to reach the others
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and not (thread is store and store.messages.open):
             thread.join(seconds)
     if store.keeps and fatal is not None:
         time.sleep(OUTLIVES)  # the store goes with this process, and nobody could read the reason

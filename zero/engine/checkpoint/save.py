@@ -30,9 +30,9 @@ class CheckpointSaver:
     """Saves an engine, and knows of the save that runs beside its training loop."""
 
     def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
-        data, section = sharded.mesh.data, config.zero.checkpoint
+        section = config.zero.checkpoint
         self.saver = Saver(
-            StoreBarrier(data.rank, data.size, data.watchdog.prefix, config.zero.timeout),
+            StoreBarrier(sharded.mesh.watchdog, config.zero.timeout),
             Retention(section.keep, section.keep_optimizer),
             section.asynchronous,
             device.type == "cuda",
@@ -94,7 +94,7 @@ class CheckpointSaver:
             root = Path(os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir")))
             tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
             plain = Plain(shared_state(engine), client or {}, rank_state(engine))
-            units, rank = self._sharded.units, engine.global_rank
+            units, rank = self._sharded.units, saver.barrier.rank
             plan = SavePlan(engine.module, units, engine.optimizer, plain, rank, options.exclude_frozen)
             asked = {
                 "dir": str(root),
@@ -117,10 +117,10 @@ class CheckpointSaver:
     ) -> Exception | None:
         engine, saver, rest = self._engine, self.saver, []
         try:
-            if engine.global_rank == 0:
+            if saver.barrier.rank == 0:
                 plan.describe(job, engine.config, engine.global_steps)
             snapshot = saver.snapshot if saver.asynchronous else None
-            rest = plan.write(job, engine.global_rank, answer["differ"], snapshot)
+            rest = plan.write(job, saver.barrier.rank, answer["differ"], snapshot)
         except BaseException as error:
             job.fail(error)  # the others must hear of it
         if saver.asynchronous and answer["files"]:

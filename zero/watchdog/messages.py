@@ -1,0 +1,156 @@
+"""Values that ranks of one engine send each other through the store, without a collective."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from zero.watchdog.signed_store import SignedStore
+
+POLL = (0.005, 0.25)  # seconds between two looks at the store, at first and after a while
+SHARE = 0.5  # seconds after which a turn makes way for this rank's record
+LARGEST = 4 << 20  # bytes of one value; the store takes 8 MiB
+ALIKE = 2.0  # seconds within which ranks have stopped together
+
+
+class Message(NamedTuple):
+    """A value to put down under a key, in parts that the store takes; who reads it last of `readers` removes it."""
+
+    key: str
+    parts: list[bytes]
+    readers: int
+
+
+class Messages:
+    """What this rank sends and what it waits for. The store's thread calls `turn`, any other thread the rest.
+
+    open: between the begin and the end of a use; `wake` has the store's thread call `turn` soon.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.open = False
+        self.delay = POLL[0]  # seconds until the next turn, while `busy`
+        self._wake = wake
+        self._state = threading.Condition()
+        self._posted: list[Message] = []
+        self._unread: list[str] = []  # keys that not all have read
+        self._expected: dict[str, int] = {}  # key -> the rank that puts it down
+        self._received: dict[str, bytes] = {}
+        self._moved: dict[int, tuple[int, float]] = {}  # progress of the ranks that are waited for, and when it changed
+
+    def post(self, key: str, value: Any, readers: int = 1) -> None:
+        """Send a value that JSON holds."""
+        data = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+        parts = [data[at : at + LARGEST] for at in range(0, len(data), LARGEST)]
+        with self._state:
+            self._posted.append(Message(key, parts, readers))
+        self._hurry()
+
+    def expect(self, keys: Mapping[str, int]) -> None:
+        """Look for these from now on, each from the rank that it names."""
+        now = time.monotonic()
+        with self._state:
+            self._expected, self._received = dict(keys), {}
+            self._moved = dict.fromkeys(keys.values(), (-1, now))
+        self._hurry()
+
+    def wait(self, seconds: float) -> list[Any] | None:
+        """What was expected, once all of it is there; None after so many seconds."""
+        with self._state:
+            if not self._state.wait_for(lambda: not self.waiting, seconds):
+                return None
+            return [json.loads(zlib.decompress(self._received[key])) for key in self._expected]
+
+    def flush(self, seconds: float, failed: Callable[[], object]) -> None:
+        """Wait until all have read what was posted; not for ever, as they may be gone."""
+        with self._state:
+            self._state.wait_for(lambda: failed() or not (self._posted or self._unread), seconds)
+
+    def close(self) -> None:
+        """Wait for nothing any more; what is posted is still put down."""
+        with self._state:
+            self._expected, self._received, self.open = {}, {}, False
+        self._wake()
+
+    def missing(self) -> tuple[list[int], float]:
+        """The ranks whose message is missing and that made no progress longest, and for how many seconds."""
+        now = time.monotonic()
+        with self._state:
+            since = {rank: self._moved[rank][1] for key, rank in self._expected.items() if key not in self._received}
+        oldest = min(since.values(), default=now)
+        return [rank for rank, at in since.items() if at - oldest <= ALIKE], now - oldest
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was expected is missing."""
+        return len(self._received) < len(self._expected)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to look for in the store."""
+        return bool(self._posted or self._unread or self.waiting)
+
+    def observe(self, progress: Mapping[int, int], anew: bool) -> bool:
+        """Whether a rank that is waited for has made progress; `anew`: nobody has looked for a while."""
+        now, changed = time.monotonic(), False
+        with self._state:
+            for rank in (rank for key, rank in self._expected.items() if key not in self._received):
+                before = self._moved[rank][0]
+                current = progress.get(rank, before)
+                if anew or current != before:
+                    self._moved[rank] = (current, now)
+                    changed = changed or current != before
+        return changed
+
+    def turn(self, store: SignedStore, each: bool) -> None:
+        """Put down what is posted, and take what has come; `each`: look for every message, not only for all at once."""
+        end = time.monotonic() + SHARE
+        while self._posted:
+            self._put(store, self._posted[0])
+            with self._state:
+                self._unread.append(self._posted.pop(0).key)
+        missing = [key for key in self._expected if key not in self._received]
+        complete = bool(missing) and store.has(missing)
+        for key in missing if complete or each else ():
+            if (complete or store.has([key])) and (data := self._take(store, key)) is not None:
+                with self._state:
+                    self._received[key] = data
+            if time.monotonic() > end:
+                break
+        self._unread = [key for key in self._unread if self.open and store.has([key])]
+        self.delay = min(1.2 * self.delay, POLL[1])
+        self.notify()
+
+    def notify(self) -> None:
+        """Have those that wait look again."""
+        with self._state:
+            self._state.notify_all()
+
+    def _hurry(self) -> None:
+        self.delay = POLL[0]
+        self._wake()
+
+    def _put(self, store: SignedStore, message: Message) -> None:
+        for index, part in enumerate(message.parts[1:], 1):
+            store.set(f"{message.key}/{index}", part)
+        # Last: who sees it reads the others.
+        store.set(message.key, f"{len(message.parts)} {message.readers} ".encode() + message.parts[0])
+
+    def _take(self, store: SignedStore, key: str) -> bytes | None:
+        """Read a value; None for what no rank has put down."""
+        (first,) = store.get([key])
+        if first is None:
+            return None
+        count, readers, data = first.split(b" ", 2)
+        keys = [f"{key}/{index}" for index in range(1, int(count))]
+        parts = [store.get([each])[0] for each in keys]
+        if None in parts:
+            return None
+        if store.add(f"{key}/read", 1) == int(readers):
+            for each in (f"{key}/read", *keys, key):
+                store.delete(each)
+        return b"".join((data, *parts))

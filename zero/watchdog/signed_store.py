@@ -1,0 +1,85 @@
+"""The store of the process group, to which anybody can write who reaches its port: what counts there is signed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+
+from zero.launch.secret import VARIABLE, same, signature
+from zero.log import logger
+
+_LENGTH = len(signature(b""))
+
+
+class SignedStore:
+    """Keys of the store below `prefix`, with values that are signed with the job's secret; `rank` stands in messages.
+
+    To be used by one thread, which a store whose process is stopped blocks.
+    What is signed in one attempt of a job means nothing in the next one. Where the ranks have no secret, because
+    another launcher started them, a value is known to be whole, and no more than that.
+
+    keeper: the rank whose process answers for the store, None where that is no rank's.
+    """
+
+    def __init__(self, prefix: str, rank: int) -> None:
+        # The original goes when the process group does, and with it, on the rank that keeps it, the server.
+        self._original = dist.distributed_c10d._get_default_store()
+        self._store = self._original.clone() if hasattr(self._original, "clone") else self._original
+        self.keeper = _keeper(self._original)
+        self._prefix = prefix
+        self._rank = rank
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._secret = signature(os.environ.get(VARIABLE, "").encode(errors="surrogateescape"), attempt.encode())
+        self._doubted: set[str] = set()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Sign `value` and put it under `key`."""
+        key = self._prefix + key
+        self._store.set(key, signature(self._secret, key.encode(), value) + value)
+
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of keys that are there; None, and a line once, where no rank of this job has put one."""
+        found = self._store.multi_get([self._prefix + key for key in keys]) if keys else []
+        return [self._checked(key, bytes(value)) for key, value in zip(keys, found, strict=True)]
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Whether all of these keys are there."""
+        return self._store.check([self._prefix + key for key in keys])
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter, and return what it is then; counters are not signed."""
+        return self._store.add(self._prefix + key, number)
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self._store.delete_key(self._prefix + key)
+
+    def doubt(self, key: str) -> None:
+        """Say, once, that what stands under `key` is not what a rank of this job has put there."""
+        if key not in self._doubted:
+            self._doubted.add(key)
+            text = "rank %d leaves out '%s' in the store of the process group, which somebody else has written"
+            text += " who reaches its port; see docs/launching.md"
+            logger.log(logging.WARNING, text, self._rank, self._prefix + key)
+
+    def close(self) -> None:
+        """Let go of the store; where this process keeps it, it may go now."""
+        self._original = self._store = None
+
+    def _checked(self, key: str, found: bytes) -> bytes | None:
+        value = found[_LENGTH:]
+        if same(found[:_LENGTH], signature(self._secret, (self._prefix + key).encode(), value)):
+            return value
+        self.doubt(key)
+        return None
+
+
+def _keeper(store: dist.Store) -> int | None:
+    """The rank whose process answers for the store: 0, as torch makes it, unless a launcher or a file does."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not launched else None
