@@ -59,7 +59,7 @@ def configure(
     the JSON, RuntimeError where the ranks say different things.
     """
     axis = _axis(mpu_)
-    given = {
+    arguments = {
         "partition": partition_activations,
         "contiguous": contiguous_checkpointing,
         "count": num_checkpoints,
@@ -68,13 +68,13 @@ def configure(
         "profile": profile,
     }
     known = vars(RestSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
-    settings = RestSettings(**known | {name: value for name, value in given.items() if value is not None})
+    settings = RestSettings(**known | {name: value for name, value in arguments.items() if value is not None})
     device = local_device() if axis.native else torch.device("cpu")  # where the messages lie
     what = "the ranks of mpu_ do not configure the same"
     agree([f"{name} = {value}" for name, value in vars(settings).items() if name != "profile"], axis, device, what)
-    made = Rest(settings, axis)
+    rest = Rest(settings, axis)
     reset()
-    HOLDER.axis, HOLDER.rest = axis, made
+    HOLDER.axis, HOLDER.rest = axis, rest
 
 
 def is_configured() -> bool:

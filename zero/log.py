@@ -44,14 +44,14 @@ class _Format(logging.Formatter):
 
 
 def _configured() -> logging.Logger:
-    made = logging.getLogger(NAME)
-    if made.level == logging.NOTSET:
-        made.setLevel(logging.INFO)
-    if not any(isinstance(handler, _Console) for handler in made.handlers):
+    package = logging.getLogger(NAME)
+    if package.level == logging.NOTSET:
+        package.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Console) for handler in package.handlers):
         handler = _Console()
         handler.setFormatter(_Format())
-        made.addHandler(handler)
-    return made
+        package.addHandler(handler)
+    return package
 
 
 logger = _configured()

@@ -104,7 +104,7 @@ class Aio:
         self._lock = threading.Lock()
         self._flying: dict[Request, None] = {}  # begun, and nobody has waited yet; oldest first
         self._failed: list[Request] = []  # the same, and known to have failed
-        self._told = self._closed = False  # told: an error has reached the caller
+        self._raised = self._closed = False  # raised: an error has reached the caller
         self._pool: Any = None
         self._pool, self.backend, self.why = _pool(threads, queue_depth, block_size, backend)
 
@@ -147,8 +147,8 @@ class Aio:
         with self._lock:
             self._sweep()
             self._pool = None
-        if not self._told:
-            self._told = True
+        if not self._raised:
+            self._raised = True
             for request in self._failed:
                 request.check()
 
@@ -183,17 +183,17 @@ class Aio:
                 self._failed.append(oldest)
 
     def _forget(self, request: Request) -> None:
-        """Somebody waited for `request` and will be told of an error."""
+        """Somebody waited for `request`, to whom its error is raised if it has one."""
         with self._lock:
             self._flying.pop(request, None)
             if request._pool_request.outcome()[0]:
-                self._told = True
+                self._raised = True
 
 
-def _check_process(made_in: int) -> None:
-    if made_in != os.getpid():
+def _check_process(process: int) -> None:
+    if process != os.getpid():
         raise RuntimeError(
-            f"this Aio was made in process {made_in}, and this is process {os.getpid()}, forked from it, "
+            f"this Aio was made in process {process}, and this is process {os.getpid()}, forked from it, "
             "which has none of its workers; make another one here"
         )
 

@@ -46,7 +46,7 @@ class Numbers(NamedTuple):
 
 
 class _HostStep(NamedTuple):
-    """What `prepare` found where no kernel does it; lr is in the formula."""
+    """The numbers of a step that `prepare` began where no kernel does it; lr is in the formula."""
 
     formula: Formula
     step: int

@@ -189,10 +189,10 @@ class Moment:
             raise ValueError(f"format: got {format!r}; wanted one of {', '.join(FORMATS)}")
         values = torch.zeros(numel, dtype=_DTYPE_OF[format], device=device)
         scales = torch.zeros(blocks_of(numel), device=device) if format == "8bit" else None
-        made = cls(values, scales)
+        moment = cls(values, scales)
         if value != 0.0:
-            made.fill(value, signed)
-        return made
+            moment.fill(value, signed)
+        return moment
 
     @torch.no_grad()
     def fill(self, value: float, signed: bool) -> None:

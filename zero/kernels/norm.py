@@ -105,13 +105,13 @@ def norm_scratch(numel: int) -> int:
     return -(-numel // NORM_BLOCK)
 
 
-def _scratch(numel: int, device: torch.device, given: Tensor | None) -> Tensor:
-    if given is None:
+def _scratch(numel: int, device: torch.device, scratch: Tensor | None) -> Tensor:
+    if scratch is None:
         return torch.empty(norm_scratch(numel), dtype=torch.float64, device=device)
-    check_tensor("scratch", given, (torch.float64,))
-    if given.numel() < norm_scratch(numel) or given.device != device:
+    check_tensor("scratch", scratch, (torch.float64,))
+    if scratch.numel() < norm_scratch(numel) or scratch.device != device:
         raise ValueError(
-            f"scratch: got {describe(given)}; wanted at least {norm_scratch(numel)} elements on {device} "
+            f"scratch: got {describe(scratch)}; wanted at least {norm_scratch(numel)} elements on {device} "
             f"for {numel} elements"
         )
-    return given
+    return scratch
