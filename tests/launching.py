@@ -216,7 +216,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 if __name__ == "__main__":
     import psutil  # noqa: F401 - as all of these, so that no launcher has to
-    import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401
+    import torch  # noqa: F401
 
     from zero.__main__ import main
     from zero.engine.check import script  # noqa: F401

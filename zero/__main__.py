@@ -109,9 +109,9 @@ def _check(args: argparse.Namespace) -> int:
 
 def _ssh(args: argparse.Namespace) -> int:
     try:
-        from zero.launch.crew import remote
+        from zero.launch.remote import ssh_command
 
-        return remote.run(ssh_args.request(args))
+        return ssh_command.run(ssh_args.request(args))
     except run_args.LaunchError as error:
         return _refuse("ssh", error)
 

@@ -9,7 +9,6 @@ import pkgutil
 from concurrent.futures import ProcessPoolExecutor
 
 import zero
-from zero.launch.node.verdict import Verdict
 
 
 def exceptions_of_ours() -> list[type[Exception]]:
@@ -27,10 +26,9 @@ def exceptions_of_ours() -> list[type[Exception]]:
 def test_every_exception_of_ours_is_the_same_elsewhere():
     arguments = {
         "ConfigError": (["fp16.enabled: got 3, wanted true or false", "second"], "zero.json"),
-        "Ended": (Verdict("rank 1 failed", 3),),
     }
     kinds = exceptions_of_ours()
-    assert {"ConfigError", "ScheduleError", "Damaged", "Ended"} <= {kind.__name__ for kind in kinds}
+    assert {"ConfigError", "ScheduleError", "Damaged", "LaunchError"} <= {kind.__name__ for kind in kinds}
     made = [kind(*arguments.get(kind.__name__, ("lr: wanted a number",))) for kind in kinds]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         elsewhere = list(pool.map(copy.copy, made))

@@ -95,7 +95,7 @@ TORCH_FREE = (
     "zero.recompute.policy",
     "zero.tiled.slices",
 )
-TORCH_ON_USE = "zero.launch.node.agent"  # it runs torch's elastic agent, and imports it when something is to start
+TORCH_ON_USE = "zero.launch.node.plan"  # it counts the GPUs, and imports torch only where there can be any
 
 
 class Import(NamedTuple):

@@ -13,8 +13,8 @@ from ports import free_port
 
 from zero.__main__ import main
 from zero.launch.args.run import LaunchError, Request
+from zero.launch.node.outcome import Failure, of
 from zero.launch.node.plan import plan
-from zero.launch.node.verdict import Failure, of
 
 # One write with its newline: the ranks run unbuffered on one pipe, where the pieces that print() writes would mix.
 SHOW = f"import os, sys; sys.stdout.write('|'.join([*(os.environ[k] for k in {OURS!r}), *sys.argv[1:]]) + chr(10))"

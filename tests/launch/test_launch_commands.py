@@ -29,7 +29,7 @@ WORLD = World((Host("n1", ("0", "1")), Host("n3", ("2",))))
 SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]
 HOSTILE = [
     "", " ", "a b", "it's", '"', "'\"'\"'", "$HOME", "`id`", "$(id)", "\\", "\\n", "a\nb", "\n", "\t", "*", "?", "~",
-    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--tied=0", "K=V",
+    "!x", ";", "&", "|", ">", "#", "(", "{a,b}", "%n", "%h", "%%", "%", ":", "--", "-m", "--heartbeat_timeout=0", "K=V",
     "é", "日本", "\u2028",
     "\x01", "\x7f", "a\rb",
 ]  # fmt: skip
@@ -46,11 +46,11 @@ def job(*words: str, environment: dict[str, str] | None = None, folder: str = "/
     return Job(request(*words), WORLD, "n1", 29500, environment or {}, folder)
 
 
-def node_line(rank: str | None, tail: str, tied: str | None = None) -> str:
+def node_line(rank: str | None, tail: str, timeout: str | None = None) -> str:
     """What a node is to run, for a folder and arguments that need no quotes."""
     flags = [f"--node_rank={rank}"] if rank is not None else []
     flags += [f"--world={WORLD.encode()}", "--master_addr=n1", "--master_port=29500"]
-    flags += [f"--tied={tied}"] if tied is not None else []
+    flags += [f"--heartbeat_timeout={timeout}"] if timeout is not None else []
     return f"cd /home/me && exec {sys.executable} -u -m zero run --no_ssh {' '.join(flags)} --no_env_files -- {tail}"
 
 

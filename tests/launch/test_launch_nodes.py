@@ -175,8 +175,8 @@ sys.exit(7 if attempt == 1 and rank == 2 else 0)
         assert failed.startswith("zero run: rank 2 on host c failed first, with exit code 7") and lost in nodes.err["a"]
 
 
-def test_a_host_whose_tie_to_the_launcher_is_cut_ends_and_the_others_are_told(launchers, tmp_path):
-    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, WAIT, tied=0) as nodes:
+def test_a_host_whose_connection_to_the_launcher_is_cut_ends_and_the_others_are_told(launchers, tmp_path):
+    with Nodes(launchers, tmp_path, {"a": 1, "b": 1}, WAIT, heartbeat_timeout=0) as nodes:
         files = nodes.files("*.pid", 2)
         nodes.cut("b")
         assert nodes.processes["a"].wait() == 129
@@ -186,17 +186,14 @@ def test_a_host_whose_tie_to_the_launcher_is_cut_ends_and_the_others_are_told(la
         assert not any(alive(pid) for pid in pids(files))
 
 
-TIED = """
-import os, signal, sys, time
-from zero.launch.node.tie import Tie
-def stop(number, frame):
-    print(signal.Signals(number).name, tie.pulled == number, repr(sys.stdin.read()), flush=True)
-    os._exit(0)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, stop)
-tie = Tie(int(sys.argv[1]))
-tie.start()
-time.sleep(60)
+READER = """
+import signal, sys, time
+from zero.launch.node.heartbeat import HeartbeatReader
+signals = []
+reader = HeartbeatReader(int(sys.argv[1]), signals)
+while not signals:
+    time.sleep(0.01)
+print(signal.Signals(signals[0]).name, reader.request == signals[0], repr(sys.stdin.read()), flush=True)
 """
 
 
@@ -210,9 +207,9 @@ time.sleep(60)
         (b"..", False, 1, "SIGHUP"),
     ],
 )
-def test_what_comes_through_the_tie(given, closed, seconds, name):
+def test_what_comes_by_the_heartbeats(given, closed, seconds, name):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", TIED, str(seconds)]
+    command = [sys.executable, "-c", READER, str(seconds)]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdin.write(given)
         process.stdin.flush()

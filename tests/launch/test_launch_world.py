@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zero.launch.args.hosts import HostFlags
 from zero.launch.args.run import LaunchError, Request
 from zero.launch.hosts import cores, environment
-from zero.launch.hosts.machine import is_this_machine
+from zero.launch.hosts.addresses import is_this_machine
 from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
 from zero.launch.job import job, node_of
 from zero.launch.node.plan import plan

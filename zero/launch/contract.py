@@ -1,12 +1,16 @@
-"""What the launcher and the nodes that it starts on other hosts agree about."""
+"""What the launcher and the nodes that it starts on other hosts agree about, and exit statuses."""
 
 from __future__ import annotations
 
 SILENCE = 6
-"""Seconds without a sign of life, after which whoever should give one counts as lost."""
+"""Seconds without a heartbeat, after which whoever should give one counts as lost."""
 INTERRUPT, TERMINATE = b"I", b"T"
 """What a node is asked to do on its stdin: as at a SIGINT, as at a SIGTERM."""
 LOST = 129
 """The exit status of a node whose launcher, or network, is gone; as if it had been hung up on."""
 CLOSED_PIPE = 128 + 13
 """The exit status where nobody reads the output any more; as a shell says it of a program that SIGPIPE ended."""
+WRITE_ERROR = 74
+"""The exit status where the output cannot be written for another reason; EX_IOERR of sysexits.h."""
+NO_CONNECTION = 255
+"""The exit status of an ssh that has no connection, or no longer one."""

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from zero.launch import backends
 from zero.launch.args.run import Request
-from zero.launch.crew import several, survey
-from zero.launch.hosts.machine import is_this_machine
+from zero.launch.hosts.addresses import is_this_machine
 from zero.launch.hosts.world import World
 from zero.launch.job import Job, job
-from zero.launch.node import agent
 from zero.launch.node.plan import lines as node_lines
 from zero.launch.node.plan import plan
+from zero.launch.node.runner import run as run_node
+from zero.launch.remote import job_runner, preflight
 from zero.launch.say import say
 
 
@@ -25,17 +25,17 @@ def run(request: Request) -> int:
     if made is None:
         if request.hosts.launcher != "ssh":
             say(f"--launcher {request.hosts.launcher} is not used: there is no hostfile, so this is one machine")
-        return agent.run(request)
+        return run_node(request)
     hosts = made.world.hosts
     if len(hosts) == 1 and (request.hosts.no_ssh or is_this_machine(hosts[0].name)):
-        return agent.run(with_world(request, made))
+        return run_node(with_world(request, made))
     if request.hosts.no_ssh and len(hosts) > 1 and not request.dry_run:
-        return agent.run(there(request, made))
+        return run_node(there(request, made))
     if not request.dry_run:
         for note in made.notes:
             say(note)
-        stopped = 0 if request.hosts.no_check else survey.check(made)
-        return stopped or several.run(made)
+        stopped = 0 if request.hosts.no_check else preflight.check(made)
+        return stopped or job_runner.run(made)
     notes, text = made.notes, lines(made)
     if request.hosts.no_ssh:
         node = plan(there(request, made), gpus=0)  # so many only to be compared with the slots: that can wait

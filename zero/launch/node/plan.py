@@ -1,10 +1,9 @@
 """From a request to the processes that will run on this machine: how many, on which port, in which environment."""
 
+import gc
 import os
 import shlex
-import socket
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,12 @@ from zero.launch.args.run import LaunchError, Request
 from zero.launch.errors import listed
 from zero.launch.hosts import cores, selection
 from zero.launch.hosts import environment as variables
-from zero.launch.hosts.machine import is_this_machine
-from zero.launch.hosts.ports import problem
+from zero.launch.hosts.addresses import free_port, is_this_machine, port_problem
 from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
 from zero.launch.job import node_of, said
 from zero.launch.node import bind
 
 THREADS = "OMP_NUM_THREADS"
-_PATIENCE = 30  # seconds for the kernel to take a port from ranks that were killed
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -47,8 +44,8 @@ class Plan:
         return {**self.world.environment(rank, self.master_addr, self.master_port), **self.shared}
 
 
-class _Place(NamedTuple):
-    """This machine among the hosts, and the devices that its ranks are to see; None: as the launcher does."""
+class _ThisHost(NamedTuple):
+    """Which of the hosts this machine is, and the devices that its ranks are to see; None: as the launcher does."""
 
     world: World
     node: int
@@ -56,28 +53,42 @@ class _Place(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def gpu_count() -> int:
+    """The number of GPUs that this machine lets us see. torch is imported only where it could be any."""
+    if visible(os.environ) == ():
+        return 0
+    # Nothing of it is garbage: to look for some costs a quarter of the import, and again when the process ends.
+    gc.disable()
+    try:
+        import torch
+    finally:
+        gc.freeze()
+        gc.enable()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def plan(request: Request, gpus: int) -> Plan:
     """Decide on the processes for a machine on which `gpus` GPUs are visible."""
-    place = _of_world(request, gpus) if request.hosts.world is not None else _alone(request, gpus)
-    notes = list(place.notes)
+    here = _of_world(request, gpus) if request.hosts.world is not None else _alone(request, gpus)
+    notes = list(here.notes)
     shared: dict[str, str] = {}
     found = variables.from_files(os.environ, Path.cwd(), request.hosts.env_file, not request.hosts.no_env_files)
     shared.update(found.values)
     notes += said(found)
-    if place.devices is not None:
-        shared[DEVICES] = ",".join(place.devices)
-    ranks = len(place.world.ranks(place.node))
+    if here.devices is not None:
+        shared[DEVICES] = ",".join(here.devices)
+    ranks = len(here.world.ranks(here.node))
     bound = _bound(request, ranks)
     if THREADS not in os.environ and THREADS not in shared:
         count = sum(map(len, bound)) or _cores()
         shared[THREADS] = str(max(1, count // ranks))
         notes.append(f"{THREADS}={shared[THREADS]} for each rank ({count} cores, {ranks} ranks)")
     port = free_port() if request.master_port is None else request.master_port
-    if request.master_port is not None and place.node == 0:
-        _check_port(port)
+    if request.master_port is not None and here.node == 0:
+        check_port(port)
     if request.quiet:
         notes.clear()
-    return Plan(place.world, place.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
+    return Plan(here.world, here.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
 
 
 def command(request: Request, made: Plan, ends: bool) -> list[str]:
@@ -97,39 +108,24 @@ def lines(request: Request, made: Plan) -> list[str]:
     ]
 
 
-def restart_port(asked: int | None) -> int:
-    """The port for the next attempt: another free one, or the one that was asked for, once it is free again."""
-    if asked is None:
-        return free_port()
-    end = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            _check_port(asked)
-            return asked
-        except LaunchError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
-
-
-def _of_world(request: Request, gpus: int) -> _Place:
-    """The place of a node that is told who the hosts are."""
+def _of_world(request: Request, gpus: int) -> _ThisHost:
+    """For a node that is told who the hosts are."""
     world = decode(request.hosts.world or "")
     node = node_of(request, world, os.environ) if len(world.hosts) > 1 else 0
     devices = world.hosts[node].devices
     if "SLURMD_NODENAME" in os.environ and request.hosts.no_ssh:
-        return _Place(world, node, on_node(devices, os.environ))
+        return _ThisHost(world, node, on_node(devices, os.environ))
     given = visible(os.environ)
     if given is None:
         outside = [device for device in devices if gpus and device.isdigit() and int(device) >= gpus]
         if outside:
             raise LaunchError(f"host {world.hosts[node].name!r} has {_gpus(gpus)} and so no slot {outside[0]!r}")
     notes = [] if given in (None, (), devices) else [f"{DEVICES}={','.join(given)} is not used: the hosts' slots are"]
-    return _Place(world, node, devices, tuple(notes))
+    return _ThisHost(world, node, devices, tuple(notes))
 
 
-def _alone(request: Request, gpus: int) -> _Place:
-    """The place of a machine that is the only one."""
+def _alone(request: Request, gpus: int) -> _ThisHost:
+    """For a machine that is the only one."""
     nodes = [("--num_nodes", request.num_nodes), ("--min_nodes", request.min_nodes)]
     for flag, value in nodes:
         if value is not None and value > 1:
@@ -137,7 +133,7 @@ def _alone(request: Request, gpus: int) -> _Place:
     choice = request.hosts.choice(None, request.num_gpus)
     if not (choice.include or choice.exclude):
         ranks, notes = _ranks(request, gpus)
-        return _Place(World((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
+        return _ThisHost(World((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
     if not gpus:
         raise LaunchError("--include and --exclude choose from a hostfile's slots or from GPUs, and no GPU is visible")
     given = visible(os.environ)
@@ -145,7 +141,7 @@ def _alone(request: Request, gpus: int) -> _Place:
     names = [part.partition(":")[0].strip() for part in (choice.include or choice.exclude).split("@")]
     name = next((name for name in names if is_this_machine(name)), "localhost")
     chosen = selection.select([Host(name, pool)], choice)
-    return _Place(World(chosen), 0, chosen[0].devices)
+    return _ThisHost(World(chosen), 0, chosen[0].devices)
 
 
 def _ranks(request: Request, gpus: int) -> tuple[int, list[str]]:
@@ -185,13 +181,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def _check_port(port: int) -> None:
-    if why := problem(port):
+def check_port(port: int) -> None:
+    """Raise `LaunchError` where nobody can listen on `port` of this machine."""
+    if why := port_problem(port):
         raise LaunchError(f"--master_port: cannot listen on {port} ({why}); leave it out for a free one")

@@ -12,83 +12,82 @@ from dataclasses import replace
 from typing import Any
 
 from zero.launch.args.hosts import BY_SSH
-from zero.launch.backends.command import Command
-from zero.launch.backends.ssh import to_host
-from zero.launch.contract import TERMINATE
-from zero.launch.crew import probe
-from zero.launch.crew.crew import Crew, Program
-from zero.launch.crew.several import NO_CONNECTION, require
+from zero.launch.backends import to_host
+from zero.launch.contract import NO_CONNECTION
 from zero.launch.errors import listed, raise_all
 from zero.launch.job import Job
+from zero.launch.process.group import ProcessGroup
+from zero.launch.process.process import Command, Process
+from zero.launch.remote import probe
+from zero.launch.remote.job_runner import require
 
 _MOST = 64 * 1024  # bytes of a host's output that are kept
 
 
-class Survey(Crew):
+class ProbeGroup(ProcessGroup):
     """Runs one short program per host, and keeps what it writes.
 
     Attributes:
-        late: those that were not through in time.
+        late: the names of those that did not end in time.
     """
 
     patience = 0.0
     seconds = 15.0  # for all hosts; longer than the ConnectTimeout of ssh, whose message says more than ours
 
-    def __init__(self, programs: Sequence[Program]) -> None:
-        super().__init__(programs)
+    def __init__(self, processes: Sequence[Process]) -> None:
+        super().__init__(processes)
         self.late: set[str] = set()
         self._until = time.monotonic() + self.seconds
         self._kept: dict[tuple[str, bool], bytes] = {}
 
-    def received(self, program: Program, is_stderr: bool, lines: bytes) -> None:
+    def received(self, process: Process, is_stderr: bool, lines: bytes) -> None:
         """Keep what came last."""
-        key = (program.name, is_stderr)
+        key = (process.name, is_stderr)
         self._kept[key] = (self._kept.get(key, b"") + lines)[-_MOST:]
 
     def tick(self) -> None:
         """Do not wait for longer than was said."""
         if not self.late and time.monotonic() > self._until:
-            self.late = {program.name for program in self.programs if program.status is None}
-            self.end(TERMINATE)
+            self.late = {process.name for process in self.processes if process.status is None}
+            self.end()
 
     def text(self, name: str, is_stderr: bool) -> str:
-        """What the program called `name` wrote."""
+        """What the process called `name` wrote."""
         return self._kept.get((name, is_stderr), b"").decode(errors="replace")
 
 
-def check(made: Job) -> int:
-    """Raise `LaunchError` with all that keeps `made` from starting on its hosts.
+def check(job: Job) -> int:
+    """Raise `LaunchError` with all that keeps `job` from starting on its hosts.
 
     Returns 0, or 128 + the signal that came meanwhile. Hosts are looked at where ssh reaches them; what Slurm and MPI
     start has daemons of its own.
     """
-    launcher = made.request.hosts.launcher
+    launcher = job.request.hosts.launcher
     if launcher not in BY_SSH:
         return 0
     require(launcher, launcher)
     require("ssh", launcher)
-    programs = [Program(host.name, _command(made, node)) for node, host in enumerate(made.world.hosts)]
-    survey = Survey(programs)
-    survey.run()
-    if survey.stopped_by is not None:
-        return 128 + survey.stopped_by
+    group = ProbeGroup([Process(host.name, _command(job, node)) for node, host in enumerate(job.world.hosts)])
+    group.run()
+    if group.stopped_by is not None:
+        return 128 + group.stopped_by
     here = probe.versions()
     problems = []
-    for program in programs:
-        if program.name in survey.late:
-            last = _last(survey.text(program.name, True))
-            found = [f"did not answer within {survey.seconds:g} s" + (f"; its last line was: {last}" if last else "")]
+    for process in group.processes:
+        out, err = group.text(process.name, False), group.text(process.name, True)
+        if process.name in group.late:
+            last = _last(err)
+            texts = [f"did not answer within {group.seconds:g} s" + (f"; its last line was: {last}" if last else "")]
         else:
-            out, err = survey.text(program.name, False), survey.text(program.name, True)
-            found = problems_of(made, program.status or 0, out, err, here)
-        problems += [f"host {program.name}: {text}" for text in found]
+            texts = problems_of(job, process.status or 0, out, err, here)
+        problems += [f"host {process.name}: {text}" for text in texts]
     if problems:
-        hosts = f"{len(programs)} host{'s' if len(programs) > 1 else ''}"
+        hosts = f"{len(group.processes)} host{'s' if len(group.processes) > 1 else ''}"
         raise_all([f"nothing was started on the {hosts} (--no_check starts without a look at them):", *problems])
     return 0
 
 
-def problems_of(made: Job, status: int, out: str, err: str, here: dict[str, str]) -> list[str]:
+def problems_of(job: Job, status: int, out: str, err: str, here: dict[str, str]) -> list[str]:
     """What is wrong with a host whose probe ended with `status` and wrote `out` and `err`."""
     answer = _answer(out)
     if answer is not None:
@@ -102,35 +101,35 @@ def problems_of(made: Job, status: int, out: str, err: str, here: dict[str, str]
         return [f"there is no {sys.executable} that can run ({last})"]
     if "No module named" in err and "zero" in last:
         return [f"the Python there, {sys.executable}, has no zero of this version ({last})"]
-    if made.folder in err:
-        return [f"cannot go to the folder {made.folder} ({last})"]
+    if job.folder in err:
+        return [f"cannot go to the folder {job.folder} ({last})"]
     return [f"the look at it ended with status {status}" + (f" ({last})" if last else "")]
 
 
-def _command(made: Job, node: int) -> Command:
-    request = made.request
+def _command(job: Job, node: int) -> Command:
+    request = job.request
     asked = {
         "script": request.script,
         "module": request.module,
         "no_python": request.no_python,
-        "address": made.master_addr,
-        "port": made.master_port if node == 0 else None,
+        "address": job.master_addr,
+        "port": job.master_port if node == 0 else None,
     }
     flags = request.hosts
     if flags.launcher == "pdsh":  # its arguments are none of ssh's; those it has for ssh are here
         flags = replace(flags, launcher_args=tuple(shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))))
-    words = [*made.python(), "-m", "zero.launch.crew.probe", json.dumps(asked)]
-    return Command([*to_host(flags, made.world.hosts[node].name), made.shell(words)], node)
+    words = [*job.python(), "-m", "zero.launch.remote.probe", json.dumps(asked)]
+    return Command([*to_host(flags, job.world.hosts[node].name), job.shell(words)], node)
 
 
 def _answer(out: str) -> dict[str, Any] | None:
     for line in out.splitlines():
         try:
-            found = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and probe.MARK in found:
-            return found[probe.MARK]
+        if isinstance(answer, dict) and probe.MARK in answer:
+            return answer[probe.MARK]
     return None
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ports import free_port
 
-from zero.launch.crew.outlets import Lines, prefixed
+from zero.launch.process.output import LineBuffer, prefixed
 
 # It holds on to everything that can be held on to, and so does what it has started.
 STUBBORN = 'trap "" INT TERM HUP QUIT; sleep 963 & echo up; sleep 964; sleep 965'
@@ -33,7 +33,7 @@ def two(tmp_path: Path) -> Hosts:
 
 @given(st.lists(st.text("ab\r\n", max_size=5)), st.booleans())
 def test_lines_are_whole_however_they_come(pieces: list[str], settled: bool) -> None:
-    lines, found = Lines(), []
+    lines, found = LineBuffer(), []
     for piece in pieces:
         found.append(lines.feed(piece.encode()))
         if settled:
@@ -121,7 +121,7 @@ def test_a_signal_reaches_every_node(two: Hosts, name: str, letter: str) -> None
 def test_what_ignores_everything_is_killed(two: Hosts) -> None:
     two.host("n1", OBEYS)
     two.host("n2", STUBBORN)
-    process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=0.3)
+    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__patience=0.3)
     read_until(process.stdout, b"up\n")
     process.send_signal(signal.SIGTERM)
     assert two.finish(process)[0] == 143
@@ -131,7 +131,7 @@ def test_what_ignores_everything_is_killed(two: Hosts) -> None:
 def test_a_second_signal_shortens_the_wait(two: Hosts) -> None:
     two.host("n1", STUBBORN)
     two.host("n2", STUBBORN)
-    process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=900)
+    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__patience=900)
     read_until(process.stdout, b"up\n")
     process.send_signal(signal.SIGINT)
     read_until(process.stderr, b"stopped by SIGINT")
@@ -156,7 +156,7 @@ def test_the_first_failure_ends_all_and_is_the_status(hosts: Hosts) -> None:
     hosts.host("n1", OBEYS)
     hosts.host("n2", "echo 'zero run: rank 1 failed first' >&2; exit 7")
     hosts.host("n3", OBEYS)
-    status, out, err = hosts.run(several__JobCrew__leisure=0.3)
+    status, out, err = hosts.run(job_runner__NodeGroup__leisure=0.3)
     assert (status, out.count("asked b'T'")) == (7, 2)
     assert err == "zero run: rank 1 failed first\n"
     assert hosts.nothing_left()
@@ -167,14 +167,14 @@ def test_nodes_end_by_themselves_when_they_can(two: Hosts) -> None:
     # Once the launcher has seen the end of the first.
     wait = "until [ -s pid ] && ! [ -e /proc/$(cat pid) ]; do sleep 0.05; done"
     two.host("n2", f"{wait}; echo through; exit 3")
-    assert two.run(several__JobCrew__leisure=900) == (9, "through\n", "")
+    assert two.run(job_runner__NodeGroup__leisure=900) == (9, "through\n", "")
 
 
 def test_a_lost_host_is_named_and_ends_the_job(hosts: Hosts) -> None:
     hosts.host("n1", OBEYS)
     hosts.host("n2", REFUSED)
     hosts.host("n3", "kill -9 $$")
-    status, out, err = hosts.run(several__JobCrew__leisure=0.3)
+    status, out, err = hosts.run(job_runner__NodeGroup__leisure=0.3)
     first = err.partition("zero run: host n3: lost (ssh was killed by SIGKILL)\n")
     assert first[1] or "zero run: host n2: lost (ssh: connect to host n2 port 22: Connection refused)\n" in err
     assert status == (137 if first[1] else 255)
@@ -202,7 +202,7 @@ def test_enough_hosts_are_left(hosts: Hosts) -> None:
 def test_too_few_hosts_are_left_or_the_first_is_lost(hosts: Hosts, lost: list[str], least: str, status: int) -> None:
     for name in ("n1", "n2", "n3"):
         hosts.host(name, REFUSED if name in lost else OBEYS)
-    ended = hosts.run("--min_nodes", least, several__JobCrew__leisure=0.2)
+    ended = hosts.run("--min_nodes", least, job_runner__NodeGroup__leisure=0.2)
     assert ended[0] == status
     assert ended[1].count("asked b'T'") == 3 - len(lost)
     assert hosts.nothing_left()
@@ -219,7 +219,7 @@ def test_a_script_may_end_with_255(two: Hosts) -> None:
 def test_nobody_reads_any_more(two: Hosts) -> None:
     two.host("n1", OBEYS)
     two.host("n2", "while echo line; do sleep 0.01; done")
-    process = two.start("run", "-H", "H", "--no_check", "t.py", several__JobCrew__patience=0.5)
+    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__patience=0.5)
     read_until(process.stdout, b"line\n")
     process.stdout.close()
     err = process.stderr.read().decode()
@@ -245,7 +245,7 @@ def test_a_program_for_all_hosts_is_interrupted_then_killed(two: Hosts, number: 
         "srun",
         "#!/bin/sh\ntrap 'echo handed on' INT\ntrap '' TERM\nsetsid sleep 967 &\necho up\nwhile :; do wait; done",
     )
-    process = two.start("run", "-H", "H", "--launcher", "slurm", "t.py", several__JobCrew__patience=900)
+    process = two.start("run", "-H", "H", "--launcher", "slurm", "t.py", job_runner__NodeGroup__patience=900)
     read_until(process.stdout, b"up\n")
     process.send_signal(number)
     read_until(process.stdout, b"handed on\n")
@@ -316,7 +316,7 @@ def test_the_nodes_of_ssh_get_one_secret_and_it_stands_nowhere(two: Hosts) -> No
 
 
 def test_a_node_that_is_handed_no_secret_says_so(two: Hosts) -> None:
-    node = ["--no_ssh", "--node_rank", "0", "--tied", "6", "-H", "H", "t.py"]
+    node = ["--no_ssh", "--node_rank", "0", "--heartbeat_timeout", "6", "-H", "H", "t.py"]
     status, _, err = two.zero("run", *node, before="export CUDA_VISIBLE_DEVICES=")
     assert status == 2 and "did not hand over the secret of the job" in err
 

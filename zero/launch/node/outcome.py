@@ -21,7 +21,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """What all hosts of a job are told about the end of an attempt."""
 
     text: str
@@ -41,8 +41,8 @@ def cause(failures: Sequence[Failure]) -> Failure:
     return (killed or list(failures))[0]
 
 
-def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 0) -> Verdict:
-    """The verdict on an attempt that ended with `failures`.
+def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 0) -> Outcome:
+    """The outcome of an attempt that ended with `failures`.
 
     `restart` says which restart of how many follows, None that none is left of `restarts`.
     """
@@ -50,7 +50,7 @@ def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 
     after = restart or (f"no restart is left of {restarts}" if restarts else None)
     text = words(first) if after is None else f"{words(first)}; {after}"
     status = 128 - first.exitcode if first.exitcode < 0 else first.exitcode
-    return Verdict(text, status, first.node, restart is not None)
+    return Outcome(text, status, first.node, restart is not None)
 
 
 def words(failure: Failure) -> str:

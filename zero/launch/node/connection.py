@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from zero.launch.secret import same, signature
@@ -25,7 +26,7 @@ _CHUNK = 1 << 16
 _END = (b"one", b"other")  # who was connected to, and who connected
 
 
-class Link:
+class Connection:
     """A connection on which no call ever waits. Any thread may send; one thread receives.
 
     connects: whether this end is the one that has connected. secret: of the job, "" for none.
@@ -37,11 +38,11 @@ class Link:
         node: the number of the host at the other end, once it is known.
     """
 
-    def __init__(self, connection: socket.socket, secret: str, connects: bool) -> None:
-        connection.setblocking(False)
+    def __init__(self, peer: socket.socket, secret: str, connects: bool) -> None:
+        peer.setblocking(False)
         with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = peer
         self.heard = time.monotonic()
         self.known = False
         self.gone = False
@@ -67,26 +68,25 @@ class Link:
                 self._held.append(data)
         self.flush()
 
-    def flush(self) -> bool:
-        """Send what is left; whether all is sent."""
+    def flush(self) -> None:
+        """Send what is left, as far as that goes now."""
         with self._lock:
             try:
                 while self._out and not self.gone:
-                    self._out = self._out[self.connection.send(self._out) :]
+                    self._out = self._out[self.socket.send(self._out) :]
             except BlockingIOError:
-                return False
+                pass
             except OSError:
                 self.gone = True
-            return not self._out
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come since the last call."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         try:
-            while chunk := self.connection.recv(_CHUNK):
+            while chunk := self.socket.recv(_CHUNK):
                 *lines, self._in = (self._in + chunk).split(b"\n")
                 for line in lines:
-                    found += self._read(line)
+                    messages += self._read(line)
                 if len(self._in) > (_MOST if self.known else _MOST_UNKNOWN):
                     raise ValueError("this is no message")
             self.gone = True
@@ -95,19 +95,19 @@ class Link:
         except (OSError, ValueError):
             self.gone = True
         self.flush()
-        return found
+        return messages
 
     def local_address(self) -> str | None:
         """The address of this machine that the connection uses; None where it has ended."""
         try:
-            return self.connection.getsockname()[0].removeprefix("::ffff:")  # IPv4, on a socket of both kinds
+            return self.socket.getsockname()[0].removeprefix("::ffff:")  # IPv4, on a socket of both kinds
         except OSError:
             return None
 
     def close(self) -> None:
         """End the connection."""
         self.gone = True
-        self.connection.close()
+        self.socket.close()
 
     def _put(self, data: bytes) -> None:
         """Add a signed line to what is to be sent; the lock is held."""
@@ -140,10 +140,7 @@ class Link:
         return signature(self._key, _END[connects], b"%d" % number, data)
 
 
-def readable(sockets: list[socket.socket], seconds: float) -> set[socket.socket]:
-    """Those of `sockets` on which something has come; waits for the first up to `seconds`."""
-    poll = select.poll()  # select() ends at file number 1024
-    by_number = {one.fileno(): one for one in sockets if one.fileno() >= 0}
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    return {by_number[number] for number, _ in poll.poll(seconds * 1000)}
+def readable(connections: Sequence[Connection], server: socket.socket | None, seconds: float) -> set[socket.socket]:
+    """The sockets on which something has come, `server` too; waits for the first up to `seconds`."""
+    sockets = [*([server] if server else []), *(connection.socket for connection in connections)]
+    return set(wait([one for one in sockets if one.fileno() >= 0], seconds))  # without those that were closed

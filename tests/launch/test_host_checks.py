@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from fake_hosts import TIMEOUT, Hosts, until
 
-from zero.launch.crew.probe import MARK, versions
+from zero.launch.remote.probe import MARK, versions
 
-REAL = 'case "$1" in *zero.launch.crew.probe*) ;; *) echo started; exit 0;; esac\n'
+REAL = 'case "$1" in *zero.launch.remote.probe*) ;; *) echo started; exit 0;; esac\n'
 GOOD = REAL + 'exec sh -c "$1"'
 
 
@@ -37,7 +37,7 @@ def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
     words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
     status, out, err = hosts.zero(*words)
     assert (status, out.count("started\n"), err) == (0, 2, "no mail\n")
-    assert hosts.calls().count("zero.launch.crew.probe") == 2
+    assert hosts.calls().count("zero.launch.remote.probe") == 2
 
 
 @pytest.mark.parametrize(("flag", "started"), [("--no_check", 2), ("--dry-run", 0)])
@@ -47,7 +47,7 @@ def test_no_look_where_none_is_wanted(tmp_path: Path, flag: str, started: int) -
     hosts.host("n2", GOOD)
     status, out, _ = hosts.zero("run", "-H", "H", flag, "t.py")
     assert (status, out.count("started\n")) == (0, started)
-    assert "zero.launch.crew.probe" not in hosts.calls()
+    assert "zero.launch.remote.probe" not in hosts.calls()
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     hosts.host("n2", "printf 'warning\\nssh: connect to host n2 port 22: No route to host\\r\\n' >&2; exit 255")
     hosts.host("n3", edited("s,^cd ,cd /nowhere,"))
     hosts.host("n4", edited(f"s,{python},/no/python,"))
-    hosts.host("n5", edited("s,-m zero.launch.crew.probe,-I -S -m zero.launch.crew.probe,"))
+    hosts.host("n5", edited("s,-m zero.launch.remote.probe,-I -S -m zero.launch.remote.probe,"))
     hosts.host("n6", REAL + f"echo '{{}}'; echo '{json.dumps(other)}'")
     hosts.host("n7", edited(f"s,^cd {tmp_path},cd {tmp_path}/elsewhere,"))
     hosts.host("n8", REAL + "echo 'Traceback' >&2; echo 'MemoryError' >&2; exit 1")
@@ -68,7 +68,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
-        status, out, err = hosts.zero(*words, survey__Survey__seconds=TIMEOUT)
+        status, out, err = hosts.zero(*words, preflight__ProbeGroup__seconds=TIMEOUT)
     assert (status, out) == (2, "")
     first, *lines = err.splitlines()
     assert first.startswith("zero run: error: nothing was started on the 8 hosts (--no_check")
@@ -95,7 +95,7 @@ def test_a_host_that_does_not_answer_is_named_with_its_last_line(tmp_path: Path)
     hosts.host("n1", "echo 'n1 is slow' >&2; trap '' TERM INT; sleep 968; sleep 969")
     hosts.host("n2", "sleep 968 & sleep 969")
     # Time to start two shells, not two Pythons.
-    status, out, err = hosts.zero("run", "-H", "H", "t.py", survey__Survey__seconds=5)
+    status, out, err = hosts.zero("run", "-H", "H", "t.py", preflight__ProbeGroup__seconds=5)
     assert (status, out) == (2, "")
     assert err.splitlines()[1:] == [
         "  host n1: did not answer within 5 s; its last line was: n1 is slow",
@@ -146,4 +146,4 @@ def test_pdsh_is_looked_at_by_ssh_with_its_arguments(tmp_path: Path) -> None:
     words = ["--launcher", "pdsh", "--launcher_args=-N", "--ssh_port", "2222", "--master_addr", "127.0.0.1"]
     status, out, err = hosts.zero("run", "-H", "H", *words, "t.py", before="export PDSH_SSH_ARGS_APPEND='-p 1'")
     assert (status, out, err) == (0, "pdsh ran\n", "")
-    assert hosts.calls().count("zero.launch.crew.probe") == 2
+    assert hosts.calls().count("zero.launch.remote.probe") == 2

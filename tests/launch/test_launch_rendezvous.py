@@ -1,4 +1,4 @@
-"""At the meeting of a job's hosts every host hears the same, and who does not come or does not belong is named."""
+"""At the rendezvous of a job's hosts every host hears the same, and who does not come or does not belong is named."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing.connection import wait
 
 import psutil
 import pytest
@@ -18,19 +19,19 @@ from ports import free_port
 
 from zero.launch.contract import LOST
 from zero.launch.errors import LaunchError
+from zero.launch.hosts.addresses import interface
 from zero.launch.hosts.world import Host, World
-from zero.launch.node import meeting as meetings
-from zero.launch.node.interface import interface
-from zero.launch.node.link import Link
-from zero.launch.node.meeting import Meeting, Terms
-from zero.launch.node.member import Member
-from zero.launch.node.verdict import Failure, cause, of
+from zero.launch.node import rendezvous
+from zero.launch.node.client import RendezvousClient
+from zero.launch.node.connection import Connection
+from zero.launch.node.outcome import Failure, cause, of
+from zero.launch.node.rendezvous import RendezvousServer, Terms
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
 SECRET = "of this job"
 
 
-def terms(**more: int) -> Terms:
+def terms(**more: float) -> Terms:
     return Terms(WORLD, secret=SECRET, **more)
 
 
@@ -41,75 +42,71 @@ def until(holds: Callable[[], object]) -> object:
     return found
 
 
-def linked(connection: socket.socket, connects: bool = True) -> Link:
+def linked(connection: socket.socket, connects: bool = True) -> Connection:
     """A connection whose other end has shown that it has the secret."""
-    link = Link(connection, SECRET, connects)
+    link = Connection(connection, SECRET, connects)
     assert until(lambda: link.receive() or link.known)
     return link
 
 
 @contextlib.contextmanager
-def met(
-    given: Terms, nodes: tuple[int, ...] = (0, 1, 2), patience: float = 120
-) -> Iterator[tuple[Meeting, list, list]]:
+def met(given: Terms, nodes: tuple[int, ...] = (0, 1, 2)) -> Iterator[tuple[RendezvousServer, list, list]]:
     said: list[str] = []
     port = free_port()
     where = ("127.0.0.1", port)
-    meeting = Meeting(given, where, lambda: 4711, said.append, patience)
-    members = [Member(given, node, where, said.append) for node in nodes]
-    meeting.start()
+    server = RendezvousServer(given, where, said.append)
+    members = [RendezvousClient(given, node, where, said.append) for node in nodes]
+    server.start()
     for member in members:
-        member.start(patience)
+        member.open()
     try:
-        yield meeting, members, said
+        yield server, members, said
     finally:
         for member in members:
             member.close()
-        meeting.close()
+        server.close()
 
 
-def test_all_start_alike_and_hear_the_same_verdict(monkeypatch):
-    monkeypatch.setattr(meetings, "SETTLE", 60.0)
-    with met(terms(restarts=1)) as (meeting, members, said):
-        assert until(lambda: all(member.met for member in members))
+def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
+    monkeypatch.setattr(rendezvous, "SETTLE", 60.0)
+    with met(terms(restarts=1)) as (server, members, said):
+        assert until(lambda: all(member.joined for member in members))
         assert len({member.run_id for member in members}) == 1 and members[0].run_id
         members[0].ready(0)
         members[1].ready(0)
         assert members[0].started is None
         members[2].ready(0)
         assert until(lambda: all(member.started for member in members))
-        assert {member.started for member in members} == {(0, (0, 1, 2), 4711)}
-        members[2].failed(0, [Failure(2, 1, 7, 2, "c", "boom")])
-        members[1].failed(0, [Failure(1, -9, 8, 1, "b")])
-        assert until(lambda: len(meeting._failures) == 2)
-        meeting._judge_at = 0.0  # the time to settle is over
-        assert until(lambda: all(member.verdicts for member in members))
-        (found,) = {member.verdicts[0] for member in members}
+        assert {member.started for member in members} == {(0, (0, 1, 2), members[0].started.port)}
+        members[2].failed([Failure(2, 1, 7, 2, "c", "boom")])
+        members[1].failed([Failure(1, -9, 8, 1, "b")])
+        assert until(lambda: len(server._attempt.failures) == 2)
+        server._attempt.decide_at = 0.0  # the time to settle is over
+        assert until(lambda: all(member.outcomes for member in members))
+        (found,) = {member.outcomes[0] for member in members}
         assert (found.node, found.restart) == (1, True) and found.text.endswith("; restart 1 of 1")
         for member in members:
             member.ready(1)
         assert until(lambda: all(member.started.attempt == 1 for member in members))
         # What comes late about the attempt before is not held against this one.
-        members[0].failed(0, [Failure(0, 1, 7, 0, "a")])
+        members[0]._send(kind="failed", attempt=0, failures=[asdict(Failure(0, 1, 7, 0, "a"))])
         for member in members:
-            member.done(1)
+            member.done()
         assert until(lambda: all(member.over for member in members))
         assert said == [] and not any(member.end for member in members)
 
 
 def test_who_does_not_come_is_named():
-    with met(terms(), nodes=(0, 2)) as (meeting, members, _said):
-        assert until(lambda: len(meeting._here) == 2)
-        meeting._patience = 0.1
+    with met(terms(patience=3.0), nodes=(0, 2)) as (_, members, _said):
         assert until(lambda: all(member.end for member in members))
-        assert {member.end.text for member in members} == {"host b did not come within 0 s"}
+        assert {member.end.text for member in members} == {"host b did not come within 3 s"}
         assert (members[0].end.node, members[0].end.status) == (0, 1)
 
 
 def test_a_first_host_that_does_not_answer_is_named():
     port = free_port()
-    member = Member(terms(), 1, ("127.0.0.1", port), print)
-    member.start(0.3)
+    member = RendezvousClient(terms(patience=0.3), 1, ("127.0.0.1", port), print)
+    member.open()
     assert until(lambda: member.end)
     assert member.end.text == f"host a, at 127.0.0.1:{port}, did not answer within 0 s"
     member.close()
@@ -117,17 +114,17 @@ def test_a_first_host_that_does_not_answer_is_named():
 
 def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_end_the_job():
     with met(terms(restarts=1, min_nodes=2)) as (_, members, said):
-        assert until(lambda: all(member.met for member in members))
+        assert until(lambda: all(member.joined for member in members))
         for member in members:
             member.ready(0)
         assert until(lambda: all(member.started for member in members))
-        members[0].failed(0, [Failure(0, 1, 7, 0, "a")])
-        assert until(lambda: all(member.verdicts for member in members))
+        members[0].failed([Failure(0, 1, 7, 0, "a")])
+        assert until(lambda: all(member.outcomes for member in members))
         members[0].ready(1)
         members[2].ready(1)
         members[1].leave("it lost the connection to the launcher", LOST)
         assert until(lambda: members[0].started.attempt == 1)
-        assert members[0].started == (1, (0, 2), 4711)
+        assert members[0].started == (1, (0, 2), members[0].started.port)
         assert said == ["host b is lost: it lost the connection to the launcher; going on with 2 of 3 hosts"]
         members[2].leave("it is gone, too", LOST)
         assert until(lambda: members[0].end)
@@ -140,7 +137,7 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
         with socket.create_connection(where) as silent:
             link = linked(silent)
             link.send(kind="hello", node=2, terms=terms().word())
-            assert until(lambda: all(member.met for member in members))
+            assert until(lambda: all(member.joined for member in members))
             assert until(lambda: all(member.end for member in members))
             (found,) = {member.end for member in members}
             assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 6 s", 0)
@@ -148,8 +145,8 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
 
 def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        member = Member(terms(), 1, mute.getsockname(), print)
-        member.start(30)
+        member = RendezvousClient(terms(), 1, mute.getsockname(), print)
+        member.open()
         link = linked(mute.accept()[0], connects=False)
         assert until(lambda: member.end) and not link.gone
         assert (member.end.status, member.end.node) == (LOST, 1)
@@ -157,19 +154,19 @@ def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
-    with met(terms(), nodes=(0, 1)) as (meeting, members, _):
+    with met(terms(), nodes=(0, 1)) as (server, members, _):
         port = members[1]._where[1]
-        stranger = Member(terms(restarts=5), 2, ("127.0.0.1", port), print)
-        twin = Member(terms(), 1, ("127.0.0.1", port), print)
-        assert until(lambda: len(meeting._here) == 2)
+        stranger = RendezvousClient(terms(restarts=5), 2, ("127.0.0.1", port), print)
+        twin = RendezvousClient(terms(), 1, ("127.0.0.1", port), print)
+        assert until(lambda: len(server._joined) == 2)
         for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
-            other.start(60)
+            other.open()
             assert until(lambda other=other: other.end)
             assert text in other.end.text and other.end.status == 2
             other.close()
-        late = Member(terms(), 2, ("127.0.0.1", port), print)
-        late.start(60)
-        assert until(lambda: all(member.met for member in (*members, late)))
+        late = RendezvousClient(terms(), 2, ("127.0.0.1", port), print)
+        late.open()
+        assert until(lambda: all(member.joined for member in (*members, late)))
         late.close()
 
 
@@ -179,17 +176,17 @@ def kinds(heard: list[dict], after: str) -> list[str]:
 
 
 def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
-    monkeypatch.setattr(meetings, "SETTLE", 0.0)
+    monkeypatch.setattr(rendezvous, "SETTLE", 0.0)
     with met(terms(restarts=1), nodes=(0, 1)) as (_, members, _said):
         with socket.create_connection(members[1]._where) as connection:
             link, heard = linked(connection), []
             link.send(kind="hello", node=2, terms=terms(restarts=1).word())
-            assert until(lambda: all(member.met for member in members))
+            assert until(lambda: all(member.joined for member in members))
             link.send(kind="end", text="stopped", status=143, quiet=False)
             link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
-            # A sign of life comes each second; another verdict would come before it.
-            assert until(lambda: heard.extend(link.receive()) or "alive" in kinds(heard, after="verdict"))
-        assert [one["verdict"]["text"] for one in heard if one["kind"] == "verdict"] == ["stopped"]
+            # A heartbeat comes each second; another outcome would come before it.
+            assert until(lambda: heard.extend(link.receive()) or "alive" in kinds(heard, after="outcome"))
+        assert [one["outcome"]["text"] for one in heard if one["kind"] == "outcome"] == ["stopped"]
 
 
 NOTHING = re.compile(rb"[0-9a-f]{32}\n([0-9a-f]{64} \{\}\n)?")  # of the job: a number, and a signature
@@ -220,7 +217,7 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
     def carry() -> None:
         with server, server.accept()[0] as host, socket.create_connection(where) as first:
             while True:
-                ready = meetings.readable([host, first], 60)
+                ready = wait([host, first], 60)
                 for one, other in ((host, first), (first, host)):
                     if one in ready:
                         if not (data := one.recv(65536)):
@@ -234,15 +231,15 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
 
 
 def test_strangers_end_nothing_and_learn_nothing():
-    with met(terms(), nodes=(0,)) as (meeting, (first,), said), contextlib.ExitStack() as stack:
+    with met(terms(), nodes=(0,)) as (server, (first,), said), contextlib.ExitStack() as stack:
         where = first._where
         between, there, sent = recorded(where)
-        spied, last = Member(terms(), 1, there, said.append), Member(terms(), 2, where, said.append)
+        spied, last = RendezvousClient(terms(), 1, there, said.append), RendezvousClient(terms(), 2, where, said.append)
         stack.callback(between.join)
         stack.callback(spied.close)
         stack.callback(last.close)
-        spied.start(120)
-        assert until(lambda: set(meeting._here) == {0, 1})
+        spied.open()
+        assert until(lambda: set(server._joined) == {0, 1})
         number = b"".join(sent).partition(b"\n")[0] + b"\n"
         forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "quiet": False}).encode() + b"\n"
         spoken = {
@@ -260,31 +257,31 @@ def test_strangers_end_nothing_and_learn_nothing():
             one.sendall(data)
         mute, slow, flooding, lying = (stack.enter_context(socket.create_connection(where)) for _ in range(4))
         assert not flooded(flooding)
-        liar = Link(lying, "of another job", connects=True)
+        liar = Connection(lying, "of another job", connects=True)
         liar.send(kind="hello", node=2, terms=terms().word())
         assert until(lambda: liar.receive() or liar.gone) and not liar.known
         liar.close()
         assert all(NOTHING.fullmatch(heard(one)) for one in [*spoken, flooding])
         # Those who say too little have as long as a host that is silent.
         slow.sendall(b"5")
-        assert until(lambda: sum(not link.known for link in meeting._links) == 2)
-        for link in meeting._links:
+        assert until(lambda: sum(not link.known for link in server._connections) == 2)
+        for link in server._connections:
             link.heard -= 0 if link.known else 60
         assert [NOTHING.fullmatch(heard(one)) is not None for one in (mute, slow)] == [True, True]
         # And those who are many do not keep out a host of the job.
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
-        assert until(lambda: sum(not link.known for link in meeting._links) == meetings._UNKNOWN)
+        assert until(lambda: sum(not link.known for link in server._connections) == rendezvous._UNKNOWN)
         assert NOTHING.fullmatch(heard(crowd[0]))
-        last.start(60)
+        last.open()
         members = (first, spied, last)
-        assert until(lambda: all(member.met for member in members))
+        assert until(lambda: all(member.joined for member in members))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(where)
         for member in members:
             member.ready(0)
         assert until(lambda: all(member.started for member in members))
         for member in members:
-            member.done(0)
+            member.done()
         assert until(lambda: all(member.over for member in members))
         assert said == []
 
@@ -293,24 +290,24 @@ def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed():
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as posing:
         where = posing.getsockname()
-        member = Member(terms(), 1, where, said.append)
-        member.start(60)
+        member = RendezvousClient(terms(), 1, where, said.append)
+        member.open()
         told = b"1" * 32 + b"\n" + 64 * b"0" + b' {"kind": "over"}\n'
         for data in (b"HTTP/1.0 200 OK\r\n\r\n\r\n", told, bytes(4096)):
             with posing.accept()[0] as connection:
                 connection.sendall(data)
                 assert NOTHING.fullmatch(heard(connection))
-    meeting = Meeting(terms(), where, free_port, said.append, 60)
-    others = [Member(terms(), node, where, said.append) for node in (0, 2)]
-    meeting.start()
+    server = RendezvousServer(terms(), where, said.append)
+    others = [RendezvousClient(terms(), node, where, said.append) for node in (0, 2)]
+    server.start()
     for other in others:
-        other.start(60)
-    assert until(lambda: all(one.met for one in (member, *others)))
+        other.open()
+    assert until(lambda: all(one.joined for one in (member, *others)))
     assert said == [
         f"waiting for host a, at 127.0.0.1:{where[1]}; who answers there does not show that it has this job's secret "
         "(ZERO_SECRET)"
     ]
-    for one in (member, *others, meeting):
+    for one in (member, *others, server):
         one.close()
 
 
@@ -318,7 +315,7 @@ def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed():
 def test_a_line_counts_once_and_in_one_direction(again):
     (one, here), (there, other) = socket.socketpair(), socket.socketpair()
     with one, here, there, other:
-        first, second = Link(one, SECRET, connects=False), Link(other, SECRET, connects=True)
+        first, second = Connection(one, SECRET, connects=False), Connection(other, SECRET, connects=True)
         for _ in range(2):
             there.sendall(here.recv(9999))
             here.sendall(there.recv(9999))
@@ -337,16 +334,16 @@ def test_a_line_counts_once_and_in_one_direction(again):
 def test_the_first_host_listens_where_the_others_come():
     names = {"127.0.0.1": "127.0.0.1", "localhost": "", "no.such.host.invalid": "", "192.0.2.1": ""}
     for name, address in names.items():
-        meeting = Meeting(terms(), (name, free_port()), free_port, print, 1)
-        assert meeting._server.getsockname()[0].strip(":0.") == address.strip(":0."), name
-        meeting.close()
+        server = RendezvousServer(terms(), (name, free_port()), print)
+        assert server._server.getsockname()[0].strip(":0.") == address.strip(":0."), name
+        server.close()
 
 
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--master_port: cannot listen on {port} "):
-            Meeting(terms(), ("127.0.0.1", port), free_port, print, 1)
+            RendezvousServer(terms(), ("127.0.0.1", port), print)
 
 
 def test_the_cause_and_its_words():

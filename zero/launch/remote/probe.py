@@ -1,4 +1,4 @@
-"""What a host says of itself before a job starts there: `python -m zero.launch.crew.probe JSON`, one line of JSON back.
+"""What a host says of itself before a job starts there: `python -m zero.launch.remote.probe JSON` prints JSON.
 
 It imports no torch, so that many hosts answer within a second or two.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from zero.launch.args.run import check_script
 from zero.launch.errors import LaunchError
-from zero.launch.hosts import ports
+from zero.launch.hosts import addresses
 
 MARK = "zero_probe"  # so that nothing that a login prints is taken for the answer
 
@@ -41,7 +41,7 @@ def look(script: str, module: bool, no_python: bool, address: str | None, port: 
             socket.getaddrinfo(address, None)
         except OSError as error:
             problems.append(f"does not know the first host as {address!r} ({error.strerror}); --master_addr names it")
-    if port is not None and (why := ports.problem(port)):
+    if port is not None and (why := addresses.port_problem(port)):
         problems.append(f"cannot listen on port {port}, where the hosts meet ({why}); --master_port names another")
     return {"versions": versions(), "problems": problems}
 

@@ -1,4 +1,4 @@
-"""The output of many programs on one stdout and one stderr, in whole lines."""
+"""The output of many processes on one stdout and one stderr, in whole lines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import re
 import select
 import sys
 import threading
+from collections.abc import Callable
+
+from zero.launch.contract import CLOSED_PIPE, WRITE_ERROR
 
 LONGEST = 16 * 1024 * 1024  # bytes of a line; a longer one goes on in pieces, so that memory has a bound
-_WAITING = 64  # pieces that may wait for whoever reads our output, before we stop reading that of the programs
+_WAITING = 64  # pieces that may wait for whoever reads our output, before we stop reading that of the processes
+_TURN = 0.05  # seconds between two looks at whether all is written
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
-class Lines:
+class LineBuffer:
     """Makes whole lines of what comes in pieces.
 
     A line ends with a newline, or with the carriage return of a progress bar; the two in a row are one end.
@@ -41,7 +45,7 @@ class Lines:
         return self._take() if self._rest.endswith(b"\r") else b""
 
     def end(self) -> bytes:
-        """The last line, with a newline where it had no end: the next line on the screen is another program's."""
+        """The last line, with a newline where it had no end: the next line on the screen is another process's."""
         done = self._take()
         return done + b"\n" if done and not done.endswith((b"\n", b"\r")) else done
 
@@ -51,13 +55,13 @@ class Lines:
         return done
 
 
-def prefixed(mark: bytes, lines: bytes) -> bytes:
-    """`lines` with `mark` in front of each."""
-    return b"".join(mark + line for line in _LINE.findall(lines))
+def prefixed(prefix: bytes, lines: bytes) -> bytes:
+    """`lines` with `prefix` in front of each."""
+    return b"".join(prefix + line for line in _LINE.findall(lines))
 
 
-class Outlet:
-    """One file descriptor, written by a thread of its own: whoever does not read must not keep the rest waiting.
+class _Writer:
+    """A thread that writes one file descriptor: whoever does not read must not keep the rest waiting.
 
     Attributes:
         error: why nothing can be written any more; what comes then is dropped.
@@ -65,31 +69,13 @@ class Outlet:
 
     def __init__(self, fd: int | None) -> None:
         self.error: OSError | None = None
+        self.queue: queue.Queue[bytes | None] = queue.Queue()  # None: nothing more comes
         self._fd = fd
-        self._queue: queue.Queue[bytes | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="zero-output", daemon=True)
-        self._thread.start()
-
-    def put(self, data: bytes) -> None:
-        """Write `data` once all that was put before is written; nothing else that is put here comes into it."""
-        self._queue.put(data)
-
-    @property
-    def full(self) -> bool:
-        """Whether so much waits that no more should be put."""
-        return self._queue.qsize() >= _WAITING
-
-    def finish(self) -> None:
-        """Nothing more comes."""
-        self._queue.put(None)
-
-    def done(self, seconds: float) -> bool:
-        """Whether all is written after `finish`; wait for it for `seconds`."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name="zero-output", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
-        while (data := self._queue.get()) is not None:
+        while (data := self.queue.get()) is not None:
             if self._fd is None or self.error is not None:
                 continue
             try:
@@ -98,40 +84,46 @@ class Outlet:
                 self.error = error
 
 
-class Outputs:
+class OutputPump:
     """Our stdout and stderr. Where both are the same file, one thread writes them, so that lines stay whole."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or not there
             sys.stdout.flush()
         out, err = _usable(1), _usable(2)
-        self._out = Outlet(out)
+        self._out = _Writer(out)
         same = out is not None and err is not None and os.path.samestat(os.fstat(out), os.fstat(err))
-        self._err = self._out if same else Outlet(err)
+        self._err = self._out if same else _Writer(err)
 
     def put(self, to_stderr: bool, data: bytes) -> None:
-        """Whole lines, written at once."""
-        (self._err if to_stderr else self._out).put(data)
+        """Whole lines, to be written in one piece after what was put before; from any thread."""
+        (self._err if to_stderr else self._out).queue.put(data)
 
     @property
     def full(self) -> bool:
-        """Whether somebody who reads slowly should be waited for."""
-        return self._out.full or self._err.full
+        """Whether so much waits for a slow reader that no more should be put."""
+        return any(writer.queue.qsize() >= _WAITING for writer in (self._out, self._err))
 
     @property
     def error(self) -> tuple[str, OSError] | None:
         """Which of the two cannot be written any more, and why."""
-        found = [(name, outlet.error) for name, outlet in (("stdout", self._out), ("stderr", self._err))]
-        return next(((name, error) for name, error in found if error is not None), None)
+        errors = [(name, writer.error) for name, writer in (("stdout", self._out), ("stderr", self._err))]
+        return next(((name, error) for name, error in errors if error is not None), None)
 
-    def finish(self) -> None:
-        """Nothing more comes."""
-        for outlet in {self._out, self._err}:
-            outlet.finish()
+    @property
+    def status(self) -> int:
+        """0; where somebody has stopped reading or a write failed, the exit status that follows."""
+        if self.error is None:
+            return 0
+        return CLOSED_PIPE if isinstance(self.error[1], BrokenPipeError) else WRITE_ERROR
 
-    def done(self, seconds: float) -> bool:
-        """Whether all is written after `finish`; wait for it for `seconds`."""
-        return all(outlet.done(seconds) for outlet in {self._out, self._err})
+    def finish(self, stopped: Callable[[], bool], seconds: float = 2.0) -> None:
+        """Wait until all is written: as long as a slow reader likes, but for `seconds` only while `stopped` holds."""
+        for writer in {self._out, self._err}:
+            writer.queue.put(None)
+            while writer.thread.is_alive() and seconds > 0:
+                writer.thread.join(_TURN)
+                seconds -= _TURN if stopped() else 0
 
 
 def _usable(fd: int) -> int | None:

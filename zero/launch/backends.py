@@ -1,0 +1,140 @@
+"""The ways to start a job on its hosts: a function per launcher, from the job to command lines.
+
+What ends the remote processes when a connection is gone: over ssh no terminal is asked for (-T), and the node ends
+when its stdin does (--heartbeat_timeout). A terminal (-tt) would have them hung up on by sshd, but it joins stdout and
+stderr, adds carriage returns, and takes bytes of the output for control characters; and when a host is cut off from
+the network, sshd does not notice for hours unless its own settings ask it to. So whoever starts these commands keeps
+each ssh's stdin open and writes on it: a line with the job's secret, and then a byte every second. A node that sees the
+end of it, or nothing for `SILENCE` seconds, is to end its processes. The other way round, ssh asks the server every 2
+seconds (ServerAliveInterval) and gives up when 3 answers are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from zero.launch.args.hosts import HostFlags
+from zero.launch.contract import SILENCE
+from zero.launch.job import Job
+from zero.launch.process.process import Command
+from zero.launch.secret import VARIABLE
+
+SSH_OPTIONS = (
+    "BatchMode=yes",  # an unknown host or a password is an error, not a question that nobody sees
+    "ConnectTimeout=10",
+    "ServerAliveInterval=2",
+    "ServerAliveCountMax=3",
+)
+_NODE = "--node_rank=%n"
+
+
+def commands(job: Job) -> list[Command]:
+    """The command lines that start `job` by the launcher that was asked for."""
+    return BACKENDS[job.request.hosts.launcher](job)
+
+
+def to_host(flags: HostFlags, name: str) -> list[str]:
+    """The words of an ssh in front of what is to run on the host `name`."""
+    options = [word for option in SSH_OPTIONS for word in ("-o", option)]
+    where = ["-p", str(flags.ssh_port)] if flags.ssh_port is not None else []
+    return ["ssh", "-T", *options, *where, *flags.launcher_args, name]
+
+
+def _ssh(job: Job) -> list[Command]:
+    """One connection per host, all at the same time."""
+    job = _with_heartbeat(job, SILENCE)
+    return [
+        Command([*to_host(job.request.hosts, host.name), job.shell(job.node_words(str(node)))], node, {}, True, True)
+        for node, host in enumerate(job.world.hosts)
+    ]
+
+
+def _pdsh(job: Job) -> list[Command]:
+    """One program that holds a connection to each host, and puts the number of the host in its list for %n.
+
+    It hands nothing on from its own stdin, but keeps that of each ssh open until it ends; so the nodes end with their
+    stdin here, too, only that nothing can be written on it, such as the job's secret: that they are to have in their
+    environment.
+    """
+    flags = job.request.hosts
+    job = _with_heartbeat(job, 0)
+    # %h, %u and %n are replaced wherever they stand, so every other percent sign is doubled.
+    words = [word.replace("%", "%%") for word in job.node_words("%n")]
+    words[words.index(_NODE.replace("%", "%%"))] = _NODE
+    text = replace(job, folder=job.folder.replace("%", "%%")).shell(words)
+    names = [host.name for host in job.world.hosts]
+    # -S: the exit status is the largest of the hosts'. -f: all at once. -b: one Ctrl-C is enough. -N: lines of ranks
+    # name their host already.
+    pdsh = ["pdsh", "-R", "ssh", "-S", "-b", "-N", "-f", str(len(names)), *flags.launcher_args]
+    # The arguments of each ssh, after those that the user has for pdsh already; spaces separate them.
+    ssh = [*os.environ.get("PDSH_SSH_ARGS_APPEND", "").split(), *(f"-o{option}" for option in SSH_OPTIONS)]
+    ssh += [f"-p{flags.ssh_port}"] if flags.ssh_port is not None else []
+    return [Command([*pdsh, "-w", ",".join(names), text], None, {"PDSH_SSH_ARGS_APPEND": " ".join(ssh)})]
+
+
+def _slurm(job: Job) -> list[Command]:
+    """srun starts one launcher per node, inside an allocation or in one that it waits for.
+
+    A node looks itself up by name, as Slurm has an order of its own.
+    """
+    names = [host.name for host in job.world.hosts]
+    words = [
+        "srun",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}",
+        "--kill-on-bad-exit=1",
+        "--cpu-bind=none",  # a task is a whole node's launcher: bound to one core, all ranks would share it
+        "--input=none",
+        "--export=ALL",  # the job's own variables are in the line: here a comma in a value would end it
+        *job.request.hosts.launcher_args,
+        *["sh", "-c", job.shell(job.node_words(None))],
+    ]
+    # So that the first SIGINT goes on to the nodes, in place of a list of what they do.
+    return [Command(words, environment={"SLURM_DISABLE_STATUS": "1"})]
+
+
+def _openmpi(job: Job) -> list[Command]:
+    """mpirun starts one launcher per host; the ranks are the launcher's, and use no MPI.
+
+    Each part names its host, as mpirun orders hosts in its own way, the one that it runs on first. The job's secret is
+    in mpirun's environment, and only its name is here.
+    """
+    hosts = [["--host", host.name, "-x", VARIABLE] for host in job.world.hosts]
+    return [Command(["mpirun", *job.request.hosts.launcher_args, "--bind-to", "none", *_mpi_parts(job, hosts)])]
+
+
+def _mpich(job: Job) -> list[Command]:
+    """MPICH and what uses its mpiexec (Hydra), such as Intel MPI; part i runs on host i of the list."""
+    names = ",".join(host.name for host in job.world.hosts)
+    words = ["mpirun", *job.request.hosts.launcher_args, "-hosts", names, "-ppn", "1", "-bind-to", "none"]
+    return [Command([*words, *_mpi_parts(job, [[] for _ in job.world.hosts])])]
+
+
+def _mpi_parts(job: Job, options: list[list[str]]) -> list[str]:
+    """A part of an mpirun's command line for each host, with its `options`, and ":" between them.
+
+    The node's command line is one argument for sh: a lone ":" among the script's arguments would begin another part.
+    """
+    words: list[str] = []
+    for node, more in enumerate(options):
+        words += [":"] if node else []
+        words += ["-n", "1", *more, "sh", "-c", job.shell(job.node_words(str(node)))]
+    return words
+
+
+def _with_heartbeat(job: Job, timeout: int) -> Job:
+    hosts = replace(job.request.hosts, heartbeat_timeout=timeout)
+    return replace(job, request=replace(job.request, hosts=hosts))
+
+
+BACKENDS: Mapping[str, Callable[[Job], list[Command]]] = {
+    "ssh": _ssh,
+    "pdsh": _pdsh,
+    "slurm": _slurm,
+    "openmpi": _openmpi,
+    "mpich": _mpich,
+}

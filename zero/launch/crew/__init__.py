@@ -1,1 +1,0 @@
-"""The launcher's side of a job on several hosts: the programs that reach them, and the look at them before."""

@@ -1,0 +1,272 @@
+"""One host at the rendezvous of a job's hosts: it tells what happens here, and hears what was decided."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from zero.launch import secret
+from zero.launch.args.run import Request
+from zero.launch.contract import LOST, SILENCE
+from zero.launch.hosts.addresses import INTERFACE, interface
+from zero.launch.hosts.world import World
+from zero.launch.node.connection import Connection, readable
+from zero.launch.node.outcome import Failure, Outcome
+from zero.launch.node.plan import Plan
+from zero.launch.node.rendezvous import HEARTBEAT, REMIND, TICK, RendezvousServer, Terms
+from zero.launch.say import say as say_on_stderr
+from zero.launch.secret import VARIABLE
+
+_TRY = 2.0  # seconds for one attempt to connect
+
+
+class Attempt(NamedTuple):
+    """What the ranks of one host need to know to start."""
+
+    world: World  # of the hosts that take part
+    node: int  # this host's number in it
+    master_addr: str
+    master_port: int
+
+
+class Start(NamedTuple):
+    """What an attempt begins with."""
+
+    attempt: int
+    nodes: tuple[int, ...]  # the hosts that take part, by their numbers in the job
+    port: int  # where the ranks meet, on the first host
+
+
+class RendezvousClient:
+    """A host's side. A thread does all that could wait; the others look at what it has seen last.
+
+    where: the address and the port by which the other hosts know the first one. server: on the first host.
+
+    Attributes:
+        node: the number of this host in the job.
+        joined: whether all hosts have come.
+        started: the attempt that was started last.
+        over: whether all ranks of all hosts have succeeded.
+        outcomes: by attempt, what ended it.
+        end: what ended the job, as far as this host knows; no attempt follows.
+        run_id: the name of the run, once all have come.
+        address: the address of this machine that the other hosts use.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        node: int,
+        where: tuple[str, int],
+        say: Callable[[str], None],
+        server: RendezvousServer | None = None,
+    ) -> None:
+        self.node = node
+        self.joined = False
+        self.started: Start | None = None
+        self.over = False
+        self.outcomes: dict[int, Outcome] = {}
+        self.end: Outcome | None = None
+        self.address: str | None = None
+        self.run_id = ""
+        self._terms = terms
+        self._master_addr = where[0]
+        self._server = server
+        # The first host need not know itself by the name that the others know it by.
+        self._where = where if server is None else server.own_address
+        self._say = say
+        self._attempt = -1
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zero-rendezvous-client", daemon=True)
+
+    @property
+    def host(self) -> str:
+        """The name of this host in messages."""
+        return self._terms.world.hosts[self.node].name
+
+    @property
+    def max_restarts(self) -> int:
+        """How often the ranks can be started again, after a failure or without a host that was lost."""
+        return self._terms.restarts + self._terms.losses
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What ended the attempt; None while it goes on."""
+        return self.outcomes.get(self._attempt) or self.end
+
+    def open(self) -> None:
+        """Begin to look for the first host; on that, let the others come."""
+        if self._server is not None:
+            self._server.start()
+        self._thread.start()
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the ranks, once all hosts have come."""
+        variables = {VARIABLE: self._terms.secret}
+        if INTERFACE in os.environ:
+            return variables
+        name = interface(self.address)
+        if name is None:
+            # gloo takes the address that this machine's own name stands for, which can be one that others do not reach.
+            why = "the way to the other hosts has no interface of its own"
+            self._say(f"{INTERFACE} is not set on host {self.host}: {why}")
+            return variables
+        return {**variables, INTERFACE: name}
+
+    def ready(self, attempt: int) -> None:
+        """Say that this host could start `attempt`: all processes of the one before are gone."""
+        self._attempt = attempt
+        self._send(kind="ready", attempt=attempt)
+
+    def attempt(self) -> Attempt | None:
+        """The attempt that this host said to be ready for; None until all hosts are."""
+        start = self.started
+        if start is None or start.attempt != self._attempt:
+            return None
+        # The hosts that are lost have no ranks any more; the ranks of the others move up.
+        world = World(tuple(self._terms.world.hosts[node] for node in start.nodes))
+        # By number on the first host, where the store is to listen for those alone who come by that way.
+        address = self._server.address if self._server is not None else None
+        return Attempt(world, start.nodes.index(self.node), address or self._master_addr, start.port)
+
+    def failed(self, failures: Sequence[Failure]) -> None:
+        """Say which ranks of this host failed, in the order seen."""
+        self._send(kind="failed", attempt=self._attempt, failures=[asdict(failure) for failure in failures])
+
+    def done(self) -> None:
+        """Say that all ranks of this host succeeded."""
+        self._send(kind="done", attempt=self._attempt)
+
+    def stop(self, text: str, status: int, quiet: bool = False) -> None:
+        """Ask for the end of the whole job."""
+        self._send(kind="end", text=text, status=status, quiet=quiet)
+
+    def leave(self, text: str, status: int) -> None:
+        """Say that this host cannot go on; the others do without it where that may be."""
+        self._send(kind="leave", text=text, status=status)
+        self._finish(Outcome(text, status))
+
+    def close(self) -> None:
+        """Leave; on the first host, once the others have heard the last word. Nothing is heard after this."""
+        self._closing.set()
+        if self._thread.ident is not None:  # it may be closed before it was opened
+            self._thread.join(1)
+        if self._server is not None:
+            self._server.close()
+
+    def _send(self, **message: Any) -> None:
+        if (connection := self._connection) is not None:
+            connection.send(**message)
+
+    def _finish(self, outcome: Outcome) -> None:
+        with self._lock:
+            self.end = self.end or outcome
+
+    def _run(self) -> None:
+        connection = self._connect()
+        if connection is None:
+            return
+        connection.send(kind="hello", node=self.node, terms=self._terms.word())
+        self._connection = connection
+        self.address = connection.local_address()
+        beat = 0.0
+        while not self._closing.is_set() and not connection.gone:
+            now = time.monotonic()
+            readable([connection], None, TICK)
+            for message in connection.receive():
+                self._handle(message)
+            if now >= beat:
+                beat = now + HEARTBEAT
+                connection.send(kind="alive")
+            connection.flush()
+            if now - connection.heard > SILENCE:
+                break
+        connection.flush()
+        connection.close()
+        if not (self._closing.is_set() or self.over):
+            why = f"lost the connection to {self._first_host()}"
+            self._finish(Outcome(why, LOST, self.node, quiet=True))
+
+    def _connect(self) -> Connection | None:
+        """A connection to the first host, once there is one; None where there is none in time."""
+        began = time.monotonic()
+        remind = began + REMIND
+        stranger = ""
+        while not self._closing.wait(TICK):
+            with contextlib.suppress(OSError):
+                peer = socket.create_connection(self._where, timeout=_TRY)
+                # On one machine, with nobody listening yet, the kernel may connect a port to itself.
+                if peer.getsockname() != peer.getpeername():
+                    connection = Connection(peer, self._terms.secret, connects=True)
+                    if self._known(connection):
+                        return connection
+                    if not stranger and not self._closing.is_set():
+                        stranger = f"; who answers there does not show that it has this job's secret ({VARIABLE})"
+                        self._say(f"waiting for {self._first_host()}{stranger}")
+                peer.close()
+            now = time.monotonic()
+            if now - began > self._terms.patience + 1:  # so that it is the server that says who has not come
+                why = f"{self._first_host()}, did not answer within {self._terms.patience:.0f} s{stranger}"
+                self._finish(Outcome(why, 1, self.node))
+                return None
+            if now >= remind:
+                remind = now + REMIND
+                self._say(f"waiting for {self._first_host()}, for {now - began:.0f} s")
+        return None
+
+    def _first_host(self) -> str:
+        return f"host {self._terms.world.hosts[0].name}, at {self._where[0]}:{self._where[1]}"
+
+    def _known(self, connection: Connection) -> bool:
+        """Whether the other end has shown in time that it has the secret; it says nothing more before our hello."""
+        while not (connection.known or connection.gone or self._closing.is_set()):
+            if time.monotonic() - connection.heard > SILENCE:
+                break
+            readable([connection], None, TICK)
+            connection.receive()
+        return connection.known
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "joined":
+            if self.node == 0:
+                self.address = message["address"]
+            self.run_id = message["run"]
+            self.joined = True
+        elif kind == "start":
+            self.started = Start(message["attempt"], tuple(message["nodes"]), message["port"])
+        elif kind == "over":
+            self.over = True
+            self._closing.set()
+        elif kind == "refused":
+            self._finish(Outcome(f"the first host refuses this one: {message['text']}", 2, self.node))
+            self._closing.set()
+        elif kind == "outcome":
+            outcome = Outcome(**message["outcome"])
+            if not outcome.restart:
+                self._finish(outcome)
+                self._closing.set()
+            # Last, as others look at it first.
+            self.outcomes[message["attempt"]] = outcome
+
+
+def client(request: Request, plan: Plan) -> RendezvousClient:
+    """The client of this host, of several; on the first one with the server."""
+    job_secret = secret.of_node(bool(request.hosts.heartbeat_timeout), os.environ)
+    if plan.node == 0 and not job_secret:
+        say_on_stderr(
+            f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
+            f"--launcher ssh gives them one, or set {VARIABLE} on all of them"
+        )
+    terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret)
+    where = (plan.master_addr, plan.master_port)
+    server = RendezvousServer(terms, where, say_on_stderr) if plan.node == 0 else None
+    return RendezvousClient(terms, plan.node, where, say_on_stderr, server)

@@ -1,0 +1,213 @@
+"""Processes that run at the same time, until all have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from zero.launch.process.descendants import Descendants
+from zero.launch.process.output import OutputPump
+from zero.launch.process.process import OutputStream, Process
+
+_HEARTBEAT_SECONDS = 1.0
+_TURN = 0.05  # seconds between two looks at what makes no noise
+_PAUSE = 0.01  # seconds to wait for whoever reads what we write
+_HASTE = 1.0  # seconds that are left after a second signal, and from asking a process to end to killing it
+_STUCK = 3.0  # seconds after which a killed process is waited for no longer
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP")
+
+
+class ProcessGroup:
+    """Runs processes until all have ended. A subclass says what is to happen in `received`, `ended` and `tick`.
+
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT ask all processes to end; those that have not after `patience` seconds are
+    ended, and a second signal makes that sooner. A signal that was ignored before stays so, as under nohup.
+
+    outputs: where lines of the processes and our own go; more is read only when its reader keeps up.
+    signals: where `caught` notes them, if the caller has called that already.
+    descendants: of the caller, who ends them; without, what the processes leave here is killed with them.
+
+    Attributes:
+        stopped_by: the signal that came first.
+    """
+
+    patience = 7.0
+    command = "zero run"  # whose lines our own are
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        outputs: OutputPump | None = None,
+        signals: list[int] | None = None,
+        descendants: Descendants | None = None,
+    ) -> None:
+        self.processes = processes
+        self.outputs = outputs
+        self.stopped_by: int | None = None
+        self._running: list[Process] = []
+        self._signals = [] if signals is None else signals
+        self._agenda: list[tuple[float, Callable[[], None]]] = []
+        self._next_heartbeat = 0.0
+        self._catches = signals is None
+        self._sweeps = descendants is None
+        self._descendants = descendants
+        self._selector = selectors.DefaultSelector()
+
+    def received(self, process: Process, is_stderr: bool, lines: bytes) -> None:
+        """Whole lines came from `process`."""
+
+    def ended(self, process: Process) -> None:
+        """`process` has ended, and all that it wrote was received."""
+
+    def tick(self) -> None:
+        """Some time has passed."""
+
+    def finished(self) -> bool:
+        """Whether nothing is to be waited for once all processes have ended."""
+        return True
+
+    def say(self, text: str) -> None:
+        """One line of our own, among those of the processes."""
+        if self.outputs is not None:
+            self.outputs.put(True, f"{self.command}: {text}\n".encode(errors="surrogateescape"))
+
+    def run(self) -> None:
+        """Start all processes, and return when all have ended. Raises LaunchError where one cannot be started."""
+        _allow(files=4 * len(self.processes) + 64)
+        self._descendants = self._descendants or Descendants()
+        with caught(self._signals) if self._catches else contextlib.nullcontext():
+            try:
+                for process in self.processes:
+                    process.start()
+                    self._running.append(process)
+                    for stream in process.streams:
+                        self._selector.register(stream.fd, selectors.EVENT_READ, (process, stream))
+                while self._running or self._selector.get_map() or not self.finished():
+                    self._turn()
+                self.wrap_up()
+            finally:
+                if self._running:
+                    self._each(Process.kill)
+                if self._sweeps:
+                    self._descendants.end(grace=0)
+                self._selector.close()
+
+    def wrap_up(self) -> None:
+        """All have ended; signals are still ours."""
+
+    def end(self, number: int = signal.SIGTERM, leisure: float = 0.0, patience: float | None = None) -> None:
+        """Give all `leisure` seconds to end by themselves, ask them as the signal would, end them after `patience`."""
+        asked = time.monotonic() + leisure
+        closed = asked + (self.patience if patience is None else patience)
+        self._agenda = [
+            (asked, lambda: self._each(lambda process: process.ask(number))),
+            (closed, lambda: self._each(Process.close)),
+            (closed + _HASTE, lambda: self._each(Process.kill)),
+            (closed + _HASTE + _STUCK, self._give_up),
+        ]
+
+    def stopped(self) -> bool:
+        """Whether a signal has come; what the signals ask for is done."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if number == signal.SIGTSTP:
+                self._suspend()
+            elif self.stopped_by is not None:
+                now = time.monotonic()
+                self._agenda = [(min(at, now + place * _HASTE), what) for place, (at, what) in enumerate(self._agenda)]
+            else:
+                self.stopped_by = number
+                self.end(number)
+        return self.stopped_by is not None
+
+    def _suspend(self) -> None:
+        if any(process.command.heartbeat for process in self._running):
+            self.say("not suspended: the hosts would take the silence for the end of the launcher")
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _each(self, action: Callable[[Process], None]) -> None:
+        if self._descendants is not None:
+            self._descendants.note()  # before the processes end and theirs are nobody's
+        for process in self._running:
+            action(process)
+
+    def _give_up(self) -> None:
+        for process in self._running:
+            self.say(f"{process.name}: process {process.pid} could not be killed")
+            for stream in list(process.streams):
+                self._close(process, stream)
+        self._running.clear()
+
+    def _turn(self) -> None:
+        if self.outputs is not None and self.outputs.full:  # the processes still hear from us
+            time.sleep(_PAUSE)
+            for process in self.processes:
+                process.heard()  # as far as we know
+        else:
+            self._read()
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + _HEARTBEAT_SECONDS
+            for process in self._running:
+                process.heartbeat()
+        for process in [process for process in self._running if process.ended()]:
+            self._running.remove(process)
+            for stream in process.streams:
+                self._receive(process, stream, process.rest(stream))
+            self.ended(process)
+        for key in list(self._selector.get_map().values()):
+            process, stream = key.data
+            if process.silent:
+                self._close(process, stream)
+        self.stopped()
+        self.tick()
+        while self._agenda and self._agenda[0][0] <= time.monotonic():
+            self._agenda.pop(0)[1]()
+
+    def _read(self) -> None:
+        self._selector.select(_TURN)
+        for key in list(self._selector.get_map().values()):
+            process, stream = key.data
+            if (lines := process.read(stream)) is None:
+                self._close(process, stream)
+            else:
+                self._receive(process, stream, lines)
+
+    def _close(self, process: Process, stream: OutputStream) -> None:
+        self._receive(process, stream, process.rest(stream))
+        self._selector.unregister(stream.fd)
+        stream.close()
+        process.streams.remove(stream)
+
+    def _receive(self, process: Process, stream: OutputStream, lines: bytes) -> None:
+        if lines:
+            self.received(process, stream.is_stderr, lines)
+
+
+def _allow(files: int) -> None:
+    """Let this process have so many open files, as far as the system lets it: each process takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextlib.contextmanager
+def caught(signals: list[int]) -> Iterator[None]:
+    """Note the signals that come in `signals` instead of ending by them; those that are ignored stay so."""
+    before = {}
+    for name in _SIGNALS:
+        number = getattr(signal, name)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, _: signals.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
