@@ -77,7 +77,9 @@ def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
         assert members[0].started is None
         members[2].ready(0)
         assert until(lambda: all(member.started for member in members))
-        assert {member.started for member in members} == {(0, (0, 1, 2), members[0].started.port)}
+        assert {member.started[:2] for member in members} == {(0, WORLD)}
+        assert [member.started.node for member in members] == [0, 1, 2]
+        assert len({member.started.master_port for member in members}) == 1
         members[2].failed([Failure(2, 1, 7, 2, "c", "boom")])
         members[1].failed([Failure(1, -9, 8, 1, "b")])
         assert until(lambda: len(server._attempt.failures) == 2)
@@ -87,7 +89,7 @@ def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
         assert (found.node, found.restart) == (1, True) and found.text.endswith("; restart 1 of 1")
         for member in members:
             member.ready(1)
-        assert until(lambda: all(member.started.attempt == 1 for member in members))
+        assert until(lambda: all(member.started.number == 1 for member in members))
         # What comes late about the attempt before is not held against this one.
         members[0]._send(kind="failed", attempt=0, failures=[asdict(Failure(0, 1, 7, 0, "a"))])
         for member in members:
@@ -123,8 +125,8 @@ def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_e
         members[0].ready(1)
         members[2].ready(1)
         members[1].leave("it lost the connection to the launcher", LOST)
-        assert until(lambda: members[0].started.attempt == 1)
-        assert members[0].started == (1, (0, 2), members[0].started.port)
+        assert until(lambda: members[0].started.number == 1)
+        assert members[0].started.world == World((WORLD.hosts[0], WORLD.hosts[2]))
         assert said == ["host b is lost: it lost the connection to the launcher; going on with 2 of 3 hosts"]
         members[2].leave("it is gone, too", LOST)
         assert until(lambda: members[0].end)
@@ -258,7 +260,6 @@ def test_strangers_end_nothing_and_learn_nothing():
         mute, slow, flooding, lying = (stack.enter_context(socket.create_connection(where)) for _ in range(4))
         assert not flooded(flooding)
         liar = Connection(lying, "of another job", connects=True)
-        liar.send(kind="hello", node=2, terms=terms().word())
         assert until(lambda: liar.receive() or liar.gone) and not liar.known
         liar.close()
         assert all(NOTHING.fullmatch(heard(one)) for one in [*spoken, flooding])

@@ -83,15 +83,15 @@ class Job:
         return text
 
 
-def job(request: Request, environment: Mapping[str, str], folder: Path) -> Job | None:
+def job_of(request: Request, environment: Mapping[str, str], folder: Path) -> Job | None:
     """The job of `request` on the hosts of a hostfile or an allocation; None where none are named.
 
     `environment` is the launcher's, `folder` where it runs.
     """
-    found = _hosts(request, environment)
-    if found is None:
+    chosen = _hosts(request, environment)
+    if chosen is None:
         return None
-    hosts, notes = found
+    hosts, notes = chosen
     world = World(hosts)
     flags = request.hosts
     if request.min_nodes is not None and request.min_nodes > len(hosts):
@@ -111,15 +111,15 @@ def job(request: Request, environment: Mapping[str, str], folder: Path) -> Job |
         request.master_port or PORT,
         dict(sorted({**variables.forwarded(environment), **from_files.values}.items())),
         str(folder),
-        () if request.quiet else (*notes, *said(from_files)),
+        () if request.quiet else (*notes, *note_of_files(from_files)),
     )
 
 
-def said(found: variables.Variables) -> tuple[str, ...]:
+def note_of_files(from_files: variables.Variables) -> tuple[str, ...]:
     """What is to be said of variables that come from files: their names, as values may be secrets."""
-    if not found.values:
+    if not from_files.values:
         return ()
-    return (f"{', '.join(found.values)} from {', '.join(found.files)}",)
+    return (f"{', '.join(from_files.values)} from {', '.join(from_files.files)}",)
 
 
 def node_of(request: Request, world: World, environment: Mapping[str, str]) -> int:

@@ -75,17 +75,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
 
 
-def request(given: argparse.Namespace) -> CheckRequest:
+def request(parsed: argparse.Namespace) -> CheckRequest:
     """The request that the parsed arguments make."""
     return CheckRequest(
-        given.script,
-        tuple(given.script_args),
-        given.steps,
-        tuple(given.stages),
-        tuple(given.accumulation),
-        given.num_gpus,
-        given.timeout,
-        given.offload,
+        parsed.script,
+        tuple(parsed.script_args),
+        parsed.steps,
+        tuple(parsed.stages),
+        tuple(parsed.accumulation),
+        parsed.num_gpus,
+        parsed.timeout,
+        parsed.offload,
     )
 
 

@@ -85,9 +85,9 @@ def add_choice(parser: argparse._ActionsContainer, *names: str, none: str = "") 
     parser.add_argument("-e", "--exclude", default="", metavar="SPEC", help=about)
 
 
-def host_flags(given: argparse.Namespace) -> HostFlags:
+def host_flags(parsed: argparse.Namespace) -> HostFlags:
     """The flags among the parsed arguments."""
-    return HostFlags(**{field.name: getattr(given, field.name) for field in fields(HostFlags)})
+    return HostFlags(**{field.name: getattr(parsed, field.name) for field in fields(HostFlags)})
 
 
 def at_least(low: int):

@@ -22,6 +22,12 @@ environment, as under torchrun. No --local_rank is added to the arguments of the
 The exit status is that of the first rank that failed, or 128 + n when signal n killed it."""
 
 
+_AS_PARSED = (
+    *("num_gpus", "num_nodes", "master_addr", "master_port", "module", "no_python", "max_restarts", "log_dir"),
+    *("dry_run", "min_nodes", "bind_cores", "bind_core_list"),
+)
+
+
 @dataclass(frozen=True)
 class Request:
     """What `zero run` was asked to do."""
@@ -128,7 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="when a host is lost, start again if N are left (default: all)",
     )
-    parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    about = "give each rank cores of its own"
+    parser.add_argument("--bind_cores_to_rank", dest="bind_cores", action="store_true", help=about)
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
     parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong")
@@ -139,25 +146,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
 
 
-def request(given: argparse.Namespace) -> Request:
+def request(parsed: argparse.Namespace) -> Request:
     """The request that the parsed arguments make."""
-    words = given.command_line
+    words = parsed.command_line
     script, *script_args = words[1:] if words[0] == "--" else words
     return Request(
         script=script,
         script_args=tuple(script_args),
-        num_gpus=given.num_gpus,
-        num_nodes=given.num_nodes,
-        master_addr=given.master_addr,
-        master_port=given.master_port,
-        module=given.module,
-        no_python=given.no_python,
-        max_restarts=given.max_restarts,
-        log_dir=given.log_dir,
-        dry_run=given.dry_run,
-        hosts=host_flags(given),
-        min_nodes=given.min_nodes,
-        bind_cores=given.bind_cores_to_rank,
-        bind_core_list=given.bind_core_list,
-        quiet=given.quiet or given.log_level in deepspeed_args.QUIET,
+        hosts=host_flags(parsed),
+        quiet=parsed.quiet or parsed.log_level in deepspeed_args.QUIET,
+        **{name: getattr(parsed, name) for name in _AS_PARSED},
     )

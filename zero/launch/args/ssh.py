@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs=argparse.PARSER, metavar="command", help="the command, or a line for the shell")
 
 
-def request(given: argparse.Namespace) -> SshRequest:
+def request(parsed: argparse.Namespace) -> SshRequest:
     """The request that the parsed arguments make."""
     flags = HostFlags(
-        hostfile=given.hostfile,
-        include=given.include,
-        exclude=given.exclude,
-        launcher_args=given.launcher_args,
-        ssh_port=given.ssh_port,
+        hostfile=parsed.hostfile,
+        include=parsed.include,
+        exclude=parsed.exclude,
+        launcher_args=parsed.launcher_args,
+        ssh_port=parsed.ssh_port,
     )
-    return SshRequest(flags, tuple(given.words[1:] if given.words[0] == "--" else given.words))
+    return SshRequest(flags, tuple(parsed.words[1:] if parsed.words[0] == "--" else parsed.words))

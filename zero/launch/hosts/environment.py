@@ -54,19 +54,19 @@ def from_files(environment: Mapping[str, str], folder: Path, extra: str | None =
     names = [environment.get("DS_ENV_FILE") or FILES[0], *FILES[1:]]
     homes = [Path(environment["HOME"])] if environment.get("HOME") else []
     paths = [place / name for place in dict.fromkeys([*homes, folder]) for name in names]
-    found = [path for path in dict.fromkeys(paths) if path.exists()] if usual else []
+    files = [path for path in dict.fromkeys(paths) if path.exists()] if usual else []
     if extra is not None:
         # Moved to the end where it is one of the others, too, as it is the one that was named.
         named = folder / extra
         if not named.exists():
             raise LaunchError(f"--env_file: there is no file {extra!r}")
-        found = [*(path for path in found if path != named), named]
+        files = [*(path for path in files if path != named), named]
     problems: list[str] = []
     values: dict[str, str] = {}
-    for path in found:
+    for path in files:
         values.update(_read(path, problems))
     raise_all(problems)
-    return Variables(values, tuple(str(path) for path in found))
+    return Variables(values, tuple(str(path) for path in files))
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, str]:
@@ -87,7 +87,7 @@ def parse(text: str, path: str, problems: list[str]) -> dict[str, str]:
     Blank lines and those that begin with # are skipped, and so is `export` in front. A value in quotes, single or
     double, is what stands between them; another one ends where a # follows a space. Nothing is expanded: a $ is a $.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -104,8 +104,8 @@ def parse(text: str, path: str, problems: list[str]) -> dict[str, str]:
         elif "\0" in plain:
             problems.append(f"{path}:{number}: {name}: no value can have a zero byte in it")
         else:
-            found[name] = plain
-    return found
+            variables[name] = plain
+    return variables
 
 
 def _value(text: str) -> str | None:

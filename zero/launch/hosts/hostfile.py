@@ -39,14 +39,14 @@ def parse(text: str, path: str) -> tuple[Host, ...]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        found = _host(words)
-        if isinstance(found, str):
-            problems.append(f"{path}:{number}: {line.strip()!r}: {found}")
-        elif found.name in lines:
-            problems.append(f"{path}:{number}: host {found.name!r} is there already, in line {lines[found.name]}")
+        host = _host(words)
+        if isinstance(host, str):
+            problems.append(f"{path}:{number}: {line.strip()!r}: {host}")
+        elif host.name in lines:
+            problems.append(f"{path}:{number}: host {host.name!r} is there already, in line {lines[host.name]}")
         else:
-            lines[found.name] = number
-            hosts.append(found)
+            lines[host.name] = number
+            hosts.append(host)
     if not hosts and not problems:
         problems.append(f"{path}: no hosts; wanted a line NAME slots=N for each")
     raise_all(problems)

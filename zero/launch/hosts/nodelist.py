@@ -68,22 +68,22 @@ def _slots(environment: Mapping[str, str], hosts: int) -> list[int]:
         text = environment.get(key, "")
         if not text:
             continue
-        found = per_host(text, hosts) if key == "SLURM_TASKS_PER_NODE" else _same(text, hosts)
-        if found is None:
+        counts = per_host(text, hosts) if key == "SLURM_TASKS_PER_NODE" else _same(text, hosts)
+        if counts is None:
             raise LaunchError(f"{key}: got {text!r}, which is no number of slots for {hosts} hosts; give --num_gpus")
-        return found
+        return counts
     raise LaunchError(f"--launcher slurm: none of {listed(_SLOTS)} is set; say with --num_gpus how many on each host")
 
 
 def per_host(text: str, hosts: int) -> list[int] | None:
     """The number for each of the hosts, from Slurm's short form 2(x3),1; None where it is not that."""
-    found: list[int] = []
+    counts: list[int] = []
     for word in text.split(","):
         match = _REPEATED.fullmatch(word)
-        if match is None or len(found) > hosts:
+        if match is None or len(counts) > hosts:
             return None
-        found += [int(match[1])] * min(int(match[2] or 1), hosts + 1)
-    return found if len(found) == hosts and all(1 <= count <= MOST for count in found) else None
+        counts += [int(match[1])] * min(int(match[2] or 1), hosts + 1)
+    return counts if len(counts) == hosts and all(1 <= count <= MOST for count in counts) else None
 
 
 def _same(text: str, hosts: int) -> list[int] | None:

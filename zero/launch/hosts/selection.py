@@ -51,8 +51,8 @@ def check(choice: Choice) -> None:
         raise LaunchError("--include and --exclude: give one of them")
     spec = "--include" if choice.include else "--exclude" if choice.exclude else None
     counts = {"--num_nodes": choice.num_nodes, "--num_gpus": choice.num_gpus}
-    if spec and (given := [name for name, value in counts.items() if value is not None]):
-        raise LaunchError(f"{' and '.join(given)}: cannot be given with {spec}, which says the same by names")
+    if spec and (counted := [name for name, value in counts.items() if value is not None]):
+        raise LaunchError(f"{' and '.join(counted)}: cannot be given with {spec}, which says the same by names")
 
 
 def _first(hosts: Sequence[Host], choice: Choice) -> tuple[Host, ...]:
@@ -77,7 +77,7 @@ def _are(count: int, noun: str) -> str:
 def _slots(spec: str, hosts: Sequence[Host], flag: str) -> dict[str, frozenset[str]]:
     """The slots that `spec` names, per host; a host that is named twice has both. All that is wrong at once."""
     pool = {host.name: host for host in hosts}
-    found: dict[str, frozenset[str]] = {}
+    chosen: dict[str, frozenset[str]] = {}
     problems: list[str] = []
     for part in spec.split("@"):
         name, slots = _parted(part.strip(), pool)
@@ -87,10 +87,10 @@ def _slots(spec: str, hosts: Sequence[Host], flag: str) -> dict[str, frozenset[s
             problems.append(f"{flag}: there is no host {name!r}; there is {listed(list(pool))}")
         else:
             named, wrong = _named(slots, pool[name])
-            found[name] = found.get(name, frozenset()) | named
+            chosen[name] = chosen.get(name, frozenset()) | named
             problems += [f"{flag}: {text}" for text in wrong]
     raise_all(list(dict.fromkeys(problems)))
-    return found
+    return chosen
 
 
 def _parted(part: str, pool: dict[str, Host]) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,16 +74,21 @@ class World:
 
     def encode(self) -> str:
         """One word for a command line, of letters, digits, "-", "_" and "=", so that no shell touches it."""
-        text = json.dumps([[host.name, _short(host.devices)] for host in self.hosts], separators=(",", ":"))
-        return base64.urlsafe_b64encode(text.encode()).decode()
+        hosts = [
+            [host.name, len(host.devices) if host.devices == numbered(len(host.devices)) else host.devices]
+            for host in self.hosts
+        ]
+        return base64.urlsafe_b64encode(json.dumps(hosts, separators=(",", ":")).encode()).decode()
 
 
 def decode(text: str) -> World:
     """The world that `World.encode` wrote."""
     try:
-        found = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
-        hosts = tuple(Host(_name(name), _long(devices)) for name, devices in found)
-    except (binascii.Error, ValueError, TypeError) as error:
+        hosts = tuple(
+            Host(name, numbered(devices) if isinstance(devices, int) else tuple(devices))
+            for name, devices in json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
+        )
+    except (ValueError, TypeError) as error:
         raise LaunchError(f"--world: got {text[:40]!r}, which is not the description of a job: {error}") from error
     if not hosts or not all(host.devices for host in hosts):
         raise LaunchError(f"--world: got {text[:40]!r}, which has a host without processes, or no host")
@@ -112,30 +117,8 @@ def visible(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return None
-    found: list[str] = []
-    for word in environment["CUDA_VISIBLE_DEVICES"].split(","):
-        device = word.strip()
-        if not device or device.startswith("-") or device == "NoDevFiles":
-            break
-        found.append(device)
-    if len(set(found)) < len(found):
-        raise LaunchError(f"CUDA_VISIBLE_DEVICES: got {','.join(found)!r}, which names a device twice")
-    return tuple(found)
-
-
-def _short(devices: tuple[str, ...]) -> int | list[str]:
-    return len(devices) if devices == numbered(len(devices)) else list(devices)
-
-
-def _long(devices: object) -> tuple[str, ...]:
-    if isinstance(devices, int):
-        return numbered(devices)
-    if not isinstance(devices, list):
-        raise TypeError("devices are neither a number nor a list")
-    return tuple(_name(device) for device in devices)
-
-
-def _name(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{text!r} is not a name")
-    return text
+    words = [word.strip() for word in environment["CUDA_VISIBLE_DEVICES"].split(",")]
+    devices = tuple(itertools.takewhile(lambda word: word and not word.startswith("-") and word != "NoDevFiles", words))
+    if len(set(devices)) < len(devices):
+        raise LaunchError(f"CUDA_VISIBLE_DEVICES: got {','.join(devices)!r}, which names a device twice")
+    return devices

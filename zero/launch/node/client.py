@@ -29,18 +29,11 @@ _TRY = 2.0  # seconds for one attempt to connect
 class Attempt(NamedTuple):
     """What the ranks of one host need to know to start."""
 
+    number: int
     world: World  # of the hosts that take part
     node: int  # this host's number in it
     master_addr: str
     master_port: int
-
-
-class Start(NamedTuple):
-    """What an attempt begins with."""
-
-    attempt: int
-    nodes: tuple[int, ...]  # the hosts that take part, by their numbers in the job
-    port: int  # where the ranks meet, on the first host
 
 
 class RendezvousClient:
@@ -69,7 +62,7 @@ class RendezvousClient:
     ) -> None:
         self.node = node
         self.joined = False
-        self.started: Start | None = None
+        self.started: Attempt | None = None
         self.over = False
         self.outcomes: dict[int, Outcome] = {}
         self.end: Outcome | None = None
@@ -128,14 +121,8 @@ class RendezvousClient:
 
     def attempt(self) -> Attempt | None:
         """The attempt that this host said to be ready for; None until all hosts are."""
-        start = self.started
-        if start is None or start.attempt != self._attempt:
-            return None
-        # The hosts that are lost have no ranks any more; the ranks of the others move up.
-        world = World(tuple(self._terms.world.hosts[node] for node in start.nodes))
-        # By number on the first host, where the store is to listen for those alone who come by that way.
-        address = self._server.address if self._server is not None else None
-        return Attempt(world, start.nodes.index(self.node), address or self._master_addr, start.port)
+        started = self.started
+        return started if started is not None and started.number == self._attempt else None
 
     def failed(self, failures: Sequence[Failure]) -> None:
         """Say which ranks of this host failed, in the order seen."""
@@ -241,8 +228,14 @@ class RendezvousClient:
                 self.address = message["address"]
             self.run_id = message["run"]
             self.joined = True
-        elif kind == "start":
-            self.started = Start(message["attempt"], tuple(message["nodes"]), message["port"])
+        elif kind == "start" and self.node in message["nodes"]:
+            nodes = message["nodes"]
+            # The hosts that are lost have no ranks any more; the ranks of the others move up.
+            world = World(tuple(self._terms.world.hosts[node] for node in nodes))
+            # By number on the first host, where the store is to listen for those alone who come by that way.
+            address = self._server.address if self._server is not None else None
+            at = (address or self._master_addr, message["port"])
+            self.started = Attempt(message["attempt"], world, nodes.index(self.node), *at)
         elif kind == "over":
             self.over = True
             self._closing.set()

@@ -33,7 +33,7 @@ class Connection:
 
     Attributes:
         heard: when the last message came, or the connection began, on the clock of `time.monotonic`.
-        known: whether the other end has shown that it has the secret; what is sent before waits for that.
+        known: whether the other end has shown that it has the secret; before that there is nothing to be sent.
         gone: whether the connection has ended, or carried what is no message of the job.
         node: the number of the host at the other end, once it is known.
     """
@@ -52,7 +52,6 @@ class Connection:
         self._number = os.urandom(16).hex().encode()
         self._key = b""
         self._sent = self._taken = 0  # signed lines
-        self._held: list[bytes] = []
         self._lock = threading.Lock()
         self._out = self._number + b"\n"
         self._in = b""
@@ -60,12 +59,10 @@ class Connection:
 
     def send(self, **message: Any) -> None:
         """Send `message` as far as that goes now; `flush` sends the rest."""
-        data = json.dumps(message).encode()
+        if not self.known:
+            raise RuntimeError("who is at the other end is not known yet")
         with self._lock:
-            if self.known:
-                self._put(data)
-            else:
-                self._held.append(data)
+            self._put(json.dumps(message).encode())
         self.flush()
 
     def flush(self) -> None:
@@ -129,11 +126,7 @@ class Connection:
         self.heard = time.monotonic()
         if self.known:
             return [json.loads(data)]
-        with self._lock:
-            self.known = True
-            for held in self._held:
-                self._put(held)
-            self._held.clear()
+        self.known = True
         return []
 
     def _signature(self, connects: bool, number: int, data: bytes) -> bytes:

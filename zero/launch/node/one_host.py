@@ -74,7 +74,7 @@ class OneHost:
                 if time.monotonic() > self._since + _PATIENCE:
                     raise
                 return None
-        return Attempt(self._plan.world, self.node, self._plan.master_addr, port)
+        return Attempt(self._restarts, self._plan.world, self.node, self._plan.master_addr, port)
 
     def failed(self, failures: Sequence[Failure]) -> None:
         """Take note of ranks that failed."""

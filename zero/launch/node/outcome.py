@@ -62,8 +62,8 @@ def words(failure: Failure) -> str:
         text = f"{who} was killed by {signal_name(number)}{why}, pid {failure.pid}"
     else:
         text = f"{who} failed first, with exit code {failure.exitcode} (pid {failure.pid})"
-    said = f": {failure.message}" if failure.message else ""
-    return f"{text}{said}" + (f"; its output is in {failure.log}" if failure.log else "")
+    message = f": {failure.message}" if failure.message else ""
+    return f"{text}{message}" + (f"; its output is in {failure.log}" if failure.log else "")
 
 
 def signal_name(number: int) -> str:

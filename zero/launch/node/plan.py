@@ -15,7 +15,7 @@ from zero.launch.hosts import cores, selection
 from zero.launch.hosts import environment as variables
 from zero.launch.hosts.addresses import free_port, is_this_machine, port_problem
 from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
-from zero.launch.job import node_of, said
+from zero.launch.job import node_of, note_of_files
 from zero.launch.node import bind
 
 THREADS = "OMP_NUM_THREADS"
@@ -72,9 +72,9 @@ def plan(request: Request, gpus: int) -> Plan:
     here = _of_world(request, gpus) if request.hosts.world is not None else _alone(request, gpus)
     notes = list(here.notes)
     shared: dict[str, str] = {}
-    found = variables.from_files(os.environ, Path.cwd(), request.hosts.env_file, not request.hosts.no_env_files)
-    shared.update(found.values)
-    notes += said(found)
+    from_files = variables.from_files(os.environ, Path.cwd(), request.hosts.env_file, not request.hosts.no_env_files)
+    shared.update(from_files.values)
+    notes += note_of_files(from_files)
     if here.devices is not None:
         shared[DEVICES] = ",".join(here.devices)
     ranks = len(here.world.ranks(here.node))
@@ -91,20 +91,20 @@ def plan(request: Request, gpus: int) -> Plan:
     return Plan(here.world, here.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
 
 
-def command(request: Request, made: Plan, ends: bool) -> list[str]:
+def command(request: Request, plan: Plan, ends: bool) -> list[str]:
     """The command line of every rank of this machine; `ends`: the rank is to end when its launcher is killed."""
-    if not (ends or made.bound):
+    if not (ends or plan.bound):
         return request.command()
-    bound = ";".join(",".join(map(str, one)) for one in made.bound)
+    bound = ";".join(",".join(map(str, one)) for one in plan.bound)
     return [sys.executable, "-I", "-S", bind.__file__, str(os.getpid()) if ends else "", bound, *request.command()]
 
 
-def lines(request: Request, made: Plan) -> list[str]:
+def lines(request: Request, plan: Plan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
-    words = shlex.join(command(request, made, ends=False))
+    words = shlex.join(command(request, plan, ends=False))
     return [
-        " ".join(f"{key}={shlex.quote(value)}" for key, value in made.environment(rank).items()) + f" {words}"
-        for rank in made.world.ranks(made.node)
+        " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.environment(rank).items()) + f" {words}"
+        for rank in plan.world.ranks(plan.node)
     ]
 
 
@@ -115,12 +115,12 @@ def _of_world(request: Request, gpus: int) -> _ThisHost:
     devices = world.hosts[node].devices
     if "SLURMD_NODENAME" in os.environ and request.hosts.no_ssh:
         return _ThisHost(world, node, on_node(devices, os.environ))
-    given = visible(os.environ)
-    if given is None:
+    seen = visible(os.environ)
+    if seen is None:
         outside = [device for device in devices if gpus and device.isdigit() and int(device) >= gpus]
         if outside:
             raise LaunchError(f"host {world.hosts[node].name!r} has {_gpus(gpus)} and so no slot {outside[0]!r}")
-    notes = [] if given in (None, (), devices) else [f"{DEVICES}={','.join(given)} is not used: the hosts' slots are"]
+    notes = [] if seen in (None, (), devices) else [f"{DEVICES}={','.join(seen)} is not used: the hosts' slots are"]
     return _ThisHost(world, node, devices, tuple(notes))
 
 
@@ -136,8 +136,8 @@ def _alone(request: Request, gpus: int) -> _ThisHost:
         return _ThisHost(World((Host("localhost", numbered(ranks)),)), 0, None, tuple(notes))
     if not gpus:
         raise LaunchError("--include and --exclude choose from a hostfile's slots or from GPUs, and no GPU is visible")
-    given = visible(os.environ)
-    pool = numbered(gpus) if given is None else given[:gpus]
+    seen = visible(os.environ)
+    pool = numbered(gpus) if seen is None else seen[:gpus]
     names = [part.partition(":")[0].strip() for part in (choice.include or choice.exclude).split("@")]
     name = next((name for name in names if is_this_machine(name)), "localhost")
     chosen = selection.select([Host(name, pool)], choice)

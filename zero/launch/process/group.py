@@ -100,10 +100,10 @@ class ProcessGroup:
     def wrap_up(self) -> None:
         """All have ended; signals are still ours."""
 
-    def end(self, number: int = signal.SIGTERM, leisure: float = 0.0, patience: float | None = None) -> None:
+    def end(self, number: int = signal.SIGTERM, leisure: float = 0.0) -> None:
         """Give all `leisure` seconds to end by themselves, ask them as the signal would, end them after `patience`."""
         asked = time.monotonic() + leisure
-        closed = asked + (self.patience if patience is None else patience)
+        closed = asked + self.patience
         self._agenda = [
             (asked, lambda: self._each(lambda process: process.ask(number))),
             (closed, lambda: self._each(Process.close)),
