@@ -1,4 +1,4 @@
-"""From plain values to a `Config`: everything that is wrong is found in one go, and said in lines."""
+"""Makes a `Config` of plain values; one error lists everything that is wrong with them."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from zero import log
-from zero.config.batch import MICRO, STEPS, TRAIN, Batch, BatchError, resolve, tree_error
+from zero.config import rules
+from zero.config.batch import MICRO, STEPS, TRAIN, BatchError, resolve, tree_error
 from zero.config.errors import ConfigError, dotted, show
-from zero.config.file import Config, File, autocast_dtype, shard_sizes
+from zero.config.file import Config, File
 from zero.config.keys import hint, idle, moves_only, section_of, unavailable
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
@@ -19,7 +20,6 @@ from zero.config.unavailable import lookup
 from zero.config.values import WANTED, Section
 
 _STATES = "optimizer.params.zero"
-MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
 
 
 def load(
@@ -41,13 +41,18 @@ def load(
     errors += _autos(tidy, stand_ins) if filled else []
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):
-        batch, wrong = _batch(file, world_size, filled)
-        errors += wrong
+        train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
+        if not filled and train is None and micro is None:
+            micro = 1
+        try:
+            batch = resolve(train, micro, steps, world_size)
+        except BatchError as error:
+            errors.append(str(error))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, world_size)])
-    errors += _together(file)
+    errors += [*rules.precision(file), *rules.storage(file)]
     if not any(line.startswith("zero_optimization.stage") for line in errors):
-        errors += _offload(file) + _shards(file, world_size)
+        errors += rules.sharding(file, world_size)
     errors += [
         f"{dotted(tidy.written(tuple(path.split('.'))))}: {mark.message}"
         for path, mark in unavailable().items()
@@ -171,164 +176,6 @@ def _autos(tidy: Tidy, stand_ins: Collection[str]) -> list[str]:
         for path in tidy.autos
         if path[0] not in known and not moves_only(path)
     ]
-
-
-def _batch(file: File, world_size: int, filled: bool) -> tuple[Batch | None, list[str]]:
-    train, micro, steps = (getattr(file, name) for name in (TRAIN, MICRO, STEPS))
-    if not filled and train is None and micro is None:
-        micro = 1
-    try:
-        return resolve(train, micro, steps, world_size), []
-    except BatchError as error:
-        return None, [str(error)]
-
-
-def _together(file: File) -> list[str]:
-    """What is wrong only in combination."""
-    lines = []
-    if file.fp16.enabled and file.bf16.enabled:
-        lines.append("fp16.enabled and bf16.enabled: both are true; set one of them to false")
-    for section in ("fp16", "bf16"):
-        if getattr(file, section).enabled and autocast_dtype(file) not in (None, "fp32", section):
-            lines.append(
-                f"torch_autocast.dtype: got '{autocast_dtype(file)}', wanted '{section}', which {section}.enabled "
-                "makes the parameters"
-            )
-    if autocast_dtype(file) == "fp32":
-        lines.append("torch_autocast.dtype: got 'fp32', wanted one of 'bf16', 'fp16'")
-    if file.gradient_predivide_factor == 0:
-        lines.append("gradient_predivide_factor: got 0, wanted a number above 0")
-    if file.zero.reduce == "tree" and (file.data_types.grad_accum_dtype or "fp32") != "fp32":
-        lines.append(
-            f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
-            "with zero.reduce 'tree', whose sums are fp32"
-        )
-    saving = file.zero.checkpoint
-    if saving.keep is not None and (saving.keep_optimizer or 0) > saving.keep:
-        lines.append(
-            f"zero.checkpoint.keep_optimizer: got {saving.keep_optimizer}, wanted at most zero.checkpoint.keep, which "
-            f"is {saving.keep}"
-        )
-    return lines + _param_dtype(file) + _dynamic_scale(file) + _files(file) + _recompute(file)
-
-
-def _offload(file: File) -> list[str]:
-    """What is wrong with places off the device: there must be something to send there that the stage cuts."""
-    zero, lines = file.zero_optimization, []
-    section = "zero_optimization.offload"
-    if zero.offload_optimizer.device != "none" and zero.stage == 0:
-        lines.append(
-            f"{section}_optimizer.device: got '{zero.offload_optimizer.device}' with zero_optimization.stage 0, where "
-            "every rank keeps and updates all state; set the stage to 1, 2 or 3"
-        )
-    if zero.offload_param.device != "none" and zero.stage < 3:
-        lines.append(
-            f"{section}_param.device: got '{zero.offload_param.device}' with zero_optimization.stage {zero.stage}, "
-            "which keeps whole parameters on the device; set the stage to 3, or leave offload_param out"
-        )
-    return lines
-
-
-def _shards(file: File, world_size: int) -> list[str]:
-    """What is wrong with groups of ranks that are smaller than the world."""
-    stage, hpz = file.zero_optimization.stage, file.zero_optimization.zero_hpz_partition_size
-    sizes, hpz_key, lines = shard_sizes(file), "zero_optimization.zero_hpz_partition_size", []
-    if len(set(sizes.values())) > 1:
-        (key, size), (other, differs) = sizes.items()
-        lines.append(f"{key} and {other}: got {size} and {differs} for one size; keep one of them")
-    for key, size in sizes.items():
-        if stage == 0:
-            lines.append(
-                f"{key}: got {size} with zero_optimization.stage 0, where every rank keeps all state; set the stage to "
-                "1, 2 or 3, or leave it out"
-            )
-        lines += _indivisible(key, size, world_size)
-    if hpz > 1:
-        if stage < 3:
-            lines.append(
-                f"{hpz_key}: got {hpz} with zero_optimization.stage {stage}, which keeps whole parameters on every "
-                "rank; set the stage to 3, or leave it out"
-            )
-        lines += [
-            f"{hpz_key}: got {hpz} with {key} {size}; it is for state that is cut over all ranks, keep one of the two"
-            for key, size in sizes.items()
-        ]
-        lines += _indivisible(hpz_key, hpz, world_size)
-    return lines
-
-
-def _indivisible(key: str, size: int, world_size: int) -> list[str]:
-    if world_size % size == 0:
-        return []
-    divisors = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-    return [f"{key}: got {size}, wanted a divisor of world size {world_size}: {', '.join(divisors)}"]
-
-
-def _recompute(file: File) -> list[str]:
-    section, lines = file.zero.recompute, []
-    if section.model_fields_set and not section.modules:
-        lines.append("zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']")
-    if section.policy == "auto" and section.budget is None:
-        lines.append("zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'")
-    if section.policy != "auto" and section.budget is not None:
-        lines.append(f"zero.recompute.budget: got {section.budget}; only policy 'auto' has one, leave it out")
-    if section.policy == "full" and section.products > 1:
-        lines.append(f"zero.recompute.products: got {section.products}; policy 'full' keeps no products, leave it out")
-    kept = file.activation_checkpointing
-    if kept.contiguous_memory_optimization and kept.number_checkpoints is None:
-        lines.append(
-            "activation_checkpointing.number_checkpoints: is missing; contiguous_memory_optimization takes room for "
-            "so many calls"
-        )
-    return lines
-
-
-def _param_dtype(file: File) -> list[str]:
-    wanted = file.data_types.param_dtype
-    modes = {"fp16": file.fp16.enabled, "bf16": file.bf16.enabled}
-    if wanted is None or all(modes.values()):
-        return []
-    dtype = next((name for name, on in modes.items() if on), "fp32")
-    if wanted == dtype:
-        return []
-    here = (
-        f"{dtype}.enabled makes them {dtype}"
-        if dtype != "fp32"
-        else "without fp16.enabled or bf16.enabled they are fp32"
-    )
-    fix = f"set it to '{dtype}'" + (f", or switch on {wanted}.enabled instead" if wanted != "fp32" else "")
-    return [f"data_types.param_dtype: got '{wanted}', but {here}; {fix}"]
-
-
-def _files(file: File) -> list[str]:
-    """What is wrong with state on a drive."""
-    return [
-        f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive"
-        for name in ("offload_optimizer", "offload_param")
-        if (section := getattr(file.zero_optimization, name)).device == "nvme" and not section.nvme_path
-    ]
-
-
-def _dynamic_scale(file: File) -> list[str]:
-    """What is wrong with the numbers of a dynamic loss scale, where there is one."""
-    fp16 = file.fp16
-    if not (fp16.enabled or autocast_dtype(file) == "fp16") or fp16.loss_scale > 0:
-        return []
-    lines = [
-        f"fp16.{name}: got {value}, wanted an integer of at least 1 for a dynamic loss scale"
-        for name in ("loss_scale_window", "hysteresis", "min_loss_scale")
-        if (value := getattr(fp16, name)) < 1
-    ]
-    if fp16.initial_scale_power > MAX_SCALE_POWER:
-        lines.append(
-            f"fp16.initial_scale_power: got {fp16.initial_scale_power}, wanted an integer from 0 to {MAX_SCALE_POWER}"
-        )
-    elif fp16.min_loss_scale > 2**fp16.initial_scale_power:
-        lines.append(
-            f"fp16.min_loss_scale: got {fp16.min_loss_scale}, wanted at most 2 ** fp16.initial_scale_power = "
-            f"{2**fp16.initial_scale_power}, where the scale starts"
-        )
-    return lines
 
 
 def _say_idle(tidy: Tidy) -> None:

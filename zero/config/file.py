@@ -147,20 +147,32 @@ class File(Section):
     nebula: Annotated[Settings, _NOT_ENABLED]
     datastates_ckpt: Annotated[Any, NOT_AVAILABLE] = None
 
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that the model computes in: fp32, bf16 or fp16."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
 
-def autocast_dtype(file: File) -> str | None:
-    """The dtype of torch.autocast around the forward, by default the parameters' or bf16; None where it is off."""
-    default = "fp16" if file.fp16.enabled else "bf16"
-    return (file.torch_autocast.dtype or default) if file.torch_autocast.enabled else None
+    @property
+    def autocast_dtype(self) -> str | None:
+        """The dtype of torch.autocast around the forward, by default the parameters' or bf16; None where it is off."""
+        default = "fp16" if self.fp16.enabled else "bf16"
+        return (self.torch_autocast.dtype or default) if self.torch_autocast.enabled else None
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether anything runs in fp16, so that the loss is scaled as the section `fp16` says."""
+        return self.fp16.enabled or self.autocast_dtype == "fp16"
 
-def shard_sizes(file: File) -> dict[str, int]:
-    """The keys that limit how many ranks state is cut over, with their values; empty where none does."""
-    values = {
-        "zero.shard_size": file.zero.shard_size,
-        "zero_optimization.mics_shard_size": file.zero_optimization.mics_shard_size,
-    }
-    return {key: value for key, value in values.items() if value > 0}
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        """The keys that limit how many ranks state is cut over, with their values; empty where none does."""
+        values = {
+            "zero.shard_size": self.zero.shard_size,
+            "zero_optimization.mics_shard_size": self.zero_optimization.mics_shard_size,
+        }
+        return {key: value for key, value in values.items() if value > 0}
 
 
 class Config(File):
@@ -178,26 +190,9 @@ class Config(File):
     """A copy of what the user gave."""
 
     @property
-    def compute_dtype(self) -> str:
-        """The dtype that the model computes in: fp32, bf16 or fp16."""
-        if self.fp16.enabled:
-            return "fp16"
-        return "bf16" if self.bf16.enabled else "fp32"
-
-    @property
-    def autocast_dtype(self) -> str | None:
-        """The dtype of torch.autocast around the forward; None where it is off."""
-        return autocast_dtype(self)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether anything runs in fp16, so that the loss is scaled as the section `fp16` says."""
-        return self.fp16.enabled or self.autocast_dtype == "fp16"
-
-    @property
     def shard_size(self) -> int:
         """The number of ranks that state is cut over, from zero.shard_size or mics_shard_size; 0 for all ranks."""
-        size = next(iter(shard_sizes(self).values()), 0)
+        size = next(iter(self.shard_sizes.values()), 0)
         return 0 if size == self.world_size else size
 
     @property

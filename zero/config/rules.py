@@ -1,0 +1,127 @@
+"""What is wrong only in combination: rules about several keys of a checked file, each with the numbers and a fix."""
+
+from collections.abc import Iterator
+
+from zero.config.file import File
+
+MAX_SCALE_POWER = 64  # of the loss scale: see LARGEST in zero/optim/scaler.py
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+
+
+def precision(file: File) -> Iterator[str]:
+    """Of dtypes, and of what is computed with gradients in them."""
+    if file.fp16.enabled and file.bf16.enabled:
+        yield "fp16.enabled and bf16.enabled: both are true; set one of them to false"
+    for section in ("fp16", "bf16"):
+        if getattr(file, section).enabled and file.autocast_dtype not in (None, "fp32", section):
+            yield (
+                f"torch_autocast.dtype: got '{file.autocast_dtype}', wanted '{section}', which {section}.enabled "
+                "makes the parameters"
+            )
+    if file.autocast_dtype == "fp32":
+        yield "torch_autocast.dtype: got 'fp32', wanted one of 'bf16', 'fp16'"
+    if file.gradient_predivide_factor == 0:
+        yield "gradient_predivide_factor: got 0, wanted a number above 0"
+    if file.zero.reduce == "tree" and (file.data_types.grad_accum_dtype or "fp32") != "fp32":
+        yield (
+            f"data_types.grad_accum_dtype: got '{file.data_types.grad_accum_dtype}', wanted 'fp32' "
+            "with zero.reduce 'tree', whose sums are fp32"
+        )
+    yield from _param_dtype(file)
+    yield from _dynamic_scale(file)
+
+
+def _param_dtype(file: File) -> Iterator[str]:
+    wanted, dtype = file.data_types.param_dtype, file.compute_dtype
+    if wanted in (None, dtype) or (file.fp16.enabled and file.bf16.enabled):
+        return
+    cause = f"{dtype}.enabled makes them {dtype}"
+    if dtype == "fp32":
+        cause = "without fp16.enabled or bf16.enabled they are fp32"
+    fix = f"set it to '{dtype}'" + (f", or switch on {wanted}.enabled instead" if wanted != "fp32" else "")
+    yield f"data_types.param_dtype: got '{wanted}', but {cause}; {fix}"
+
+
+def _dynamic_scale(file: File) -> Iterator[str]:
+    fp16 = file.fp16
+    if not file.scales_loss or fp16.loss_scale > 0:
+        return
+    for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+        if (value := getattr(fp16, name)) < 1:
+            yield f"fp16.{name}: got {value}, wanted an integer of at least 1 for a dynamic loss scale"
+    power = fp16.initial_scale_power
+    if power > MAX_SCALE_POWER:
+        yield f"fp16.initial_scale_power: got {power}, wanted an integer from 0 to {MAX_SCALE_POWER}"
+    elif fp16.min_loss_scale > 2**power:
+        yield (
+            f"fp16.min_loss_scale: got {fp16.min_loss_scale}, wanted at most 2 ** fp16.initial_scale_power = "
+            f"{2**power}, where the scale starts"
+        )
+
+
+def storage(file: File) -> Iterator[str]:
+    """Of checkpoints, files and recomputation."""
+    saving = file.zero.checkpoint
+    if saving.keep is not None and (saving.keep_optimizer or 0) > saving.keep:
+        yield (
+            f"zero.checkpoint.keep_optimizer: got {saving.keep_optimizer}, wanted at most zero.checkpoint.keep, which "
+            f"is {saving.keep}"
+        )
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(file.zero_optimization, name)
+        if section.device == "nvme" and not section.nvme_path:
+            yield f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs a folder on a fast local drive"
+    recompute = file.zero.recompute
+    if recompute.model_fields_set and not recompute.modules:
+        yield "zero.recompute.modules: is missing; name classes or paths of modules, such as ['Block']"
+    if recompute.policy == "auto" and recompute.budget is None:
+        yield "zero.recompute.budget: is missing; policy 'auto' fits activations into it, such as '12 GiB'"
+    if recompute.policy != "auto" and recompute.budget is not None:
+        yield f"zero.recompute.budget: got {recompute.budget}; only policy 'auto' has one, leave it out"
+    if recompute.policy == "full" and recompute.products > 1:
+        yield f"zero.recompute.products: got {recompute.products}; policy 'full' keeps no products, leave it out"
+    inputs = file.activation_checkpointing
+    if inputs.contiguous_memory_optimization and inputs.number_checkpoints is None:
+        yield (
+            "activation_checkpointing.number_checkpoints: is missing; contiguous_memory_optimization takes room for "
+            "so many calls"
+        )
+
+
+def sharding(file: File, world_size: int) -> Iterator[str]:
+    """Of the stage, offload, and groups of ranks that are smaller than the world."""
+    zero = file.zero_optimization
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        yield (
+            f"zero_optimization.offload_optimizer.device: got '{zero.offload_optimizer.device}' with "
+            "zero_optimization.stage 0, where every rank keeps and updates all state; set the stage to 1, 2 or 3"
+        )
+    if zero.offload_param.device != "none" and zero.stage < 3:
+        yield (
+            f"zero_optimization.offload_param.device: got '{zero.offload_param.device}' with zero_optimization.stage "
+            f"{zero.stage}, which keeps whole parameters on the device; set the stage to 3, or leave offload_param out"
+        )
+    sizes, hpz = file.shard_sizes, zero.zero_hpz_partition_size
+    if len(set(sizes.values())) > 1:
+        yield f"{' and '.join(sizes)}: got {' and '.join(map(str, sizes.values()))} for one size; keep one of them"
+    for key, size in sizes.items():
+        if zero.stage == 0:
+            yield (
+                f"{key}: got {size} with zero_optimization.stage 0, where every rank keeps all state; set the stage to "
+                "1, 2 or 3, or leave it out"
+            )
+        yield from _indivisible(key, size, world_size)
+    if hpz > 1 and zero.stage < 3:
+        yield (
+            f"{_HPZ}: got {hpz} with zero_optimization.stage {zero.stage}, which keeps whole parameters on every "
+            "rank; set the stage to 3, or leave it out"
+        )
+    for key, size in sizes.items() if hpz > 1 else ():
+        yield f"{_HPZ}: got {hpz} with {key} {size}; it is for state that is cut over all ranks, keep one of the two"
+    yield from _indivisible(_HPZ, hpz, world_size)
+
+
+def _indivisible(key: str, size: int, world_size: int) -> Iterator[str]:
+    if world_size % size:
+        divisors = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        yield f"{key}: got {size}, wanted a divisor of world size {world_size}: {', '.join(divisors)}"
