@@ -1,9 +1,9 @@
 """Shared by all tests: one thread for torch, and the pool of ranks.
 
-    make test                                       everything but the tests marked `long`
-    make test-long                                  those that are
-    .venv/bin/python -m pytest tests/core           a topic, or a file, in one process; without the long ones
-    .venv/bin/python -m pytest -m "" tests/core     with them
+make test                                       everything but the tests marked `long`
+make test-long                                  those that are
+.venv/bin/python -m pytest tests/core           a topic, or a file, in one process; without the long ones
+.venv/bin/python -m pytest -m "" tests/core     with them
 """
 
 from __future__ import annotations

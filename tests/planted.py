@@ -18,6 +18,7 @@ from models import WIDTH, Net, batch, config
 from torch import nn
 
 import zero
+from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.engine.check import here
 from zero.engine.check.course import rows_of
@@ -106,15 +107,14 @@ def _unit(engine: Any) -> Unit:
 
 
 def _before_reduction(engine: Any, change: Callable[[Unit], None]) -> None:
-    reducer = engine._sharded.reducer
-    fire = reducer._fire
+    for unit in engine._sharded.trained:
 
-    def wrong(unit: Unit) -> None:
-        if unit.gradients.flat is not None:  # else nothing came on this rank
-            change(unit)
-        fire(unit)
+        def wrong(leaf: Leaf, unit: Unit = unit, reduce: Callable[[Leaf], None] = unit.reduce) -> None:
+            if unit.gradients.flat is not None:  # else nothing came on this rank
+                change(unit)
+            reduce(leaf)
 
-    reducer._fire = wrong
+        unit.reduce = wrong
 
 
 def _after_update(engine: Any, change: Callable[[int, torch.Tensor], None]) -> None:

@@ -207,14 +207,14 @@ def releases_fail() -> tuple[list[str], bool]:
     engine = zero.initialize(model=net, config=config(3, 2))[0]
     unit = next(unit for unit in engine._sharded.units if unit.plan.name == "blocks.1")
 
-    def fail(spare: bool) -> None:
+    def fail(keep_if_referenced: bool) -> None:
         raise RuntimeError("the storage stays")
 
     def read() -> None:
         with zero.GatheredParameters(net.parameters()):
             pass
 
-    unit._free = fail
+    unit.buffer._free = fail
     for call in (read, lambda: engine(*micro_batch(0)), lambda: engine(*micro_batch(0)), engine.step):
         try:
             call()

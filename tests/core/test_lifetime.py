@@ -15,6 +15,7 @@ from models import WIDE, WIDTH, batch, config, make_net
 
 import zero
 from zero.core import comm
+from zero.core.param_buffer import ParamBuffer
 from zero.core.unit import Unit
 from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, alive_nbytes
@@ -72,14 +73,15 @@ class Recorder:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.verbs: list[str] = []
         self.traffic: list[tuple[str, int]] = []
-        move, reduce, gather, scatter = Unit._move, Unit.reduce, comm.gather, comm.scatter
+        move, reduce, gather, scatter = ParamBuffer.move, Unit.reduce, comm.gather, comm.scatter
 
-        def noted_move(unit: Unit, verb: str) -> None:
-            move(unit, verb)
-            self.verbs.append(f"{verb} {unit.plan.name}")
+        def noted_move(buffer: ParamBuffer, verb: str) -> None:
+            move(buffer, verb)
+            if verb not in ("conceal", "reveal"):  # nothing comes or goes
+                self.verbs.append(f"{verb} {buffer.plan.name}")
 
-        def noted_reduce(unit: Unit) -> None:
-            reduce(unit)
+        def noted_reduce(unit: Unit, *leaf: Any) -> None:
+            reduce(unit, *leaf)
             self.verbs.append(f"reduce {unit.plan.name}")
 
         def noted_gather(full: Any, axis: Any, tag: int) -> Any:
@@ -92,7 +94,7 @@ class Recorder:
                 self.traffic.append(("scatter", flat.nbytes))
             return scatter(flat, axis, *more)
 
-        patch.setattr(Unit, "_move", noted_move)
+        patch.setattr(ParamBuffer, "move", noted_move)
         patch.setattr(Unit, "reduce", noted_reduce)
         patch.setattr(comm, "gather", noted_gather)
         patch.setattr(comm, "scatter", noted_scatter)

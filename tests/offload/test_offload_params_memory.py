@@ -57,7 +57,7 @@ def phases(section: dict[str, Any], bf16: bool) -> tuple[list[tuple[str, StateBy
             formats=Formats("remainder") if bf16 else Formats(),
             placements=sharded.offload.placements,
             mirrored=sharded.offload._separate,
-            limits=sharded.gatherer._limits,
+            limits=sharded.prefetcher._limits,
             **alive,
         )
         seen.append((name, engine.state_nbytes(), planned))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from models import batch, config, make_net
 
 import zero
-from zero.core.unit import State
+from zero.core.state import State
 
 BLOCKS = 6
 
@@ -85,7 +85,7 @@ def held(folder: str, slots: int) -> list[tuple[int, int, int]]:
     def look(*_: Any) -> None:
         states = [unit.state for unit in units]
         ahead = sum(buffer.prefetched for buffer in pool.buffers)
-        seen.append((ahead, states.count(State.FULL), states.count(State.GATHERING)))
+        seen.append((ahead, states.count(State.FULL) + states.count(State.CONCEALED), states.count(State.GATHERING)))
 
     for index in range(2):
         step(engine, index)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero
-from zero.core.tensors import memory_of
+from zero.core.torch_private import storage_id
 from zero.recompute import modules
 from zero.recompute.policy import Choice, Policy
 
@@ -38,7 +38,7 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and memory_of(tensor) not in self._parameters:
+            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self._parameters:
                 storage = tensor.untyped_storage()
                 self._found[StorageWeakRef(storage)] = storage.nbytes()
         return out

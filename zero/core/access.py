@@ -13,7 +13,7 @@ from zero.core import comm
 from zero.core.external import register_external_parameter
 from zero.core.mesh import local_device
 from zero.core.owner import Owner, owner_of
-from zero.core.unit import State
+from zero.core.state import State
 
 # What the modifier's rank tells the others of each parameter.
 _SAME, _WRITTEN, _UNFIT = 0, 1, 2
@@ -60,7 +60,7 @@ class GatheredParameters:
         self._were_full: list[bool] = []
         self._versions: list[int] = []
         self._references: list[tuple[int, ...]] = []
-        self._known: list[list[torch.Tensor]] = []
+        self._before: list[list[torch.Tensor]] = []
         for param in given if enabled and fwd_module is not None else ():
             register_external_parameter(fwd_module, param)
 
@@ -69,25 +69,25 @@ class GatheredParameters:
             unit.settle()  # may raise what an update has failed with; then nobody holds anything
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
-            if not unit.read():
+            if not unit.fetch():
                 break
         for unit in self._units:
             unit.gather()  # may refuse; then nobody holds it
             unit.holds += 1
         for unit in self._units:
             unit.wait()
-            unit.take_edits()  # whoever wrote before the block did so by other rules
+            unit.take_writes()  # whoever wrote before the block did so by other rules
         self._versions = [owner.param._version for owner in self._owners]
-        self._references = [unit.references() for unit in self._units]
+        self._references = [unit.buffer.references() for unit in self._units]
         if self._modifier_rank is not None:
-            self._known = [owner.unit.known(owner.index) for owner in self._owners]
+            self._before = [owner.unit.snapshot(owner.index) for owner in self._owners]
             for owner in self._owners:
                 owner.unit.edited.append(owner.index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        wrong = [owner.unit.reattach(owner.index) for owner in self._owners]
+        wrong = [owner.unit.buffer.reattach(owner.index) for owner in self._owners]
         pairs = zip(self._owners, self._versions, strict=True)
         states = [
             _UNFIT if text else _WRITTEN if _changed(owner, version) else _SAME
@@ -97,11 +97,12 @@ class GatheredParameters:
             states = self._write_back(states)
         for owner, state in zip(self._owners, states, strict=True):
             if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.cut:
-                owner.unit.forget_write(owner.index)
+                owner.unit.buffer.note_version(owner.index)  # what was written is not taken
         for unit, before in zip(self._units, self._references, strict=True):
             if unit.cut and torch.is_grad_enabled():
                 # A term of the loss, perhaps: its backward, outside, finds the values. Ranks need not agree on that.
-                unit.graph |= any(now > then for now, then in zip(unit.references(), before, strict=True))
+                grown = any(now > then for now, then in zip(unit.buffer.references(), before, strict=True))
+                unit.buffer.kept_for_graph |= grown
             unit.holds -= 1  # of all, before a release that may fail
         for unit, was_full in zip(self._units, self._were_full, strict=True):
             if not was_full:
@@ -119,10 +120,10 @@ class GatheredParameters:
         for axis in axes:
             comm.broadcast(said, self._modifier_rank, axis)
         states = said.tolist()
-        for owner, state, known in zip(self._owners, states, self._known, strict=True):
+        for owner, state, before in zip(self._owners, states, self._before, strict=True):
             owner.unit.edited.remove(owner.index)
             # Values travel in any case: what is written through `param.data` leaves no trace in the version.
-            owner.unit.overwrite(owner.index, self._modifier_rank, None if state == _WRITTEN else known)
+            owner.unit.overwrite(owner.index, self._modifier_rank, None if state == _WRITTEN else before)
         return states
 
     def _complain(self, states: list[int], wrong: list[str | None]) -> None:
@@ -144,7 +145,7 @@ class GatheredParameters:
 
 def _changed(owner: Owner, version: int) -> bool:
     """Whether the parameter was written since it had this version, and since a block inside wrote it back."""
-    return owner.param._version not in (version, owner.unit.written_back(owner.index))
+    return owner.param._version not in (version, owner.unit.buffer.noted_version(owner.index))
 
 
 def _tensors(params: nn.Parameter | Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -111,11 +111,11 @@ class Builder:
         if owner_of(param) is not None or not manageable(param):
             return
         piece = DeferredParam(param, name, next(self._numbers), self._mesh, home)
-        piece.bring = self._bring
+        piece.on_read = self._open_for_reader
         self._pieces.add(piece)
         self._open.append(piece)
 
-    def _bring(self, piece: DeferredParam) -> bool:
+    def _open_for_reader(self, piece: DeferredParam) -> bool:
         """Open a piece because somebody reads it; False when the block has ended."""
         if running() is not self:
             return False

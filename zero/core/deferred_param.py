@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,11 @@ from torch.nn.parameter import is_lazy
 from zero.core import comm
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import Owner
+from zero.core.param_buffer import ParamBuffer
 from zero.core.released import Released, absent
-from zero.core.unit import State, Unit
+from zero.core.state import State
+from zero.core.torch_private import parameter_of_class, tensors_of_storage
+from zero.core.unit import Unit
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan
@@ -35,7 +39,7 @@ class Rest(NamedTuple):
         return shard.pin_memory() if self.pinned and not shard.is_cuda and torch.cuda.is_available() else shard
 
 
-class Built(Released):
+class Closed(Released):
     """Mixed into the class of a closed parameter of a model under construction."""
 
     @classmethod
@@ -45,37 +49,82 @@ class Built(Released):
         # It makes one of anything but a plain parameter, which `other` was not until now, by detach(), and wants the
         # same class back. Whoever else detaches wants a tensor.
         if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-            return torch.Tensor._make_subclass(type(args[0]), found, False)
+            return parameter_of_class(type(args[0]), found)
         return found
 
 
 @functools.cache
-def built_class(kind: type) -> type:
+def class_when_closed(kind: type) -> type:
     """The class that a parameter of class `kind` has while it is closed."""
-    return type(f"Released{kind.__name__}", (Built, kind), {"__module__": __name__, "__doc__": Built.__doc__})
+    return type(f"Released{kind.__name__}", (Closed, kind), {"__module__": __name__, "__doc__": Closed.__doc__})
+
+
+class LooseBuffer(ParamBuffer):
+    """The values of one parameter under construction.
+
+    Unlike those of other units their memory is let go and not resized, so whoever kept a view of them may still read
+    it. While the parameter is open there is no buffer at all: the values are those of the parameter itself.
+    """
+
+    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], cut: bool, rank: int) -> None:
+        super().__init__(plan, params, cut, rank, class_when_closed)
+
+    def close(self) -> None:
+        """The parameter's values are complete; the next release lets go of them."""
+        param = self.params[0]
+        self._absent = [absent(param.shape, param.dtype, param.device)]
+        self._classes = [type(param)]
+
+    def open(self) -> None:
+        """Leave the values to the parameter, which must be full."""
+        self.full, self.views = None, []
+
+    def show_as(self, dtype: torch.dtype, device: torch.device) -> None:
+        """A closed parameter is to come up as this dtype, on this device."""
+        self._absent = [absent(self._absent[0].shape, dtype, device)]
+        self.params[0].__class__ = self._classes[0]  # a released one would not take new data
+        self._hide()
+
+    @property
+    def closed_as(self) -> torch.Tensor:
+        """What the parameter shows while it is closed: its shape, dtype and device."""
+        return self._absent[0]
+
+    def allocate(self) -> None:
+        """See `ParamBuffer.allocate`."""
+        (before,) = self._absent
+        self.full = torch.empty(self.plan.layout.numel, dtype=before.dtype, device=before.device)
+        self.views = [self.full.narrow(0, 0, before.numel()).view(before.shape)]
+
+    def references(self) -> tuple[int, ...]:
+        """Of what is being built no graph is kept."""
+        return ()
+
+    def reattach(self, index: int) -> str | None:
+        """See `ParamBuffer.reattach`; while the parameter is open, `param.data` may be anything."""
+        return super().reattach(index) if self.views else None
+
+    def _free(self, keep_if_referenced: bool) -> None:
+        self.full, self.views = None, []
 
 
 class DeferredParam(Unit):
-    """A unit of one parameter, without gradient, optimizer state or a buffer that outlives its release.
+    """A unit of one parameter of a model under construction, without gradient or optimizer state.
 
     FULL without a shard ("open"): the values are those of the parameter itself, as in plain torch, and may differ
     from rank to rank. Code may replace `param.data` then, also by another dtype or shape.
     SHARDED: this rank holds its shard of rank 0's values.
     FULL with a shard: gathered for a reader, the same on all ranks.
 
-    Unlike that of other units, the memory of the values is let go and not resized: whoever kept a view of them
-    may still read it.
-
     origin: the module that registered the parameter first, by number.
     """
 
-    _away = staticmethod(built_class)
+    buffer: LooseBuffer
 
     def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
-        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, StatePlacement.on_device(local_device()))
+        placement = StatePlacement.on_device(local_device())
+        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, placement, LooseBuffer)
         self.origin = origin
-        self.shard = self.full = self.master = None
-        self._views: list[torch.Tensor] = []
         self.rename(name)
 
     @property
@@ -86,8 +135,7 @@ class DeferredParam(Unit):
     @property
     def aliased(self) -> bool:
         """Whether anything but the parameter refers to the memory of its values, so that it may still be written."""
-        storage = self.params[0].untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES
+        return tensors_of_storage(self.params[0].untyped_storage()) > _OWN_REFERENCES
 
     def rename(self, name: str) -> None:
         """Call the parameter `name` in messages from now on."""
@@ -96,63 +144,48 @@ class DeferredParam(Unit):
     def close(self, rest: Rest) -> None:
         """Keep this rank's shard of rank 0's values on `rest`, and let go of the whole; a collective."""
         param = self.params[0]
-        values = param.detach()
-        self.plan = _plan(param, self.plan.params[0].name, self.mesh)
-        self.shard = rest.lay(comm.deal(values, self.window.numel, 0, self._axis))
-        self._absent = [absent(values.shape, values.dtype, values.device)]
-        self._kinds = [type(param)]
+        self.plan = self.buffer.plan = _plan(param, self.plan.params[0].name, self.mesh)
+        self.masters.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
+        self.masters.shard = rest.lay(comm.deal(param.detach(), self.window.numel, 0, self.mesh.shard))
+        self.buffer.close()
         self.release()
 
     def open(self) -> None:
         """Give the parameter its values to work on; a collective."""
         self.gather()
         self.wait()
-        self.shard, self.full, self._views = None, None, []
+        self.masters.shard = None
+        self.buffer.open()
 
-    def release(self, spare: bool = True) -> None:
+    def release(self, keep_if_referenced: bool = True) -> None:
         """As every unit's; what is open has nothing to come back from."""
         if not self.opened:
-            super().release(spare)
-
-    def references(self) -> tuple[int, ...]:
-        """Of what is being built no graph is kept."""
-        return ()
+            super().release(keep_if_referenced)
 
     def lay_down(self, dtype: torch.dtype | None, device: torch.device, rest: Rest) -> None:
         """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
         if self.state is not State.SHARDED:
             return
-        self.bring = None
-        (before,) = self._absent
-        dtype = dtype if dtype is not None and before.dtype.is_floating_point else before.dtype
-        self.shard = rest.lay(self.shard.to(dtype))
-        self._absent = [absent(before.shape, dtype, device)]
-        self.params[0].__class__ = self._kinds[0]  # a released one would not take new data
-        self._hide()
+        self.on_read = None
+        before = self.buffer.closed_as.dtype
+        dtype = dtype if dtype is not None and before.is_floating_point else before
+        self.masters.shard = rest.lay(self.shard.to(dtype))
+        self.buffer.show_as(dtype, device)
 
-    def overwrite(self, index: int, source: int, known: list[torch.Tensor] | None = None) -> None:
+    def overwrite(self, index: int, source: int, before: Sequence[torch.Tensor] | None = None) -> None:
         """As every unit's; while open, the whole values only."""
         if not self.opened:
-            super().overwrite(index, source, known)
+            super().overwrite(index, source, before)
             return
         values = self.params[0].detach()
         sent = values.contiguous()
-        comm.broadcast(sent, source, self._axis)
+        comm.broadcast(sent, source, self.mesh.data)
         if sent is not values:
             values.copy_(sent)
 
-    def known(self, index: int) -> list[torch.Tensor]:
+    def snapshot(self, index: int) -> list[torch.Tensor]:
         """As every unit's; while open there are no other values than the parameter's."""
-        return [] if self.opened else super().known(index)
-
-    def reattach(self, index: int) -> str | None:
-        """As every unit's; while open, `param.data` may be anything."""
-        return None if self.opened else super().reattach(index)
-
-    def keep_writes(self) -> None:
-        """As every unit's; what was open until now has been taken as a whole."""
-        if self._views:
-            super().keep_writes()
+        return [] if self.opened else super().snapshot(index)
 
     def hand_over(self, target: torch.Tensor) -> bool:
         """Copy the values to `target`, of the parameter's shape, and let go of the parameter, which then has none.
@@ -172,16 +205,13 @@ class DeferredParam(Unit):
         """Make the parameter, which must be full, a plain one with memory of its own."""
         for param in self.params:
             del param._zero_owner
-        self.params, self._views, self.shard, self.bring = [], [], None, None
-        self.full = None
+        self.buffer.params.clear()
+        self.buffer.open()
+        self.masters.shard = self.on_read = None
 
-    def _allocate(self) -> None:
-        (before,) = self._absent
-        self.full = torch.empty(self.plan.layout.numel, dtype=before.dtype, device=before.device)
-        self._views = [self.full.narrow(0, 0, before.numel()).view(before.shape)]
-
-    def _free(self, spare: bool) -> None:
-        self.full, self._views = None, []
+    def _keep_writes(self) -> None:
+        if self.buffer.views:  # what was open until now has been taken as a whole
+            super()._keep_writes()
 
 
 def manageable(param: torch.Tensor) -> bool:

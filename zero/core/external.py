@@ -28,7 +28,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         known.append(parameter)
     if _HANDLE not in module.__dict__:
         # The engine's own hook comes before it, so that the module is the one that reads.
-        module.__dict__[_HANDLE] = module.register_forward_pre_hook(_bring)
+        module.__dict__[_HANDLE] = module.register_forward_pre_hook(_ensure_gathered)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -45,11 +45,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         module.__dict__.pop(_HANDLE).remove()
 
 
-def _bring(module: nn.Module, args: Any) -> None:
+def _ensure_gathered(module: nn.Module, args: Any) -> None:
     for parameter in module.__dict__.get(_PARAMETERS, ()):
         owner = owner_of(parameter)
         if owner is not None:
-            owner.unit.summon()
+            owner.unit.ensure_gathered()
 
 
 def _check(module: nn.Module, parameter: nn.Parameter) -> None:

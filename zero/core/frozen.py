@@ -21,10 +21,10 @@ from zero.core.unit import Unit
 class FrozenUnits:
     """The frozen units of one module, and the trained ones that are read inside it."""
 
-    def __init__(self, frozen: Sequence[Unit], trained: Sequence[Unit], gatherer: ParamPrefetcher) -> None:
+    def __init__(self, frozen: Sequence[Unit], trained: Sequence[Unit], prefetcher: ParamPrefetcher) -> None:
         self._frozen = frozen
         self._trained = trained
-        self._gatherer = gatherer
+        self._prefetcher = prefetcher
         self._open = 0  # calls of the module that the running backward is inside of
         self._backward = -1  # the backward that `_open` counts for
 
@@ -50,12 +50,12 @@ class FrozenUnits:
         self._open -= 1
         if self._open == 0 and all(unit.gradients.complete for unit in self._trained):
             for unit in self._frozen:
-                self._gatherer.done(unit)
+                self._prefetcher.done(unit)
 
     @property
     def backward(self) -> int:
         """The number of the backward that runs."""
-        return self._gatherer.backwards
+        return self._prefetcher.backwards
 
 
 class FrozenCall:

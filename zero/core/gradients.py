@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from zero.core import comm
-from zero.core.comm import Inbox, Transfer
+from zero.core.accumulator import Accumulator, DeviceAccumulator, HostAccumulator, TreeAccumulator
 from zero.core.mesh import Mesh
-from zero.core.tree import Leaf, Partials
+from zero.core.reduction import Reduction, reduce
+from zero.core.tree import Leaf
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.plan.units import UnitPlan
 
@@ -38,12 +38,10 @@ class GradientDtypes(NamedTuple):
 class Gradients:
     """Collects one unit's gradients on this rank and reduces them over the mesh.
 
-    flat:  the full local gradient [layout.numel], in `dtypes.local` or `dtypes.kept`, or None;
-    shard: the reduced sum over all ranks and micro-batches so far [layout.numel / shard axis], in `dtypes.kept`, or
-           None. It is a plain sum of what landed: the mean over ranks and micro-batches, the loss scale and clipping
-           are taken care of by the optimizer's one factor;
-    leaf:  which backward is being reduced; it matters only to the tree;
-    rest:  where the reduced sum adds up instead of in the memory of this device, or None.
+    flat: the full local gradient [layout.numel], in `dtypes.local` or `dtypes.kept`, or None;
+    sum:  adds up what was reduced over all ranks [layout.numel / shard axis], in `dtypes.kept`. It is a plain sum of
+          what landed: the mean over ranks and micro-batches, the loss scale and clipping are taken care of by the
+          optimizer's one factor.
     """
 
     def __init__(
@@ -54,13 +52,12 @@ class Gradients:
         dtypes: GradientDtypes,
         device: torch.device,
         tag: int,
+        host: HostGradAccumulator | None = None,
     ) -> None:
+        """`host`: where the reduced sum adds up instead of in the memory of this device."""
         self.plan = plan
         self.flat: torch.Tensor | None = None
-        self.leaf = Leaf()
-        self.rest: HostGradAccumulator | None = None
-        self._sum: torch.Tensor | None = None
-        self._partials: Partials | None = None  # not None: micro-batches are added as a tree
+        self.sum: Accumulator = DeviceAccumulator(dtypes.kept) if host is None else HostAccumulator(host)
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
         self._dtypes = self._base = dtypes
@@ -70,41 +67,27 @@ class Gradients:
         self._arrived: set[int] = set()  # parameters that got one in the backward that runs
         # Where gradients are not cut, no memory was promised, and fresh pages at every step cost 3 % of it on a CPU.
         self._kept: torch.Tensor | None = None
-        self._inbox: Inbox | None = None
-        self._transfer: Transfer | None = None
+        self._reduction: Reduction | None = None
 
     def sum_as_tree(self) -> None:
         """From now on, add ranks and micro-batches in the order of a fixed tree (zero/core/tree.py)."""
-        self._partials = Partials()
+        self.sum = TreeAccumulator(self._base.kept)
 
     @property
     def shard(self) -> torch.Tensor | None:
         """The reduced sum, see above. Whoever reads it ends the tree: what comes later is added to it as a whole."""
-        if self._partials is not None:
-            self._sum = self._partials.take(self._sum)
-        return self._rested if self._sum is None else self._sum
+        return self.sum.total()
 
     @property
     def nbytes(self) -> int:
         """Bytes of gradients alive on this rank, kept memory included; what rests in host memory is not."""
-        partials = self._partials.values if self._partials is not None else ()
-        held = (self.flat, self._sum, *partials, self._kept)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        reduced = () if isinstance(self.sum, HostAccumulator) else self.sum.parts()
+        return sum(tensor.nbytes for tensor in (self.flat, self._kept, *reduced) if tensor is not None)
 
     @property
     def reduced(self) -> bool:
         """Whether sums over all ranks are held; unlike a look at `shard`, it ends no tree."""
-        return (self.rest is not None and self.rest.has_sum) or bool(self.sums())
-
-    @property
-    def squares(self) -> torch.Tensor | None:
-        """The sum of the squares of `shard`, fp64 on the device, where that is known because `shard` has left it."""
-        away = self.rest is not None and self.rest.has_sum and self._partials is None
-        return self.rest.squares if away else None
-
-    @property
-    def _rested(self) -> torch.Tensor | None:
-        return self.rest.tensor() if self.rest is not None and self.rest.has_sum else None
+        return self.sum.held
 
     @property
     def complete(self) -> bool:
@@ -157,8 +140,12 @@ class Gradients:
         """A backward has ended: the next one may bring every gradient once more."""
         self._arrived.clear()
 
-    def reduce(self) -> None:
-        """Start the reduction of the flat buffer, with zeros where no gradient came, and let go of it."""
+    def reduce(self, leaf: Leaf | None = None) -> None:
+        """Start the reduction of the flat buffer, with zeros where no gradient came, and let go of it.
+
+        `leaf`: which backward is being reduced, where that is another one than before; it matters only to the tree.
+        """
+        self.sum.leaf = leaf or self.sum.leaf
         flat = self.flat
         if flat is None:
             flat = torch.zeros(self.plan.layout.numel, dtype=self._dtypes.local, device=self._device)
@@ -166,114 +153,60 @@ class Gradients:
             for index, (span, _) in enumerate(self._spans):
                 if index not in self._filled:
                     flat.narrow(0, *span).zero_()
-        as_tree = self._partials is not None
+        as_tree = isinstance(self.sum, TreeAccumulator)
         if self._mesh.data.size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self.flat, self._dtypes = None, self._base
         self._filled.clear()
-        self._inbox = comm.scatter(flat, self._mesh.data, self._tag, as_tree)
+        self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
 
-    def sum(self) -> None:
-        """Wait for the slices and add them up; along the replica axis, start to gather the sums."""
-        inbox, self._inbox = self._inbox, None
-        if inbox is None:
-            return
-        rests = self.rest is not None and self._partials is None  # a tree keeps the sums that are not finished itself
-        if self._mesh.replica.size > 1:
-            axis = self._mesh.replica
-            total = inbox.flat
-            if total.dtype != torch.float32 or total.device != self._device or inbox.pairwise:
-                total = self._memory(total.numel(), torch.float32)
-            own = total.chunk(axis.size)[axis.rank]
-            inbox.sum(own, False)  # returns when our slices have left, so that theirs may be overwritten
-            self._transfer = comm.gather(total, axis, self._tag + 1)
-        elif self._sum is not None and self._partials is None and self._dtypes.kept == torch.float32:
-            inbox.sum(self._sum, True)
-        elif len(inbox.rows) == 1 and (rests or inbox.rows[0].dtype == self._dtypes.kept):
-            inbox.arrive()
-            self._hold(inbox.rows[0])
-        elif not (rests and self.rest.add_in_place(inbox.sum)):
-            numel = inbox.flat.numel() // self._mesh.shard.size
-            total = self._memory(numel, torch.float32)
-            inbox.sum(total, False)
-            self._hold(total)
+    def advance(self) -> None:
+        """Wait for the present stage of the reduction and begin the next one, where there is one."""
+        if self._reduction is not None:
+            self._reduction.advance(self.sum)
 
     def finish(self) -> None:
         """Wait until `shard` holds the sum."""
-        self.sum()
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.wait()
-            self._hold(transfer.full)
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.finish(self.sum)
 
     def drop(self) -> None:
         """Forget every gradient; waits for messages on their way, which still use the buffers."""
         self.finish()
-        if self._sum is not None and self._mesh.shard.size == 1:
-            self._kept = self._sum
-        self.flat = self._sum = None
-        if self.rest is not None:
-            self.rest.clear()
+        memory = self.sum.clear()
+        if memory is not None and self._mesh.shard.size == 1:
+            self._kept = memory
+        self.flat = None
         self._dtypes = self._base
-        if self._partials is not None:
-            self._partials = Partials()
         self._filled.clear()
         self._arrived.clear()
-
-    def hand_over(self) -> torch.Tensor:
-        """The reduced sum, for whoever uses it up; nothing of ours writes into it before `drop` and the next backward.
-
-        What rests in host memory is the storage itself, which the next sum will use: that one must wait.
-        """
-        total, self._sum = self.shard, None
-        return total
 
     def forget_memory(self) -> None:
         """Let go of memory that was kept for the next step."""
         self._kept = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Few contiguous tensors that are finite exactly where all gradients are that are held here.
-
-        For what was brought to host memory that is one number, so that nobody waits for it or reads it again.
-        """
+        """Few contiguous tensors that are finite exactly where all gradients are that are held here."""
         if self.flat is not None and len(self._filled) == len(self._spans):
             yield self.flat
         elif self.flat is not None:
             for _, part in self._local_parts():
                 yield part
-        brought = self.rest.squares_added if self.rest is not None else None
-        yield from [brought] if brought is not None else self.sums()
+        yield from self.sum.finite_as()
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same by parameter: its name, and a contiguous piece [n] of its gradient."""
         if self.flat is not None:
             yield from self._local_parts()
         own = self.plan.layout.shard(self._mesh.shard.rank, self._mesh.shard.size)
-        for total in self.sums():
+        for total in self.sum.parts():
             for fragment in self.plan.layout.fragments(own):
                 yield fragment.name, total.narrow(0, fragment.at, fragment.numel)
-
-    def sums(self) -> list[torch.Tensor]:
-        """The reduced sum, and those of a tree that is not finished: `shard` would end it."""
-        total = self._rested if self._sum is None else self._sum
-        held = [] if total is None else [total]
-        return held if self._partials is None else [*held, *self._partials.values]
 
     def _local_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index in sorted(self._filled):
             yield self.plan.params[index].name, self.flat.narrow(0, *self._spans[index][0])
-
-    def _hold(self, total: torch.Tensor) -> None:
-        """Keep a sum over all ranks, or add it to what there is: in fp32, rounded once to what it is kept in."""
-        if self._partials is not None:
-            self._partials.put(self.leaf, total)
-        elif self.rest is not None:
-            self.rest.add(total)
-        elif self._sum is None:
-            self._sum = total.to(self._dtypes.kept)
-        else:
-            self._sum.add_(total)
 
     def _memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized memory on the device: what the last step left, where it fits."""

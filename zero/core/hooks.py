@@ -1,4 +1,4 @@
-"""Ties a module's forward and backward to the gatherer; only where parameters are cut between uses."""
+"""Ties a module's forward and backward to the prefetcher; only where parameters are cut between uses."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from zero.core.leaf import z3_leaf_module
 from zero.core.own_hooks import OwnHook
 from zero.core.prefetcher import Call, ParamPrefetcher, in_backward
 from zero.core.tensors import tensors_in
+from zero.core.torch_private import hook_first, pre_hooks, view_base
 from zero.core.unit import Unit
 from zero.log import rank_zero
 
@@ -28,7 +29,7 @@ class Reads(NamedTuple):
 
 
 def attach(
-    reads: Mapping[nn.Module, Reads], gatherer: ParamPrefetcher, begin_backward: Callable[[], None]
+    reads: Mapping[nn.Module, Reads], prefetcher: ParamPrefetcher, begin_backward: Callable[[], None]
 ) -> dict[nn.Module, list[RemovableHandle]]:
     """Hook every module that reads units. Returns for each the handles that undo it.
 
@@ -40,7 +41,7 @@ def attach(
     handles = {}
     for module, read in reads.items():
         # A copy of the module must neither take the engine along nor ask it for parameters.
-        before, after, method = _forward_hooks(read, gatherer, begin_backward)
+        before, after, method = _forward_hooks(read, prefetcher, begin_backward)
         handles[module] = [
             module.register_forward_pre_hook(Before(before, method), prepend=True, with_kwargs=True),
             module.register_forward_hook(OwnHook(after), always_call=True),
@@ -74,7 +75,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of `module`, or of the one that it belongs to, as its forward is called."""
-    for hook in getattr(method, "__self__", module)._forward_pre_hooks.values():
+    for hook in pre_hooks(getattr(method, "__self__", module)):
         if isinstance(hook, Before):
             return hook.method(method, args, kwargs)
     return method(*args, **kwargs)
@@ -130,17 +131,17 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
 
 
 def _forward_hooks(
-    read: Reads, gatherer: ParamPrefetcher, begin_backward: Callable[[], None]
+    read: Reads, prefetcher: ParamPrefetcher, begin_backward: Callable[[], None]
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Any]]:
     calls: list[tuple[Call, FrozenCall | None] | None] = []  # of this module, those that are in their forward
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not read.units and gatherer.inside:
+        if not read.units and prefetcher.inside:
             calls.append(None)  # whatever it reads belongs to the module that has called it
             return
         followed = read.frozen is not None and torch.is_grad_enabled() and not in_backward()
         frozen = read.frozen.call((args, kwargs)) if followed else None
-        calls.append((gatherer.enter(read.units), frozen))
+        calls.append((prefetcher.enter(read.units), frozen))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:
@@ -150,7 +151,7 @@ def _forward_hooks(
             end(*call, output)
 
     def method(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call, output = gatherer.enter_method(), None
+        call, output = prefetcher.enter_method(), None
         try:
             output = fn(*args, **kwargs)
         finally:
@@ -158,35 +159,23 @@ def _forward_hooks(
         return output
 
     def end(call: Call, frozen: FrozenCall | None, output: Any) -> None:
-        gatherer.leave(call, output)
+        prefetcher.leave(call, output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 # What the caller changes a view by in place, backward goes to its base for, past the view itself.
-                for given in (tensor, tensor._base if tensor._is_view() else None):
+                for hooked in (tensor, view_base(tensor)):
                     # A leaf would keep the hook for ever; it has no backward of ours behind it either.
-                    if given is not None and given.grad_fn is not None:
-                        _hook_first(given, lambda grad: reached(call, frozen))
+                    if hooked is not None and hooked.grad_fn is not None:
+                        # A module may hand on a tensor as it came, on some ranks only. Backward reaches the module
+                        # that ran last first; in the order of registration such a rank would gather in an order of
+                        # its own, and ranks would wait for each other.
+                        hook_first(hooked, lambda grad: reached(call, frozen))
 
     def reached(call: Call, frozen: FrozenCall | None) -> None:
         # The first gradient to come into the module: its backward is about to read the parameters.
         begin_backward()
-        gatherer.reach(call.units)
+        prefetcher.reach(call.units)
         if frozen is not None:
             frozen.reached()
 
     return before, after, method
-
-
-def _hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Have `hook` run before the hooks that the tensor has.
-
-    A module may hand on a tensor as it came, on some ranks only. Backward reaches the module that ran last first;
-    in the order of registration such a rank would gather in an order of its own, and ranks would wait for each other.
-    """
-    earlier = list((tensor._backward_hooks or {}).items())
-    tensor.register_hook(hook)
-    if earlier:
-        hooks = tensor._backward_hooks
-        last = hooks.popitem()
-        hooks.clear()  # moving the entry would not do: autograd reads the order of insertion
-        hooks.update([last, *earlier])

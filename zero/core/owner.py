@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,19 @@ class Owner(NamedTuple):
     def param(self) -> nn.Parameter:
         """The parameter itself."""
         return self.unit.params[self.index]
+
+    @staticmethod
+    def ensure_all_gathered(params: Sequence[torch.Tensor]) -> bool:
+        """`Unit.ensure_gathered` of all these parameters, so that gathering one does not send another away again."""
+        units = list({id(owner.unit): owner.unit for owner in map(owner_of, params)}.values())
+        held = [unit for unit in units if unit.cut]  # others stay, and other threads may read them at the same time
+        for unit in held:
+            unit.holds += 1
+        try:
+            return all(unit.ensure_gathered() for unit in units)
+        finally:
+            for unit in held:
+                unit.holds -= 1
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A parameter that is saved leaves us behind: on the other side None stands here, and no engine manages it."""

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.finite import FirstNotFinite
-from zero.core.tensors import untransformed
+from zero.core.torch_private import after_backward, backward_node, backward_task, untransformed
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
 from zero.plan.sharding import Sharding
+
+
+@dataclass
+class Backward:
+    """The backward that runs, from its first gradient to the end of its round.
+
+    tasks:      numbers of the backwards, inner ones too, of which autograd will tell the end;
+    landed:     by unit, the parameters whose gradients came since it was last complete;
+    reduced:    how many units of the order have begun their reduction, the travelling ones among them;
+    loss_scale: what its loss was multiplied by, if it was told.
+    """
+
+    tasks: set[int] = field(default_factory=set)
+    landed: dict[int, set[int]] = field(default_factory=dict)
+    reduced: int = 0
+    loss_scale: float | None = None
 
 
 class Reducer:
@@ -27,7 +44,9 @@ class Reducer:
     boundary: whether the backward that runs is the last of its accumulation window (set by the engine);
     leaf:     where the backward that runs, or comes next, stands in its optimizer step;
     scale:    the loss scale: what all gradients that are held are multiplied by (set by the optimizer);
-    divisor:  what they are divided by before they travel, besides.
+    divisor:  what they are divided by before they travel, besides;
+    rounds:   backward passes flushed so far;
+    pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it.
     """
 
     def __init__(
@@ -41,19 +60,14 @@ class Reducer:
         self.leaf = Leaf()
         self.scale = self.divisor = 1.0
         self.finite = finite
-        self.open = False  # a backward has begun and was not flushed yet
-        self.rounds = 0  # backward passes flushed so far
-        self.pending = False  # one was flushed without a reduction; alike on all ranks, unlike what each got in it
+        self.rounds = 0
+        self.pending = False
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._on_complete = on_complete
         self._on_flush: list[Callable[[], None]] = []
         self._on_inner_end: Callable[[int], Sequence[Unit]] = lambda task: ()
-        self._tasks: set[int] = set()  # backward passes, inner ones too, of which we shall hear the end
-        self._landed: dict[int, set[int]] = {}  # unit -> parameters whose gradients came since it was last complete
-        self._next = 0  # first unit of the order that has not fired in this backward
-        self._travelling: list[Unit] = []
-        self._scaled: float | None = None  # what the loss of the running backward was multiplied by, if it told
+        self._backward: Backward | None = None  # that has begun and was not flushed yet
         self._warned = False
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(position, index))
@@ -69,41 +83,48 @@ class Reducer:
         """Have `call` run with its number when a backward ends that ran inside another; it says what it released."""
         self._on_inner_end = call
 
+    @property
+    def open(self) -> bool:
+        """Whether a backward has begun and was not flushed yet."""
+        return self._backward is not None
+
     @untransformed
-    def begin(self) -> None:
+    def begin(self) -> Backward:
         """Note that a backward runs, and ask autograd to tell when it has ended."""
-        if not self.open:
-            self.open = True
+        if self._backward is None:
+            self._backward = Backward()
             self.finite.begin()
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._ended(task))
+        task = backward_task()
+        if task not in self._backward.tasks:
+            self._backward.tasks.add(task)
+            after_backward(lambda: self._ended(task))
+        return self._backward
 
     def scaled(self, scale: float) -> None:
         """The loss of the backward that runs was multiplied by `scale`; to be told before any gradient lands."""
-        self.begin()
-        self._scaled = scale
+        self.begin().loss_scale = scale
 
     def flush(self) -> None:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
-        if not self.open:
+        if self._backward is None:
             self.finite.begin()  # it reached none of our parameters, and counts all the same
         self._end()
 
     def _end(self, force: bool = False) -> None:
         """Off the boundary gradients stay local where they may, unless `force` says otherwise."""
-        if force or self._fires:
-            while self._next < len(self._order):
-                self._fire(self._order[self._next])
-            for unit in self._travelling:
+        backward = self._backward or Backward()
+        fires = force or self._fires
+        if fires:
+            while backward.reduced < len(self._order):
+                self._fire(backward)
+            for unit in self._order:
                 unit.gradients.finish()
-        self.pending = not (force or self._fires)
+        self.pending = not fires
         for unit in self._order:
             unit.gradients.begin_round()
             if self.pending:
                 unit.gradients.widen()
-        self._close()
+        self._backward = None
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         for call in self._on_flush:
@@ -150,7 +171,7 @@ class Reducer:
     def abandon(self) -> None:
         """After an exception: forget the gradients and the backward that brought them."""
         self.drop()
-        self._close()
+        self._backward = None
         self.leaf = Leaf()  # the window begins anew
 
     def detach(self) -> None:
@@ -158,25 +179,18 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
 
-    def _close(self) -> None:
-        self._travelling = []
-        self._next = 0
-        self._tasks.clear()
-        self._landed.clear()
-        self.open = False
-        self._scaled = None
-
     @untransformed
     def _ended(self, task: int) -> None:
         """A backward has ended; only the outermost one ends the round."""
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         if node is None:
             self.flush()
             return
         # It ran inside this node of another one, as checkpointing that is reentrant does. That one goes on with
         # what follows the node, and nothing else of it may concern us.
-        for unit in self._on_inner_end(task):
-            self._landed.pop(unit.index, None)
+        released = self._on_inner_end(task)
+        for unit in released if self._backward is not None else ():
+            self._backward.landed.pop(unit.index, None)
         handles: list[RemovableHandle] = []
 
         def outer_goes_on(grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -211,19 +225,19 @@ class Reducer:
                 f"parameter '{unit.plan.params[index].name}' has a {grad.layout} gradient; "
                 "gradients must be dense (nn.Embedding: sparse=False)"
             )
-        self.begin()
-        unit.gradients.take(index, grad, self._landing())
-        landed = self._landed.setdefault(unit.index, set())
+        backward = self.begin()
+        unit.gradients.take(index, grad, self._landing_factor(backward))
+        landed = backward.landed.setdefault(unit.index, set())
         landed.add(index)
         if len(landed) == len(unit.params):
             landed.clear()
             self._on_complete(unit)
-        while self._fires and self._next < len(self._order) and self._order[self._next].gradients.complete:
-            self._fire(self._order[self._next])
+        while self._fires and backward.reduced < len(self._order) and self._order[backward.reduced].gradients.complete:
+            self._fire(backward)
 
-    def _landing(self) -> float:
+    def _landing_factor(self, backward: Backward) -> float:
         """What a gradient that lands is multiplied by, so that all that add up have one scale."""
-        if self._scaled is None and self.scale != 1.0 and not self._warned:
+        if backward.loss_scale is None and self.scale != 1.0 and not self._warned:
             self._warned = True
             if rank() == 0:
                 logger.warning(
@@ -232,13 +246,12 @@ class Reducer:
                     "use engine.backward(loss) or engine.scale(loss).backward()",
                     self.scale,
                 )
-        return self.scale / ((self._scaled or 1.0) * self.divisor)
+        return self.scale / ((backward.loss_scale or 1.0) * self.divisor)
 
-    def _fire(self, unit: Unit) -> None:
-        """Send this unit's gradient, then add up the one before it, which has had a unit's time to arrive."""
-        self._next += 1
-        unit.gradients.leaf = self.leaf
-        unit.reduce()
-        if self._travelling:
-            self._travelling[-1].gradients.sum()
-        self._travelling.append(unit)
+    def _fire(self, backward: Backward) -> None:
+        """Send the next unit's gradient, then go on with those before it, which have had a unit's time to arrive."""
+        position = backward.reduced
+        backward.reduced += 1
+        self._order[position].reduce(self.leaf)
+        for unit in self._order[max(0, position - 2) : position]:  # a reduction over two axes has two stages
+            unit.gradients.advance()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero.core.owner import is_released
-from zero.core.tensors import memory_of
+from zero.core.torch_private import storage_id
 
 
 def refusals(model: nn.Module, trained: bool, hooked: bool) -> list[str]:
@@ -60,7 +60,7 @@ def sharing(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
             start = tensor.storage_offset() * tensor.itemsize
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             entry = (start, start + (last + 1) * tensor.itemsize, name, tensor)
-            by_memory.setdefault(memory_of(tensor), []).append(entry)
+            by_memory.setdefault(storage_id(tensor), []).append(entry)
     return [
         f"'{one}' and '{other}' share memory without being one Parameter, and an engine would part them; tie the "
         "Parameter itself (b = a), or give each memory of its own (b.data = b.data.clone())"

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.core.torch_private import without_torch_function
+
 _METADATA = frozenset(
     {
         Tensor.__hash__,
@@ -63,16 +65,16 @@ class Released:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer for metadata; raise RuntimeError, naming the parameter, for everything that reads or writes values."""
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad and not _released_in((args[0], kwargs)):
             return _gradients(*args, **kwargs)
         if func is torch.autograd.backward and not _released_in((args, {**kwargs, "inputs": None})):
             return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
-        # Somebody may know how to bring them, at this moment of the step: each summons leaves a plain parameter.
+        # At this moment of the step they may be gathered; each parameter that was is a plain one.
         wanted = _released_in((args, kwargs))
-        brought = bool(wanted) and wanted[0]._zero_owner.unit.summon_all(wanted)
-        if brought and not any(isinstance(param, Released) for param in wanted):
+        gathered = bool(wanted) and wanted[0]._zero_owner.ensure_all_gathered(wanted)
+        if gathered and not any(isinstance(param, Released) for param in wanted):
             return func(*args, **(kwargs or {}))
         name = wanted[0]._zero_owner.name if wanted else "?"
         away = wanted[0]._zero_owner.unit.absence() if wanted else None
@@ -114,7 +116,7 @@ def _released_in(values: Any) -> list[Any]:
 
 def _edges(inputs: Sequence[Any]) -> list[Any]:
     """What gradients are asked for by, with each released parameter as the place where its gradient arrives."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return [torch.autograd.graph.get_gradient_edge(each) if isinstance(each, Released) else each for each in inputs]
 
 

@@ -23,9 +23,11 @@ from zero.core.mesh import Mesh
 from zero.core.offload import Offload, OffloadSettings
 from zero.core.own_unit import is_apart
 from zero.core.owner import owner_of
+from zero.core.param_checks import check_parameters
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import Training, settle_ratio
 from zero.core.reducer import Reducer
+from zero.core.torch_private import is_compiled
 from zero.core.unit import Unit
 from zero.log import log_once, logger
 from zero.memory.available import give_back
@@ -93,13 +95,13 @@ class ShardedModule:
             unit.gradients.sum_as_tree()
         self.sharding = sharding
         self.mesh = mesh
-        self.gatherer = ParamPrefetcher(self.units, limits)
-        self.reducer = Reducer(self.units, sharding, self.gatherer.done, FirstNotFinite(self.trained, mesh))
-        self.reducer.on_flush(self.gatherer.end_of_backward)
+        self.prefetcher = ParamPrefetcher(self.units, limits)
+        self.reducer = Reducer(self.units, sharding, self.prefetcher.done, FirstNotFinite(self.trained, mesh))
+        self.reducer.on_flush(self.prefetcher.end_of_backward)
         if any(unit.cut for unit in units):
             self.reducer.on_flush(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
-        self.reducer.on_inner_end(self.gatherer.end_of_inner_backward)
-        self._reads = _reads(module, self.units, self.gatherer) if any(unit.cut for unit in units) else {}
+        self.reducer.on_inner_end(self.prefetcher.end_of_inner_backward)
+        self._reads = _reads(module, self.units, self.prefetcher) if any(unit.cut for unit in units) else {}
         on_host = [unit for unit in self.trained if unit.placement.updated_on_host and not unit.cut]
         self._awaited = _awaited(module, on_host)
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
@@ -124,7 +126,7 @@ class ShardedModule:
         self._attach(reads, {module: self._awaited[module] for module in modules if module in self._awaited})
 
     def _attach(self, reads: Mapping[nn.Module, Reads], awaited: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
-        for handles in (attach(reads, self.gatherer, self.reducer.begin), attach_waits(awaited)):
+        for handles in (attach(reads, self.prefetcher, self.reducer.begin), attach_waits(awaited)):
             for module, made in handles.items():
                 self._handles.setdefault(module, []).extend(made)
 
@@ -137,7 +139,7 @@ class ShardedModule:
     def abandon(self) -> None:
         """Make the next step possible after an exception; the gradients of the running window are dropped."""
         self.reducer.abandon()
-        self.gatherer.abandon()
+        self.prefetcher.abandon()
 
     def recover(self) -> bool:
         """Clean up behind a backward that raised outside the engine's sight; whether there was one."""
@@ -164,7 +166,7 @@ class ShardedModule:
                 raise RuntimeError(text)
             log_once(logging.WARNING, text)
         for unit in self.units:
-            unit.check_parameters()
+            check_parameters(unit)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""
@@ -203,7 +205,7 @@ class ShardedModule:
             self.dissolve()
             return
         for unit in self.units:
-            unit.left = self
+            unit.left_by = self
 
     def dissolve(self, broken: bool = False) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own; collective, unless it is `broken`."""
@@ -219,7 +221,7 @@ class ShardedModule:
 def take_back(module: nn.Module) -> None:
     """Give parameters of engines that were dropped without `destroy()` whole storage of their own; collective."""
     owners = [owner for owner in map(owner_of, module.parameters()) if owner is not None]
-    for sharded in list({id(owner.unit.left): owner.unit.left for owner in owners}.values()):
+    for sharded in list({id(owner.unit.left_by): owner.unit.left_by for owner in owners}.values()):
         if sharded is not None:
             sharded.abandon()  # what is gathered on some ranks only is not, afterwards
             sharded.dissolve()
@@ -253,7 +255,7 @@ def wrap(
     plans = plan_units(_tree(module, named), specs, mesh.data.size, patterns, numerics.formats.alignment)
     mesh.watchdog.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
-    whole = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
+    persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload = None
     if places is not None and places.enabled:
         resting = _resting_dtype(numerics, mesh)
@@ -266,7 +268,7 @@ def wrap(
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
         dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
         unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
-        unit.whole = unit.cut and index in whole
+        unit.persistent = unit.cut and index in persistent
         unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
         units.append(unit)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
@@ -333,7 +335,7 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     return ModuleNode(path, kind, own, children, repeats, z3_leaf_module(module), is_apart(module))
 
 
-def _reads(module: nn.Module, units: Sequence[Unit], gatherer: ParamPrefetcher) -> dict[nn.Module, Reads]:
+def _reads(module: nn.Module, units: Sequence[Unit], prefetcher: ParamPrefetcher) -> dict[nn.Module, Reads]:
     """What each module that has parameters reads: the units anchored at it, and those of parameters it owns."""
     found: dict[nn.Module, list[Unit]] = {module: []}  # the root always: it tells where a forward ends
     frozen: dict[nn.Module, list[Unit]] = {}
@@ -352,7 +354,7 @@ def _reads(module: nn.Module, units: Sequence[Unit], gatherer: ParamPrefetcher) 
     for child, needed in found.items():
         inside = {unit.index: unit for below in child.modules() for unit in found.get(below, ())}
         trained = [unit for unit in inside.values() if unit.gradients is not None]
-        follow = FrozenUnits(frozen[child], trained, gatherer) if child in frozen else None
+        follow = FrozenUnits(frozen[child], trained, prefetcher) if child in frozen else None
         reads[child] = Reads(tuple(needed), follow)
     return reads
 
@@ -365,8 +367,7 @@ def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[
         found.setdefault(module.get_submodule(unit.plan.anchor), []).append(unit)
     for child in module.modules():
         # Compiled code asks what its parameters are before anything in it runs.
-        compiled = child._compiled_call_impl is not None or isinstance(getattr(child, "_orig_mod", None), nn.Module)
-        for param in child.parameters(recurse=compiled):
+        for param in child.parameters(recurse=is_compiled(child)):
             if param in wanted:
                 found.setdefault(child, []).append(wanted[param])
     return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}

@@ -1,33 +1,71 @@
-"""Where a unit's parameters are, and which step may come after which."""
+"""Where the parameters of a unit are, and which step may follow which: the only way from one state to another.
+
+    state      verb         next state
+    ---------  -----------  ----------
+    sharded    request      requested
+    sharded    gather       gathering
+    sharded    put away     away
+    requested  gather       gathering
+    gathering  wait         full
+    full       conceal      concealed
+    full       release      sharded
+    full       invalidate   stale
+    full       put away     away
+    concealed  reveal       full
+    stale      gather       gathering
+    away       take back    sharded
+    away       show         full
+
+Only units whose parameters are cut are ever sharded, requested or concealed, and only others stale.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class State(enum.Enum):
     """What is in memory of a unit's parameters.
 
-    SHARDED:   the own shard. Where parameters are cut, nothing else; where they are not, a full copy that
-               the optimizer has outdated.
+    SHARDED:   the own shard; the parameters look released.
+    REQUESTED: the same. A gather was asked for while an update of the shard runs, and begins when that has ended:
+               other ranks may have begun theirs, and wait for this one.
     GATHERING: the shard, and a full buffer that is being filled.
-    FULL:      the shard and a valid full buffer; parameters may be read.
-    AWAY:      nothing; somebody keeps the values elsewhere and resized the storages to 0.
+    FULL:      the shard and a valid full buffer. Parameters may be read.
+    CONCEALED: the same, but the parameters look released, so that it is noticed when somebody reads them.
+    STALE:     where parameters are not cut: a full buffer that the optimizer has outdated, but for the own shard.
+    AWAY:      nothing. Somebody keeps the values elsewhere and resized the storages to 0.
     """
 
     SHARDED = "sharded"
+    REQUESTED = "requested"
     GATHERING = "gathering"
     FULL = "full"
+    CONCEALED = "concealed"
+    STALE = "stale"
     AWAY = "away"
 
 
-LEGAL = {
+TRANSITIONS: Mapping[tuple[State, str], State] = {
+    (State.SHARDED, "request"): State.REQUESTED,
     (State.SHARDED, "gather"): State.GATHERING,
-    (State.GATHERING, "wait"): State.FULL,
-    (State.FULL, "release"): State.SHARDED,
-    (State.FULL, "invalidate"): State.SHARDED,
     (State.SHARDED, "put away"): State.AWAY,
+    (State.REQUESTED, "gather"): State.GATHERING,
+    (State.GATHERING, "wait"): State.FULL,
+    (State.FULL, "conceal"): State.CONCEALED,
+    (State.FULL, "release"): State.SHARDED,
+    (State.FULL, "invalidate"): State.STALE,
     (State.FULL, "put away"): State.AWAY,
+    (State.CONCEALED, "reveal"): State.FULL,
+    (State.STALE, "gather"): State.GATHERING,
     (State.AWAY, "take back"): State.SHARDED,
     (State.AWAY, "show"): State.FULL,
 }
+
+
+def transition_table() -> str:
+    """The table of this file's docstring, as `TRANSITIONS` says it; a test compares the two."""
+    rows = [("state", "verb", "next state"), ("-" * 9, "-" * 11, "-" * 10)]
+    rows += [(before.value, verb, after.value) for (before, verb), after in TRANSITIONS.items()]
+    return "\n".join(f"    {before:<11}{verb:<13}{after}" for before, verb, after in rows)

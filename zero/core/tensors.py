@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,20 +41,6 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
             yield from _tensors_in(item, depth - 1, seen)
 
 
-def memory_of(tensor: torch.Tensor) -> int | None:
-    """What tells a tensor's memory from all other: equal for all views of one storage; None where it has none."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # a sparse tensor, or one inside vmap
-        return None
-
-
-def holders_of(tensor: torch.Tensor) -> int:
-    """A number that grows by one with each tensor or variable that comes to hold the memory of this tensor."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
-
-
 def resizable(storage: torch.UntypedStorage) -> bool:
     """Whether its memory may be given back and come again: torch refuses where `numpy()` was called, and crashes
     where `share_memory_()` or a queue has moved the storage into memory that processes share."""
@@ -67,16 +51,3 @@ def different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Where the bits of two tensors [n] of one dtype differ, bool [n]; a NaN is equal to itself."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
     return one.contiguous().view(bits) != other.contiguous().view(bits)
-
-
-def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work` on our own tensors as it is, also where a transform of `torch.func` runs: that would make them its own."""
-
-    @functools.wraps(work)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
-            return work(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
-            return work(*args, **kwargs)
-
-    return called

@@ -1,19 +1,18 @@
-"""A unit: parameters that are gathered, reduced and released together, as a small state machine.
+"""A unit: parameters that are gathered, reduced and released together.
 
-    SHARDED --gather--> GATHERING --wait--> FULL --release / invalidate--> SHARDED
+Four verbs move its parameters through the states of zero/core/state.py: `gather` starts to bring the full parameters,
+`wait` makes them readable, `release` gives their memory back, `invalidate` says that the optimizer is about to change
+them. `reduce` concerns the gradient and is legal in every state.
 
-The fifth verb, reduce, concerns the gradient and is legal in every state.
-
-Storage is flat, parameters are not: the module keeps its own `nn.Parameter` objects, which become views of
-the unit's flat buffer. Releasing resizes that buffer's storage to 0 and gathering resizes it back, so that
-views which autograd saved in between are valid again when backward reaches them.
+A unit is made of parts, each the only owner of its state: `buffer` (the full parameters), `masters` (the shard, the
+exact values, the update that still runs), `gradients`, and with hpZ `secondary`. The unit has the order in which they
+act, and the messages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,38 +24,32 @@ from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.master import Master, rounded
 from zero.core.master_sync import MasterSync
 from zero.core.mesh import Mesh
-from zero.core.owner import Owner, copy_to, owner_of
-from zero.core.released import absent, released_class
-from zero.core.state import LEGAL, State
-from zero.core.tensors import holders_of, memory_of, resizable, untransformed
-from zero.core.updated import Updated
+from zero.core.owner import Owner, copy_to
+from zero.core.param_buffer import ParamBuffer
+from zero.core.released import absent
+from zero.core.secondary import SecondaryShard
+from zero.core.state import State
+from zero.core.torch_private import untransformed
 from zero.log import logger
-from zero.memory.copy_stream import wait_event
-from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
 
+TAGS = 3  # of one unit: its gather, the scatter of its gradient, the gather of its sum
 
-class Unit(MasterSync, Updated):
+
+class Unit:
     """Parameters with one flat buffer, one shard, one gradient.
 
-    full:   flat [layout.numel] in the unit's dtype; its storage has size 0 while released;
-    shard:  this rank's slice [numel / shard axis]: a view of `full` unless parameters are cut;
-    master: the exact values of that slice, for the optimizer; None when frozen;
-    holds:  how many readers (`GatheredParameters`) keep it full for now;
-    edited: indices of the parameters that such readers will write back, one entry for each reader;
-    bring:  asked when somebody reads a parameter that is away; makes the unit full and says True, or False;
-    placement: where its shard, its state and its gradient rest;
-    pending: the update of the last step, while it may still run beside us, or None;
-    graph:  a graph that was built by a reader may find the parameters where they are, also while they look released;
-    whole:  stays full between uses although it is cut: only the optimizer's step takes its full copy away;
-    optimizer: gives the optimizer that updates it, or None; weak, because parameters outlive engines;
-    mesh:   the ranks that share it;
-    left:   the `ShardedModule` that it belongs to, once the engine is gone without having given the parameters back.
+    mesh:       the ranks that share it;
+    placement:  where its shard, its state and its gradient rest;
+    holds:      how many readers (`GatheredParameters`) keep it full for now;
+    edited:     indices of the parameters that such readers will write back, one entry for each reader;
+    persistent: stays full between uses although it is cut: only the optimizer's step takes its full copy away;
+    on_read:    called when somebody reads parameters that are released; makes the unit full and returns True, or False;
+    optimizer:  gives the optimizer that updates it, or None; weak, because parameters outlive engines;
+    left_by:    the `ShardedModule` that it belongs to, once that was dropped without giving the parameters back.
     """
-
-    _away = staticmethod(released_class)
 
     def __init__(
         self,
@@ -66,39 +59,67 @@ class Unit(MasterSync, Updated):
         mesh: Mesh,
         cut: bool,
         placement: StatePlacement,
+        buffer: type[ParamBuffer] = ParamBuffer,
     ) -> None:
         self.plan = plan
         self.index = index
-        self.params = list(params)
+        self.mesh = mesh
         self.placement = placement
-        self.cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
-        self.pending: PendingUpdate | None = None
-        self.state = State.FULL
+        self.buffer = buffer(plan, params, cut and (mesh.shard.size > 1 or placement.shard_offloaded), mesh.global_rank)
+        self.masters = MasterSync(self._window(), placement, self.buffer, mesh.data.size > 1)
         self.gradients: Gradients | None = None
+        self.secondary: SecondaryShard | None = None
         self.holds = 0
         self.edited: list[int] = []
-        self.bring: Callable[[Unit], bool] | None = None
+        self.persistent = False
+        self.on_read: Callable[[Unit], bool] | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
-        self.left: Any = None
-        self.whole = self.graph = False
-        self._covered = False  # full, but the parameters look released
-        self._late = False  # gathering, but nothing is on its way yet
-        self._holders = 0  # of the full buffer's memory, before it was filled
-        self.mesh = mesh
-        self._waiting = threading.RLock()  # several threads may come to read at once
-        self._changing = threading.Lock()  # of `pending`, and with it of what is covered
-        self._axis = mesh.shard
+        self.left_by: Any = None
         self._transfer: Transfer | None = None
-        self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
-        self._copied: torch.cuda.Event | None = None  # after it what was pushed is in host memory
-        self._kinds = [type(param) for param in params]
-        self._versions = [param._version for param in params]
-        self._thawed = [param.requires_grad for param in params]
+        self.required_grad = [param.requires_grad for param in params]  # at the start
+
+    def _window(self) -> Span:
+        return self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The module's own parameters."""
+        return self.buffer.params
+
+    @property
+    def cut(self) -> bool:
+        """Whether parameters exist in full only while they are used."""
+        return self.buffer.cut
+
+    @property
+    def stays_full(self) -> bool:
+        """Whether the full parameters stay between uses: only the optimizer's step outdates them."""
+        return self.persistent or not self.cut
+
+    @property
+    def state(self) -> State:
+        """Where the parameters are."""
+        return self.buffer.state
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The flat buffer [layout.numel]."""
+        return self.buffer.full
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's slice of the parameters [numel / shard axis]."""
+        return self.masters.shard
+
+    @property
+    def master(self) -> Master | None:
+        """The exact values of the shard, for the optimizer; None when the unit is frozen."""
+        return self.masters.master
 
     @property
     def window(self) -> Span:
         """This rank's shard as a span of the flat buffer."""
-        return self.plan.layout.shard(self._axis.rank, self._axis.size)
+        return self.masters.window
 
     def adopt(
         self, dtype: torch.dtype, device: torch.device, gradient_dtypes: GradientDtypes, remainder: bool = False
@@ -115,129 +136,123 @@ class Unit(MasterSync, Updated):
         places = [flat.narrow(0, *span) for span in layout.spans.values()]
         unequal = [place for param, place in zip(self.params, places, strict=True) if not copy_to(param, place)]
         for place in [flat] if len(unequal) == len(places) else unequal:
-            for axis in (self.mesh.shard, self.mesh.replica):
-                comm.broadcast(place, 0, axis, self.plan.name)
-        self._kinds = [type(param) for param in self.params]  # of released ones, only now
-        own = self.window
-        self.full = flat if source == dtype else rounded(flat, dtype)
-        self.shard = self.placement.keep_shard(self.full.narrow(0, *own)) if self.cut else self.full.narrow(0, *own)
-        self.master = self._make_master(flat.narrow(0, *own), remainder) if trained else None
-        self._views = self._views_of(self.full)
-        self._holders = holders_of(self.full)
-        self._absent = [absent(param.shape, dtype, device) for param in self.params]
-        for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            param.data = view
-            param.grad = None
+            comm.broadcast(place, 0, self.mesh.data, self.plan.name)
+        self.buffer.adopt(flat if source == dtype else rounded(flat, dtype))
+        self.masters.adopt(flat.narrow(0, *self.window) if trained else None, remainder)
+        if self.cut and self.mesh.secondary is not None:
+            self.secondary = SecondaryShard(self.mesh, self.full)
+        for position, param in enumerate(self.params):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
-        self._versions = [param._version for param in self.params]
         if trained:
             shapes = [param.shape for param in self.params]
-            self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, 3 * self.index + 1)
-            self.gradients.rest = self.placement.host_gradients
+            host, tag = self.placement.host_gradients, TAGS * self.index + 1
+            self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, tag, host)
 
-    def gather(self, patient: bool = False) -> None:
+    # -- the parameters
+
+    def gather(self, deferred: bool = False) -> None:
         """Start to bring the full parameters; a no-op when they are there or on their way.
 
-        `patient`: an update that runs is not waited for. On this rank the gather then begins with the next call after
-        the update, or in `wait`, which every way out of it goes through: others may have begun it, and get their part.
+        With `deferred`, an update that runs is not waited for. On this rank the gather then begins with the next call
+        after the update, or in `wait`, which every way out of it goes through: others may have begun it, and get
+        their part.
         """
-        if patient and self.updating:
-            if self.state is State.SHARDED and self.cut and not self.whole:  # others are sent by the update
-                self._move("gather")
-                self._late = True
+        if deferred and self.masters.updating:
+            with self.buffer.lock:
+                if self.state is State.SHARDED and not self.persistent:  # others are sent by the update
+                    self.buffer.move("request")
             return
         self.settle()
         if self.state is State.AWAY:
             raise self.absence()
-        if self.state is State.SHARDED:
-            self.send()
-        self._catch_up()
-
-    def read(self) -> bool:
-        """Begin to read a shard that rests in a file; False where memory for it, or an update, must be waited for."""
-        if self.updating:
-            return False
-        self.settle()
-        return self.placement.shard_store.fetch()
-
-    def unread(self) -> None:
-        """Give up what `read` has begun."""
-        self.placement.shard_store.cancel_fetch()
+        self.send()
 
     @untransformed
-    def send(self, pushed: bool = False) -> None:
-        """Start the gather whatever still updates: for `gather`, and for an update that has ended and `pushed`."""
-        copies, tag = self.placement.copies, 3 * self.index
-        if self.cut:
-            self._allocate()  # not on the lane: memory is reused in the order of the stream that took it
-            with copies.after_current():
-                self._fill()
-                self._transfer = comm.gather(self.full, self._axis, tag)
-        else:
-            with copies.entered() if pushed else contextlib.nullcontext():
-                self._transfer = comm.gather(self.full, self._axis, tag)
-        self._move("gather")
+    def send(self, after_update: bool = False) -> None:
+        """Start the gather, unless the parameters are there or on their way, whatever still updates.
 
-    def _catch_up(self) -> None:
-        """Begin what a patient gather has put off; no update runs."""
-        if self._late:
-            self._late, self.state = False, State.SHARDED
-            self.send()
+        `after_update`: the caller is the update of this unit, which has published what it wrote.
+        """
+        copies, axis, tag = self.placement.copies, self.mesh.shard, TAGS * self.index
+        with self.buffer.lock:
+            if self.state not in (State.SHARDED, State.REQUESTED, State.STALE):
+                return
+            if not self.cut:
+                with copies.entered() if after_update else contextlib.nullcontext():
+                    self._transfer = comm.gather(self.full, axis, tag)
+            else:
+                self.buffer.allocate()  # not on the stream of copies: memory is reused in the order of its own stream
+                with copies.after_current():
+                    if self.secondary is None:
+                        self.masters.fill()
+                        self._transfer = comm.gather(self.full, axis, tag)
+                    else:
+                        self.send_secondary()
+                        self._transfer = self.secondary.gather(self.full, tag)
+            self.buffer.move("gather")
 
-    def complete(self) -> None:
-        """Somebody has filled all of the full buffer, the own shard too: as `gather` and `wait`, without a message."""
-        self.settle()
-        self._move("gather")
-        self._move("wait")
-        self._uncover()
+    def send_secondary(self) -> None:
+        """With hpZ: start to bring this rank's secondary shard from the other nodes, unless it is there or coming."""
+        if self.secondary is not None and not self.secondary.fresh:
+            with self.masters.shard_acquired():
+                self.secondary.send(self.shard, TAGS * self.index)
 
     @untransformed
     def wait(self) -> None:
         """Block until the full parameters may be read; a no-op when they are."""
-        if self.readable:
-            return
-        with self._waiting:
+        while not self.readable:
             self.settle()
-            if self.state is not State.FULL:
-                self._catch_up()
-                wait_event(self._filled, self.full.device)
-                transfer, self._transfer = self._transfer, None
-                if transfer is not None:
-                    transfer.wait()
-                self._move("wait")
-                if self.cut:
-                    self._show()
-            with self._changing:
-                if self.pending is None:
-                    self._uncover()
+            with self.buffer.lock:
+                if self.masters.pending is not None:
+                    continue  # the loop has begun another step while this thread waited
+                if self.state is State.REQUESTED:
+                    self.send()
+                if self.state is State.CONCEALED:
+                    self.buffer.move("reveal")
+                elif self.state is not State.FULL:
+                    self._wait_transfer()
+                    self.buffer.move("wait")
+                    if self.cut:
+                        self.buffer.show()
+                self.buffer.look_full()
+
+    def complete(self) -> None:
+        """Somebody has filled all of the full buffer, the own shard too: as `gather` and `wait`, without a message."""
+        self.settle()
+        with self.buffer.lock:
+            self.buffer.move("gather")
+            self.buffer.move("wait")
+            self.buffer.look_full()
 
     @property
     def readable(self) -> bool:
         """Whether the full parameters are there for everybody to read."""
-        return self.state is State.FULL and self.pending is None and not self._covered
+        return self.state is State.FULL and self.masters.pending is None
 
     def wait_sent(self) -> None:
         """Wait until the other ranks have what the last update sent them."""
         self.settle()
-        if self.state is State.GATHERING and (self.whole or not self.cut):
+        if self.state is State.GATHERING and self.stays_full:
             self.wait()
 
-    def release(self, spare: bool = True) -> None:
+    def release(self, keep_if_referenced: bool = True) -> None:
         """Give the memory of the full parameters back, where parameters are cut; else they stay.
 
-        With `spare`, memory that somebody has come to hold a view of since it was filled is left to him, and the
-        unit takes new memory next time. Only a graph that was built meanwhile must not count as somebody: its
-        views are to find the parameters again where they were, so whoever builds one says `spare=False`. What cannot
+        With `keep_if_referenced`, memory that somebody has come to hold a view of since it was filled is left to him,
+        and the unit takes new memory next time. Only a graph that was built meanwhile must not count as somebody: its
+        views are to find the parameters again where they were, so whoever builds one passes False. What cannot
         be resized, as after `numpy()` and `share_memory_()`, is always left; a graph finds the values in it.
         """
-        if not self.whole:
-            self._release(spare)
+        if not self.persistent:
+            self._release(keep_if_referenced)
 
-    def cover(self) -> None:
+    def conceal(self) -> None:
         """Keep the memory, but let the parameters look released, so that it is noticed when somebody reads them."""
-        if self.cut and self.state is State.FULL and not (self.whole or self.holds or self._covered):
-            self.keep_writes()
-            self._veil()
+        if self.cut and self.state is State.FULL and not (self.persistent or self.holds):
+            self._keep_writes()
+            with self.buffer.lock:
+                self.buffer.look_released()
+                self.buffer.move("conceal")
 
     def invalidate(self) -> None:
         """The shard is about to change: whatever full copy there is must be gathered again. Nobody may hold it open.
@@ -247,88 +262,132 @@ class Unit(MasterSync, Updated):
         """
         self.settle()
         if self.cut:
-            self.forget_graph()
+            self.buffer.forget_graph()
             self._release(True)
-            self._versions = [version + 1 for version in self._versions]
-            return
-        self.wait()
-        self.take_edits()
-        torch.autograd.graph.increment_version(self.params)
-        self._versions = [param._version for param in self.params]
-        self._move("invalidate")
+            self.buffer.outdate()
+            self._shard_changed()
+        else:
+            self.take_writes()
+            self.buffer.outdate()
+            with self.buffer.lock:
+                self.buffer.move("invalidate")
+
+    def publish(self, after_update: bool = False) -> None:
+        """The shard was updated: start to send it to those ranks that want it before its next use."""
+        if self.stays_full:
+            self.send(after_update)
+        else:
+            self.send_secondary()
 
     def put_away(self) -> None:
         """Nobody may read parameters or shard until `take_back`; their storages may be given back between the two."""
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
         self.settle()
-        self.forget_graph()
+        self.buffer.forget_graph()
         self._release(True)
-        if not self.cut:
-            self.wait()
-            self.take_edits()
-            self._hide()
-        self._move("put away")
+        self.take_writes()
+        with self.buffer.lock:
+            self.buffer.put_away()
 
     def take_back(self) -> None:
         """The storages hold what they held at `put_away`."""
-        if self.cut:
-            self._move("take back")
-        else:
-            self._show()
-            self._move("show")
+        with self.buffer.lock:
+            self.buffer.take_back()
 
     def absence(self) -> RuntimeError | None:
         """Why values cannot be worked on now, or None: they, or the state of the optimizer, are in host memory."""
         if self.state is State.AWAY or getattr(self.optimizer(), "away", False):
-            return RuntimeError(
-                f"the states of unit '{self.plan.name}' are offloaded (rank {self._axis.rank}); "
-                "call engine.reload_states() first"
-            )
+            return RuntimeError(f"the states of {self.buffer.name} are offloaded; call engine.reload_states() first")
         return None
 
-    def summon(self) -> bool:
+    def ensure_gathered(self) -> bool:
         """Make the parameters readable because somebody is about to read them; False when nobody can now."""
         # For an update that runs, and what it sends; nobody else has to do anything for it.
-        coming = self.whole and (self.pending is not None or self.state is State.GATHERING)
+        coming = self.persistent and (self.masters.pending is not None or self.state is State.GATHERING)
         if coming or (not self.cut and self.state is not State.AWAY):
             self.wait()
-        shown = self.state is State.FULL and not self._covered
-        return shown or (self.bring is not None and self.bring(self))
+        return self.state is State.FULL or (self.on_read is not None and self.on_read(self))
 
-    def references(self) -> tuple[int, ...]:
-        """Numbers of which one grows when a graph comes to hold a parameter, or anybody a view of one."""
-        return holders_of(self.full), *(param._use_count() for param in self.params)
+    # -- shard and masters
 
-    def forget_graph(self) -> None:
-        """No graph reads the values any more that a reader has left; one that does all the same raises."""
-        if self.graph and self.state in (State.SHARDED, State.GATHERING):
-            with torch._C.DisableTorchFunctionSubclass():
-                self._blank()
-        self.graph = False
+    def fetch(self) -> bool:
+        """Begin to read a shard that rests in a file; False where memory for it, or an update, must be waited for."""
+        if self.masters.updating:
+            return False
+        self.settle()
+        return self.placement.shard_store.fetch()
 
-    @property
-    def memory(self) -> int | None:
-        """What tells the memory of the full parameters from all other: equal for every view of it."""
-        return memory_of(self.full)
+    def cancel_fetch(self) -> None:
+        """Give up what `fetch` has begun."""
+        self.placement.shard_store.cancel_fetch()
 
-    @staticmethod
-    def summon_all(params: Sequence[nn.Parameter]) -> bool:
-        """Summon the units of all these parameters so that bringing one does not send another away again."""
-        units = list({id(owner.unit): owner.unit for owner in map(owner_of, params)}.values())
-        held = [unit for unit in units if unit.cut]  # others stay, and other threads may read them at the same time
-        for unit in held:
-            unit.holds += 1
-        try:
-            return all(unit.summon() for unit in units)
-        finally:
-            for unit in held:
-                unit.holds -= 1
+    def settle(self) -> None:
+        """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
+        if self.masters.pending is not None:
+            self.masters.settle()
 
-    def reduce(self) -> None:
+    @contextlib.contextmanager
+    def acquired(self, changed: bool = False, step: bool = False, in_update: bool = False) -> Iterator[None]:
+        """See `MasterSync.acquired`."""
+        with self.masters.acquired(changed, step, in_update):
+            yield
+
+    def take_writes(self) -> None:
+        """Where parameters are not cut: take what users have written into them in place as their exact values."""
+        if not self.cut:
+            if self.state is State.AWAY:
+                if self.master is not None:
+                    raise self.absence()
+                return
+            self.wait()  # for an update that still runs
+            self.masters.take_writes()
+
+    def exact(self) -> torch.Tensor:
+        """The masters of this rank's shard as fp32 [n], writes of users included; to be read only."""
+        self.take_writes()
+        return self.masters.exact()
+
+    def write_exact(self, start: int, values: torch.Tensor) -> None:
+        """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
+        self.masters.write_exact(start, values)
+        self._shard_changed()
+
+    def snapshot(self, index: int) -> list[torch.Tensor]:
+        """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
+        return self.masters.snapshot(index)
+
+    def overwrite(self, index: int, source: int, before: Sequence[torch.Tensor] | None = None) -> None:
+        """Replace parameter `index` by its value on rank `source` of `mesh.data`: full copy, shard and master.
+
+        A collective. With `before`, elements that still have the values of that `snapshot` keep their exact masters.
+        """
+        comm.broadcast(self.buffer.views[index], source, self.mesh.data, self.plan.name)
+        self.masters.take(index, before)
+        self._shard_changed()
+
+    def renew(self, index: int, values: torch.Tensor) -> None:
+        """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
+
+        Shard and master hold them already. Autograd is told, so that a graph built before raises, as in plain torch.
+        """
+        self.settle()
+        if self.state in (State.REQUESTED, State.GATHERING):
+            self.wait()
+        if self.state in (State.FULL, State.CONCEALED):
+            self.buffer.views[index].view(-1).copy_(values)
+        else:
+            self.buffer.forget_graph()
+        if not (self.holds and self.state is State.FULL):  # GatheredParameters would take it for a change that is lost
+            self.buffer.outdate([index])
+        self._shard_changed()
+
+    # -- the gradient, and the end
+
+    def reduce(self, leaf: Any = None) -> None:
         """Start to turn the full gradient into its reduced shard, once an update has done with the last one."""
         self.settle()
-        self.gradients.reduce()
+        self.gradients.reduce(leaf)
 
     def dissolve(self, alone: bool = False) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers.
@@ -340,110 +399,46 @@ class Unit(MasterSync, Updated):
         else:
             self.gather()
             self.wait()
-        for param in self.params:
-            param.data = param.data.clone()
-            vars(param).pop("_zero_owner", None)  # not there after torch.utils.swap_tensors
+        self.buffer.dissolve()
         if self.gradients is not None:
             self.gradients.drop()
-        self.land()
+        self.masters.wait_copies()
         self.placement.close()
 
     def _stand_alone(self) -> None:
         """Be readable with what is here; messages on their way are not waited for."""
         self._transfer = None
-        if self._late:
-            self._late, self.state = False, State.SHARDED
-        if self.cut and self.state is State.SHARDED:
-            self._allocate()
-            self.full.copy_(absent(self.full.shape, self.full.dtype, self.full.device))
-            try:
-                self._fill()
-            except (OSError, RuntimeError) as error:
-                logger.warning("the own part of unit '%s' could not be read either: %s", self.plan.name, error)
-            self._move("gather")
-        if self.state is State.SHARDED:
-            self._uncover()
-        else:
-            self.wait()
+        with self.buffer.lock:
+            if self.state in (State.SHARDED, State.REQUESTED):
+                self.buffer.allocate()
+                self.full.copy_(absent(self.full.shape, self.full.dtype, self.full.device))
+                try:
+                    self.masters.fill()
+                except (OSError, RuntimeError) as error:
+                    logger.warning("the own part of %s could not be read either: %s", self.buffer.name, error)
+            if self.state in (State.SHARDED, State.REQUESTED, State.STALE):
+                self.buffer.move("gather")
+        self.wait()
 
-    def _make_master(self, exact: torch.Tensor, remainder: bool) -> Master:
-        """The master of `exact`, fp32 [n], where the step is computed; with a copy of the shard if need be."""
-        placement = self.placement
-        # The shard itself may be in a file by now.
-        shard = placement.shard_for_master(self.full.narrow(0, *self.window), self.shard)
-        master = Master(shard, exact.to(placement.update_device), remainder)
-        placement.keep_state(shard, master.tensors())
-        return master
-
-    def _fill(self) -> None:
-        """Copy the shard to its place in the full buffer, from wherever it rests, on the lane."""
-        self._filled = self.placement.read_shard(self.shard, self.full.narrow(0, *self.window))
+    def _wait_transfer(self) -> None:
+        self.masters.wait_filled()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
 
     @untransformed
-    def _release(self, spare: bool) -> None:
+    def _release(self, keep_if_referenced: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
         self.wait()  # messages on their way still write into the buffer
-        self.keep_writes()
-        try:
-            self._hide()
-            self._free(spare)
-        except BaseException:
-            self._show()  # the memory is there as it was
-            raise
-        self._move("release")
+        self._keep_writes()
+        with self.buffer.lock:
+            self.buffer.free(keep_if_referenced)
 
-    def _allocate(self) -> None:
-        self._holders = holders_of(self.full)
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+    def _keep_writes(self) -> None:
+        if self.masters.keep_writes() and self.secondary is not None:
+            self.secondary.copy_from(self.full)
 
-    def _free(self, spare: bool) -> None:
-        full, views = self.full, self._views
-        held = self.graph or (spare and holders_of(full) > self._holders)
-        if held or not resizable(full.untyped_storage()):
-            with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
-                full = torch.empty_like(full)
-                views = self._views_of(full)
-        full.untyped_storage().resize_(0)
-        self.full, self._views = full, views
-
-    def _move(self, verb: str) -> None:
-        after = LEGAL.get((self.state, verb))
-        if after is None:
-            raise RuntimeError(
-                f"unit '{self.plan.name}' (rank {self._axis.rank}) cannot {verb} while it is {self.state.value}"
-            )
-        self.state = after
-
-    def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        spans = self.plan.layout.spans.values()
-        return [full.narrow(0, *span).view(param.shape) for param, span in zip(self.params, spans, strict=True)]
-
-    def _veil(self) -> None:
-        self._covered = True
-        for param, kind in zip(self.params, self._kinds, strict=True):
-            param.__class__ = self._away(kind)
-
-    def _uncover(self) -> None:
-        if self._covered:
-            for param, kind in zip(self.params, self._kinds, strict=True):
-                param.__class__ = kind
-            self._covered = False
-
-    def _show(self) -> None:
-        for param, view, kind in zip(self.params, self._views, self._kinds, strict=True):
-            param.__class__ = kind
-            param.data = view
-        torch._C._autograd._unsafe_set_version_counter(tuple(self.params), tuple(self._versions))
-
-    def _hide(self) -> None:
-        self._versions = [param._version for param in self.params]
-        if not self.graph:
-            self._blank()
-        for param, kind in zip(self.params, self._kinds, strict=True):
-            param.__class__ = self._away(kind)
-
-    def _blank(self) -> None:
-        torch.autograd.graph.increment_version(self.params)
-        for param, nothing in zip(self.params, self._absent, strict=True):
-            param.data = nothing
+    def _shard_changed(self) -> None:
+        if self.secondary is not None:
+            self.secondary.invalidate()

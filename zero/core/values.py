@@ -15,7 +15,7 @@ from zero.core import comm
 from zero.core.master import rounded
 from zero.core.owner import Owner
 from zero.core.prefetcher import in_backward
-from zero.core.unit import State
+from zero.core.state import State
 from zero.plan.layout import Fragment
 
 
@@ -94,9 +94,9 @@ def cut_out(owner: Owner, values: torch.Tensor) -> torch.Tensor:
 
 def exact_piece(owner: Owner) -> torch.Tensor:
     """This rank's piece of the exact values, fp32 [n], a copy. MasterSync of the user are in it."""
-    owner.unit.take_edits()
+    owner.unit.take_writes()
     part = piece(owner)
-    with owner.unit.borrow():
+    with owner.unit.acquired():
         return owner.unit.master.values(part.at, part.numel).clone()
 
 
@@ -106,12 +106,12 @@ def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = No
     `whole` [numel]: all pieces, where they are known; without it this is a collective wherever a full copy is there.
     """
     unit, part = owner.unit, piece(owner)
-    unit.take_edits()
+    unit.take_writes()
     if part.numel:
         unit.write_exact(part.at, own)
     if whole is None:
         seen = not unit.cut or unit.state is not State.SHARDED
-        with unit.borrow():
+        with unit.acquired():
             rounding = unit.shard.narrow(0, part.at, part.numel).clone()
         unit.renew(owner.index, assemble(owner, rounding) if seen else rounding)
     else:
@@ -166,6 +166,6 @@ def write_frozen(owner: Owner, whole: torch.Tensor) -> None:
     unit, part = owner.unit, piece(owner)
     values = whole.reshape(-1).to(unit.full.device, unit.shard.dtype)
     if part.numel:
-        with unit.borrow(written=True):
+        with unit.acquired(changed=True):
             unit.shard.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
     unit.renew(owner.index, values)

@@ -40,7 +40,7 @@ def _whose(param: nn.Parameter) -> str:
     owner = owner_of(param)
     if owner is None or isinstance(owner.unit, DeferredParam):
         return ""
-    if owner.unit.left is None:
+    if owner.unit.left_by is None:
         return ", of an engine that is still there"
     return ", of an engine that was dropped" if owner.unit.cut else ""
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.sharded_module import ShardedModule
+from zero.core.state import State
 from zero.core.tensors import resizable
-from zero.core.unit import State, Unit
+from zero.core.unit import Unit
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 
@@ -79,8 +80,8 @@ class StateOffload:
         if held:
             raise RuntimeError(f"offload_states() while GatheredParameters holds {held} open; call it outside")
         self._sharded.recover()
-        self._sharded.gatherer.release_all()
-        storages = {each._cdata: each for each in self._storages(names) if each.nbytes() and resizable(each)}
+        self._sharded.prefetcher.release_all()
+        storages = {each.data_ptr(): each for each in self._storages(names) if each.nbytes() and resizable(each)}
         if "lp_params" in names:
             for unit in self._sharded.units:
                 unit.put_away()
@@ -130,7 +131,7 @@ def _gradient_storages(unit: Unit, names: Collection[str]) -> Iterator[torch.Unt
     if "lp_grads" in names:
         if grads.flat is not None:
             yield grads.flat.untyped_storage()
-        yield from (tensor.untyped_storage() for tensor in grads.sums())
+        yield from (tensor.untyped_storage() for tensor in grads.sum.parts())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

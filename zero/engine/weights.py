@@ -188,7 +188,7 @@ class Weights:
     def empty_partition_cache(self) -> None:
         """Release every parameter that is whole only for now, and give unused memory of a GPU back."""
         self._status.check()
-        self._sharded.gatherer.release_all()
+        self._sharded.prefetcher.release_all()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

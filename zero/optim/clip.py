@@ -56,7 +56,7 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, says: Says) -> Norm:
 
 def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:
     """The sum of the squares of this rank's span: where it is computed on a GPU, an fp64 number there."""
-    known = unit.gradients.squares
+    known = unit.gradients.sum.squares()
     if known is not None:
         return known
     part = unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank]

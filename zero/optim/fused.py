@@ -167,13 +167,13 @@ class FusedRule:
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
         """See `ShardOptimizer.read`."""
-        with unit.borrow():
+        with unit.acquired():
             moment, signed = self._moment(unit, group, key, part)
             return moment.decode(signed)[: part.numel].clone()
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """See `ShardOptimizer.write`."""
-        with unit.borrow(written=True):
+        with unit.acquired(changed=True):
             moment, signed = self._moment(unit, group, key, part)
             padded = moment.values.new_zeros(moment.numel, dtype=torch.float32)
             padded[: part.numel] = values

@@ -93,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._updates is not None:
             self._updates.close()
             for unit in self._sharded.trained:
-                unit.leave()
+                unit.masters.abandon_update()
 
     def waited(self) -> float | None:
         """Seconds that the training loop has waited for updates since the last call; None where there are none."""
@@ -253,14 +253,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 continue
             unit.invalidate()  # before the values change: a full copy that is being read must be complete
             grad = unit.gradients.shard
-            with unit.borrow(written=True, step=True):
+            with unit.acquired(changed=True, step=True):
                 grad = grad.to(unit.placement.update_device)
                 self.rule.update(unit, grad, self.param_groups[unit.plan.group], factor)
-                unit.push()
-            if not unit.cut or unit.whole:
-                unit.gather()  # travels while the next unit is updated
+                unit.masters.publish()
+            unit.publish()  # travels while the next unit is updated
         for unit in sharded.trained:
-            if (not unit.cut or unit.whole) and not (unit.placement.updated_on_host and deferred):
+            if unit.stays_full and not (unit.placement.updated_on_host and deferred):
                 unit.gather()
                 unit.wait()
         self._updating = False
@@ -277,9 +276,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         updates = []
         for unit in away:
             unit.invalidate()
-            gather = deferred and (not unit.cut or unit.whole)
             group = snapshot(self.param_groups[unit.plan.group])
-            updates.append(Update(unit, unit.gradients.hand_over(), group, factor, gather))
+            updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, deferred))
         for update, pending in zip(updates, self._updates.submit(updates), strict=True):
-            update.unit.defer(pending)
+            update.unit.masters.defer(pending)
         return deferred

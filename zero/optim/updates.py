@@ -31,7 +31,7 @@ class Update(NamedTuple):
     grad: torch.Tensor
     group: Mapping[str, Any]
     factor: float
-    gather: bool  # to send the new parameters to the other ranks
+    publish: bool  # to send the new parameters to the other ranks
 
 
 class Updates:
@@ -91,9 +91,9 @@ class Updates:
             grad = update.grad.to(placement.update_device)
             self._rule.update(unit, grad, update.group, update.factor, self.threads)
             with placement.copies.entered():
-                unit.push()
-        if update.gather:
-            unit.send(pushed=True)
+                unit.masters.publish()
+        if update.publish:
+            unit.publish(after_update=True)
         self.on_update("done", unit.plan.name)
         return placement.copies.record_event()
 

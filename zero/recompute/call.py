@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero.core.torch_private import saves_tensors_by_hooks
 from zero.recompute.buffers import Found, as_of, changed, found_in
 from zero.recompute.caches import without_caches
 from zero.recompute.holder import HOLDER, Scope
@@ -39,7 +40,7 @@ def recomputed(
     args, kwargs = without_caches(args, kwargs, module)
     # Inputs of what lies inside of another call are recomputed with the rest of it; torch's own checkpoint wants to see
     # the same tensors saved both times, and its recomputation is outside of every scope.
-    if HOLDER.scope.inside or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if HOLDER.scope.inside or saves_tensors_by_hooks():
         rest = None
     tensors: list[torch.Tensor] = []
     holes = _taken_out((tuple(args), dict(kwargs)), tensors)

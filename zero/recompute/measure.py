@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.core.owner import owner_of
-from zero.core.tensors import memory_of, tensors_in
+from zero.core.tensors import tensors_in
+from zero.core.torch_private import storage_id
 from zero.recompute.ops import Kind, kind_of
 from zero.recompute.policy import Cost
 from zero.recompute.rest import Rest, made_by_graph
@@ -62,7 +63,7 @@ def measured(
         nonlocal needed
         # Packed is what a recomputation has to bring about, so products up to here are needed for it.
         needed = len(tally.products)
-        memory = memory_of(tensor)
+        memory = storage_id(tensor)
         saved[memory] = tensor.untyped_storage().nbytes() if memory is not None else tensor.nbytes
         return tensor
 
@@ -77,8 +78,8 @@ def measured(
 
 def _memories(module: nn.Module, others: Iterable[torch.Tensor]) -> set[int | None]:
     owners = [(param, owner_of(param)) for param in module.parameters()]
-    found = {memory_of(param) if owner is None else owner.unit.memory for param, owner in owners}
-    return found | {memory_of(tensor) for tensor in (*module.buffers(), *others)}
+    found = {storage_id(param) if owner is None else storage_id(owner.unit.full) for param, owner in owners}
+    return found | {storage_id(tensor) for tensor in (*module.buffers(), *others)}
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

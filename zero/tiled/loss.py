@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from zero.core.torch_private import backward_keeps_graph
 from zero.tiled.slices import default_size, longest, token_slices
 
 # What gradients of logits are multiplied by before they are rounded to fp16, whose least normal number is 6e-5. Before
@@ -120,7 +121,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         *kept, unit = ctx.saved_tensors
         factor = grad if unit is None else grad * unit
         # A graph that is run once leaves them to us: no second copy of the largest tensor of the model then.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        again = backward_keeps_graph()
         scaled = [each if each is None else each * factor if again else each.mul_(factor) for each in kept]
         grads = [each if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return *grads, None, None

@@ -40,7 +40,7 @@ def load_others(unit: Unit, source: Source, found: Found) -> None:
 
 def renew(units: Iterable[Unit], there: Collection[Unit]) -> None:
     """Bring what was loaded to all who keep it whole, but for units that are `there` already; collective."""
-    kept = [unit for unit in units if not unit.cut or unit.whole]
+    kept = [unit for unit in units if unit.stays_full]
     for unit in kept:
         if unit in there:
             unit.complete()

@@ -68,7 +68,7 @@ class SavePlan:
                     f"save_checkpoint() inside of GatheredParameters, which has yet to write back unit "
                     f"'{unit.plan.name}'; call it outside"
                 )
-            unit.take_edits()
+            unit.take_writes()
         self._buffers = saved_buffers(module)
         self._extra = encode(extra_states(module), "extra_state")
         self._shared = encode(plain.shared, "engine_state")
@@ -132,7 +132,7 @@ class SavePlan:
 
     def _write_units(self, job: Job, snapshot: Snapshot | None) -> None:
         for unit in self.units:
-            with unit.borrow():
+            with unit.acquired():
                 for chunk in unit_chunks(unit, self._optimizer):
                     if snapshot is not None and unit.placement.resident:
                         snapshot.take(chunk)

@@ -125,7 +125,7 @@ def load_unit(
     more: asks the source for what else is to be read along with it.
     """
     states = ask.states and unit.master is not None
-    with unit.borrow(written=True):
+    with unit.acquired(changed=True):
         for part in unit.plan.layout.fragments(unit.window):
             name = match.names.get(part.name)
             if name is None:
@@ -139,7 +139,7 @@ def load_unit(
         if not unit.placement.in_place:
             source.finish()
             if ask.weights and unit.master is not None:
-                unit.push()
+                unit.masters.publish()
     if states:
         names = [match.names[spec.name] for spec in unit.plan.params if spec.name in match.names]
         _load_numbers(unit, optimizer, source.index, names)
@@ -147,7 +147,7 @@ def load_unit(
 
 def restart(unit: Unit, optimizer: ZeroOptimizer) -> None:
     """Have the optimizer begin anew with a unit."""
-    with unit.borrow(written=True):
+    with unit.acquired(changed=True):
         optimizer.rule.restart(unit, optimizer.param_groups[unit.plan.group])
 
 

@@ -17,7 +17,7 @@ from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.deferred_param import DeferredParam
 from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
-from zero.core.unit import State
+from zero.core.state import State
 from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.units import (

@@ -1,0 +1,237 @@
+"""The full parameters of one unit: a flat buffer, the module's parameters as views of it, and the state of both.
+
+Storage is flat, parameters are not: the module keeps its own `nn.Parameter` objects. Freeing resizes the buffer's
+storage to 0 and allocating resizes it back, so that views which autograd saved in between are valid again when backward
+reaches them. While it is freed the parameters look released (zero/core/released.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zero.core.released import Released, absent, released_class
+from zero.core.state import TRANSITIONS, State
+from zero.core.tensors import resizable
+from zero.core.torch_private import (
+    set_versions,
+    storage_references,
+    tensor_references,
+    without_torch_function,
+)
+from zero.plan.units import UnitPlan
+
+
+class ParamBuffer:
+    """Sole owner of the storage of the full parameters, of their classes and version counters, and of `state`.
+
+    name:  the unit and the rank, for messages;
+    full:  flat [layout.numel] in the unit's dtype; its storage has size 0 while the parameters are released;
+    views: one of `full` for each parameter, of its shape;
+    cut:   parameters exist in full only while they are used;
+    lock:  held by whichever thread changes `state` or the storage. That is the thread of the training loop (or
+           autograd's, while the loop waits for a backward), a thread that reads parameters beside it, or the one that
+           updates the unit and then sends it; what a thread waits for under the lock never needs the lock itself;
+    kept_for_graph: a graph that was built while somebody read the parameters may find the values where they were.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        params: Sequence[nn.Parameter],
+        cut: bool,
+        rank: int,
+        class_released: Callable[[type], type] = released_class,
+    ) -> None:
+        self.plan = plan
+        self.name = f"unit '{plan.name}' (rank {rank})"
+        self.params = list(params)
+        self.cut = cut
+        self.state = State.FULL
+        self.full: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self.lock = threading.RLock()
+        self.kept_for_graph = False
+        self._class_released = class_released
+        self._absent: list[torch.Tensor] = []
+        self._references = 0  # to the full buffer's memory, before it was filled
+        self._classes = [type(param) for param in params]
+        self._versions = [param._version for param in params]
+
+    def adopt(self, full: torch.Tensor) -> None:
+        """Have the parameters be views of `full` [layout.numel], which holds their values."""
+        self.full, self.views = full, self._views_of(full)
+        self._classes = [type(param) for param in self.params]  # those of `zero.Init` were released until now
+        self._references = storage_references(full)
+        self._absent = [absent(param.shape, full.dtype, full.device) for param in self.params]
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+            param.grad = None
+        self.note_versions()
+
+    def move(self, verb: str) -> None:
+        """Go where `TRANSITIONS` says; RuntimeError for a verb that is not legal now. The caller holds `lock`."""
+        after = TRANSITIONS.get((self.state, verb))
+        if after is None:
+            raise RuntimeError(f"{self.name} cannot {verb} while it is {self.state.value}")
+        self.state = after
+
+    @property
+    def looks_released(self) -> bool:
+        """Whether the parameters refuse to be read."""
+        return isinstance(self.params[0], Released)
+
+    def allocate(self) -> None:
+        """Take memory for the full parameters."""
+        self._references = storage_references(self.full)
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+
+    def free(self, keep_if_referenced: bool) -> None:
+        """Have the parameters look released, and give their memory back; see `Unit.release`."""
+        try:
+            self._hide()
+            self._free(keep_if_referenced)
+        except BaseException:
+            self.show()  # the memory is there as it was
+            raise
+        self.move("release")
+
+    def show(self) -> None:
+        """Have the parameters be the views of the buffer, with the versions that saved tensors know."""
+        for param, view, kind in zip(self.params, self.views, self._classes, strict=True):
+            param.__class__ = kind
+            param.data = view
+        set_versions(self.params, self._versions)
+
+    def put_away(self) -> None:
+        """Have the parameters look released because their storage is about to be taken."""
+        if not self.cut:
+            self._hide()
+        self.move("put away")
+
+    def take_back(self) -> None:
+        """The storages hold again what they held at `put_away`."""
+        if not self.cut:
+            self.show()
+        self.move("take back" if self.cut else "show")
+
+    def look_released(self) -> None:
+        """Have the parameters refuse to be read; their memory stays."""
+        for param, kind in zip(self.params, self._classes, strict=True):
+            param.__class__ = self._class_released(kind)
+
+    def look_full(self) -> None:
+        """Undo `look_released`."""
+        if self.looks_released:
+            for param, kind in zip(self.params, self._classes, strict=True):
+                param.__class__ = kind
+
+    def forget_graph(self) -> None:
+        """No graph reads the values any more that a reader has left; one that does all the same raises."""
+        if self.kept_for_graph and self.state in (State.SHARDED, State.REQUESTED, State.GATHERING):
+            with without_torch_function():
+                self._blank()
+        self.kept_for_graph = False
+
+    def references(self) -> tuple[int, ...]:
+        """Numbers of which one grows when a graph comes to hold a parameter, or anybody a view of one."""
+        return storage_references(self.full), *map(tensor_references, self.params)
+
+    def note_versions(self) -> None:
+        """What stands in the parameters now was taken as their values."""
+        self._versions = [param._version for param in self.params]
+
+    def note_version(self, index: int) -> None:
+        """The same of one parameter."""
+        self._versions[index] = self.params[index]._version
+
+    def noted_version(self, index: int) -> int:
+        """The version of parameter `index` when its value was last taken."""
+        return self._versions[index]
+
+    def written(self) -> set[int]:
+        """The parameters that were written in place since their values were last taken."""
+        return {index for index, param in enumerate(self.params) if param._version != self._versions[index]}
+
+    def outdate(self, indices: Sequence[int] | None = None) -> None:
+        """The values of these parameters (all) change: a graph that was built before raises, as in plain torch."""
+        indices = range(len(self.params)) if indices is None else indices
+        if self.state in (State.SHARDED, State.REQUESTED):
+            for index in indices:
+                self._versions[index] += 1  # set when they are shown
+        else:
+            torch.autograd.graph.increment_version([self.params[index] for index in indices])
+            for index in indices:
+                self.note_version(index)
+
+    def reattach(self, index: int) -> str | None:
+        """Have parameter `index` be our view again if somebody replaced `param.data`.
+
+        Its values are taken. Returns what is wrong instead if it has another shape or dtype, which is undone.
+        """
+        param, view = self.params[index], self.views[index]
+        if _same_place(param, view):
+            return None
+        values, fits = param.detach(), param.shape == view.shape and param.dtype == view.dtype
+        param.data = view
+        if fits:
+            view.copy_(values)
+            torch.autograd.graph.increment_version(param)
+            return None
+        return f"{values.dtype} {tuple(values.shape)} where {view.dtype} {tuple(view.shape)} was"
+
+    def reattach_all(self) -> set[int]:
+        """`reattach` all parameters; returns those that were replaced. RuntimeError names one that does not fit."""
+        replaced = set()
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            if _same_place(param, view):
+                continue
+            version = param._version
+            if wrong := self.reattach(index):
+                raise RuntimeError(
+                    f"the data of parameter '{self.plan.params[index].name}' of {self.name} was replaced by a tensor "
+                    f"of another shape or dtype ({wrong}); the replacement is undone"
+                )
+            replaced.add(index)
+            if self.cut:  # the graph that was built since has read these very values
+                set_versions((param,), (version,))
+        return replaced
+
+    def dissolve(self) -> None:
+        """Give every parameter memory of its own, with its current value."""
+        for param in self.params:
+            param.data = param.data.clone()
+            vars(param).pop("_zero_owner", None)  # not there after torch.utils.swap_tensors
+
+    def _free(self, keep_if_referenced: bool) -> None:
+        full, views = self.full, self.views
+        referenced = keep_if_referenced and storage_references(full) > self._references
+        if self.kept_for_graph or referenced or not resizable(full.untyped_storage()):
+            with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
+                full = torch.empty_like(full)
+                views = self._views_of(full)
+        full.untyped_storage().resize_(0)
+        self.full, self.views = full, views
+
+    def _hide(self) -> None:
+        self.note_versions()
+        if not self.kept_for_graph:
+            self._blank()
+        self.look_released()
+
+    def _blank(self) -> None:
+        torch.autograd.graph.increment_version(self.params)
+        for param, nothing in zip(self.params, self._absent, strict=True):
+            param.data = nothing
+
+    def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        spans = self.plan.layout.spans.values()
+        return [full.narrow(0, *span).view(param.shape) for param, span in zip(self.params, spans, strict=True)]
+
+
+def _same_place(param: torch.Tensor, view: torch.Tensor) -> bool:
+    same = param.shape == view.shape and param.dtype == view.dtype and param.device == view.device
+    return same and param.data_ptr() == view.data_ptr() and param.stride() == view.stride()

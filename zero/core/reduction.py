@@ -1,0 +1,119 @@
+"""The sum of one unit's gradient over its mesh, on its way: along the shard axis, the replica axis, or both.
+
+Along shard every rank gets the sum of its own slice. Along replica, where every rank wants all of it, each first sums a
+part and then all parts are gathered, which moves what a ring all-reduce does. Where both axes are larger than one
+(HSDP; MiCS, Zhang et al. 2022), each rank's slice is summed along shard first and the slices along replica after, so
+that only 1/shard of the gradient crosses between replicas.
+
+The sums are taken in the order of ranks, as a binary tree over them, or in the backend's own order: see comm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zero.core import comm
+from zero.core.accumulator import Accumulator
+from zero.core.comm import Inbox, Transfer
+from zero.core.mesh import Axis, Mesh
+
+Memory = Callable[[int, torch.dtype], torch.Tensor]  # uninitialized, [numel], on the unit's device
+
+
+class Reduction(Protocol):
+    """A sum that has begun. What is not given to the accumulator by `advance` is given by `finish`."""
+
+    def advance(self, into: Accumulator) -> None:
+        """Wait for the messages of the present stage and begin the next one; does nothing in the last one."""
+
+    def finish(self, into: Accumulator) -> None:
+        """Wait until `into` has the sum."""
+
+
+def reduce(flat: torch.Tensor, mesh: Mesh, tag: int, as_tree: bool, memory: Memory) -> Reduction:
+    """Begin to sum `flat` [layout.numel] over the mesh; it belongs to the reduction from now on."""
+    if mesh.replica.size == 1:
+        return ShardReduction(flat, mesh.shard, tag, as_tree, memory)
+    if mesh.shard.size == 1:
+        return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory)
+    return HierarchicalReduction(flat, mesh, tag, as_tree, memory)
+
+
+class ShardReduction:
+    """Every rank's slice is summed on that rank, straight into the accumulator where it can take it."""
+
+    def __init__(self, flat: torch.Tensor, axis: Axis, tag: int, as_tree: bool, memory: Memory) -> None:
+        self._inbox: Inbox | None = comm.scatter(flat, axis, tag, as_tree)
+        self._memory = memory
+
+    def advance(self, into: Accumulator) -> None:
+        """See `Reduction.advance`."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is None or into.add_rows(inbox):
+            return
+        total = self._memory(inbox.rows[0].numel(), torch.float32)
+        inbox.sum(total, False)
+        into.add(total)
+
+    finish = advance
+
+
+class ReplicaReduction:
+    """Each rank sums a part of the whole, and the parts are gathered."""
+
+    def __init__(self, flat: torch.Tensor, axis: Axis, tag: int, as_tree: bool, memory: Memory) -> None:
+        self._axis = axis
+        self._tag = tag
+        self._memory = memory
+        self._device = flat.device
+        self._inbox: Inbox | None = comm.scatter(flat, axis, tag, as_tree)
+        self._transfer: Transfer | None = None
+
+    def advance(self, into: Accumulator) -> None:
+        """See `Reduction.advance`."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is None:
+            return
+        total = inbox.flat
+        if total.dtype != torch.float32 or total.device != self._device or inbox.pairwise:
+            total = self._memory(total.numel(), torch.float32)
+        own = total.chunk(self._axis.size)[self._axis.rank]
+        inbox.sum(own, False)  # returns when our slices have left, so that theirs may be overwritten
+        self._transfer = comm.gather(total, self._axis, self._tag + 1)
+
+    def finish(self, into: Accumulator) -> None:
+        """See `Reduction.finish`."""
+        self.advance(into)
+        self._transfer.wait()
+        into.add(self._transfer.full)
+
+
+class HierarchicalReduction:
+    """The rank's slice is summed along shard, that sum along replica, in fp32."""
+
+    def __init__(self, flat: torch.Tensor, mesh: Mesh, tag: int, as_tree: bool, memory: Memory) -> None:
+        self._replica = mesh.replica
+        self._tag = tag
+        self._as_tree = as_tree
+        self._memory = memory
+        self._inbox: Inbox | None = comm.scatter(flat, mesh.shard, tag, as_tree)
+        self._between: ReplicaReduction | None = None
+
+    def advance(self, into: Accumulator) -> None:
+        """See `Reduction.advance`."""
+        if self._between is not None:
+            self._between.advance(into)
+            return
+        total = self._memory(self._inbox.rows[0].numel(), torch.float32)
+        self._inbox.sum(total, False)
+        self._inbox = None
+        self._between = ReplicaReduction(total, self._replica, self._tag, self._as_tree, self._memory)
+
+    def finish(self, into: Accumulator) -> None:
+        """See `Reduction.finish`."""
+        if self._between is None:
+            self.advance(into)
+        self._between.finish(into)

@@ -1,0 +1,116 @@
+"""Every private name of torch that zero uses, with what we need of it; tests/core/test_torch_private.py asks for each.
+
+Nothing public tells these things: who else holds a storage, which backward runs on this thread and when it ends, and
+how to set back the version counter of a tensor whose memory has come again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+# Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """What tells a tensor's memory from all other: equal for all views of one storage; None where it has none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse tensor, or one inside vmap
+        return None
+
+
+def tensors_of_storage(storage: torch.UntypedStorage) -> int:
+    """How many C++ tensors refer to the storage, the caller's Python object included."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_references(tensor: torch.Tensor) -> int:
+    """A number that grows by one with each tensor or variable that comes to hold the memory of this tensor."""
+    storage = tensor.untyped_storage()
+    return tensors_of_storage(storage) + sys.getrefcount(storage)
+
+
+def tensor_references(tensor: torch.Tensor) -> int:
+    """A number that grows by one when a graph comes to hold the tensor."""
+    return tensor._use_count()
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set the version counters that autograd checks saved tensors against."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def backward_task() -> int:
+    """The number of the innermost backward that runs on this thread (one may run inside another), or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_node() -> Any | None:
+    """The node of the graph whose backward runs on this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have `call` run when the backward that runs on this thread ends; not when it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that runs was asked to keep its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def saves_tensors_by_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` are in effect on this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of, or None."""
+    return tensor._base if tensor._is_view() else None
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """As `tensor.register_hook(hook)`, to run before the hooks that the tensor has."""
+    earlier = list((tensor._backward_hooks or {}).items())
+    tensor.register_hook(hook)
+    if earlier:
+        hooks = tensor._backward_hooks
+        last = hooks.popitem()
+        hooks.clear()  # moving the entry would not do: autograd reads the order of insertion
+        hooks.update([last, *earlier])
+
+
+def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """What is registered to run before the module's forward, in order."""
+    return list(module._forward_pre_hooks.values())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` or `torch.compile(module)` was called."""
+    return module._compiled_call_impl is not None or isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def parameter_of_class(kind: type, data: torch.Tensor) -> torch.Tensor:
+    """A tensor of class `kind`, which needs no gradient, on the memory of `data`."""
+    return torch.Tensor._make_subclass(kind, data, False)
+
+
+def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work` on our own tensors as it is, also where a transform of `torch.func` runs: that would make them its own."""
+
+    @functools.wraps(work)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        active = torch._C._are_functorch_transforms_active()
+        with torch._C._DisableFuncTorch() if active else contextlib.nullcontext():
+            return work(*args, **kwargs)
+
+    return called
