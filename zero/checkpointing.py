@@ -50,7 +50,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how inputs of recomputed calls rest, for this process; an argument goes before the JSON.
+    """Set how the inputs of recomputed calls are kept, for this process; an argument overrides the JSON.
 
     mpu_: what names the ranks that compute one sample together, over which `partition_activations` cuts inputs: an
     object with `get_model_parallel_group()` (or `get_tensor_model_parallel_group()`), a process group, or None.
@@ -83,17 +83,17 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Give the memory back that waits for further inputs; what `configure` said stays, as in DeepSpeed."""
+    """Free the memory that is kept for further inputs; the settings of `configure` stay, as in DeepSpeed."""
     if HOLDER.rest is not None:
         HOLDER.rest.slots.close()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of which the graph keeps the inputs and computes the rest again in backward.
+    """`function(*args, **kwargs)`, of which only the inputs are kept; the backward computes the activations again.
 
     Dropout gives the same mask and autocast is the same; so are the buffers of a `function` that is a module. Tensors
-    among the arguments, and in tuples, lists and dicts, rest as `configure` or the JSON of the engine around says. The
-    same as `non_reentrant_checkpoint`.
+    among the arguments, and in tuples, lists and dicts, are kept as `configure` or the JSON of the engine around says.
+    The same as `non_reentrant_checkpoint`.
     """
     module = function if isinstance(function, nn.Module) else None
     return recomputed(function, args, kwargs, HOLDER.scope.rest, module=module)

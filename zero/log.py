@@ -1,4 +1,4 @@
-"""The logger of the package, and what only one rank should say.
+"""The logger of the package, and messages that only rank 0 logs.
 
 The rank is read from the environment (`RANK`), so that this works before torch is imported.
 """
@@ -38,7 +38,7 @@ class _Format(logging.Formatter):
     """`[zero] text`, with the level in front of anything above INFO."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Lay one record out."""
+        """The text of one record."""
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         return f"[{NAME}] {level}{record.getMessage()}"
 

@@ -154,8 +154,8 @@ def test_duplicate_keys(tmp_path):
     path.write_text('{"train_batch_size": 8, "train_batch_size": 8, "bf16": {"enabled": true, "enabled": false}}')
     assert errors(path) == (
         f"in {path}:\n"
-        "key 'train_batch_size' stands twice (8, then 8); keep one\n"
-        "bf16: key 'enabled' stands twice (true, then false); keep one"
+        "key 'train_batch_size' is given twice (8, then 8); keep one\n"
+        "bf16: key 'enabled' is given twice (true, then false); keep one"
     )
 
 

@@ -1,4 +1,4 @@
-"""The batch triple: any two numbers give the third; what does not fit is said with a fix, never rounded."""
+"""The three batch sizes: any two give the third; what does not fit is an error with a fix, never rounded."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ def resolve(train: int | None, micro: int | None, steps: int | None, world: int)
 
 
 def tree_error(steps: int, world: int) -> str | None:
-    """What keeps `world` ranks x `steps` micro-batches from being added as a binary tree; None if nothing does."""
+    """Why `world` ranks x `steps` micro-batches cannot be added as a binary tree; None if they can."""
     total = world * steps
     if total & (total - 1) == 0:  # then both factors are powers of two
         return None

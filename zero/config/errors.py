@@ -1,4 +1,4 @@
-"""The error that lists everything wrong with a config, and how values and near misses are shown in it."""
+"""The error that lists everything that is wrong with a config, and how it shows values and near misses."""
 
 import difflib
 import json
@@ -20,7 +20,7 @@ class ConfigError(ValueError):
         lines = "\n".join(self.errors)
         super().__init__(f"in {source}:\n{lines}" if source else lines)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # an exception is made anew from its message alone
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle would rebuild the exception from its message alone
         return type(self), (self.errors, self.source), self.__dict__
 
 

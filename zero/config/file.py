@@ -1,4 +1,4 @@
-"""The file as a whole, and what becomes of it once it is checked."""
+"""A config file as a whole, and the checked `Config` that is made of it."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -29,7 +29,7 @@ _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 
 
 class File(Section):
-    """A config as it stands in a file: DeepSpeed's keys, and our own under `zero`."""
+    """A config file: DeepSpeed's keys, and our own under `zero`."""
 
     ALIASES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
 
@@ -76,13 +76,13 @@ class File(Section):
     """Insist on the library's CPU optimizer when the state is offloaded."""
 
     communication_data_type: Dtype | None = None
-    """Gradients are rounded to this dtype before they travel; over gloo they are summed in fp32 all the same, NCCL sums
-    in this dtype."""
+    """Gradients are rounded to this dtype before they are sent; over gloo they are summed in fp32 all the same, NCCL
+    sums in this dtype."""
     seq_parallel_communication_data_type: Annotated[Dtype | None, NOTHING_TO_SET] = None
     """The same over the ranks that share a sequence."""
     prescale_gradients: Bool = False
     """Divide gradients before they are reduced, by gradient_predivide_factor or else by the number of ranks; the result
-    is the same mean, but what travels is smaller."""
+    is the same mean, but the numbers that are sent are smaller."""
     gradient_predivide_factor: NotNegative = 1.0
     """What gradients are divided by before they are reduced, with or without prescale_gradients; the rest of the mean
     is taken after it."""
@@ -92,7 +92,7 @@ class File(Section):
     managed_gradient_accumulation: Bool = True
     """Count micro-batches up to the optimizer step; false leaves that to the script."""
     disable_allgather: Annotated[Bool, NOTHING_TO_SET] = False
-    """A relic in DeepSpeed."""
+    """Has no effect in DeepSpeed either."""
     vocabulary_size: Annotated[Positive | None, NOTHING_TO_SET] = None
     """The size of the vocabulary."""
     graph_harvesting: Annotated[Bool, _CUDA_GRAPHS] = False
@@ -209,7 +209,7 @@ class Config(File):
 
     @property
     def predivide(self) -> float:
-        """What gradients are divided by before they travel; 1 for nothing."""
+        """What gradients are divided by before they are sent; 1 for nothing."""
         if self.gradient_predivide_factor == 1.0 and self.prescale_gradients:
             return float(self.world_size)
         return self.gradient_predivide_factor

@@ -38,14 +38,14 @@ class Arguments(Section):
 
 
 class TorchArguments(Arguments):
-    """Arguments that only torch's own class knows: given a value, they call for it."""
+    """Arguments that only torch's own class knows; true selects it."""
 
     maximize: Bool | None = None
-    """Go up instead of down; true takes torch's own class."""
+    """Maximize the loss; true selects torch's own class."""
     foreach: Bool | None = None
-    """torch's loop over tensors; true takes torch's own class."""
+    """torch's loop over tensors; true selects torch's own class."""
     fused: Bool | None = None
-    """torch's fused kernel; true takes torch's own class."""
+    """torch's fused kernel; true selects torch's own class."""
 
 
 class AdamParams(TorchArguments):
@@ -71,7 +71,7 @@ class LionParams(Arguments):
     """The arguments of Lion."""
 
     lr: NotNegative = 1e-4
-    """The learning rate: how far every weight moves in a step."""
+    """The learning rate: each step changes every weight by it."""
     betas: Betas = (0.9, 0.99)
     """The share of the mean in the direction, and the decay of the mean."""
 
@@ -84,7 +84,7 @@ class SgdParams(TorchArguments):
     dampening: Fraction = 0.0
     """The part of the gradient that does not enter the sum."""
     nesterov: Bool = False
-    """Look ahead by one more momentum."""
+    """Use Nesterov momentum."""
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> "SgdParams":
@@ -103,7 +103,7 @@ class AdagradParams(TorchArguments):
     eps: NotNegative = 1e-10
     """Added to the root of the sum."""
     initial_accumulator_value: NotNegative = 0.0
-    """Where the sum of squares begins."""
+    """The initial value of the sum of squares."""
 
 
 ARGUMENTS: Mapping[str, type[Arguments]] = {
@@ -116,7 +116,7 @@ ARGUMENTS: Mapping[str, type[Arguments]] = {
 
 
 ONLY_TORCH = ("torch_adam", "maximize", "foreach", "fused")
-"""Arguments that take torch's own class when they are true."""
+"""Arguments that select torch's own class when they are true."""
 
 
 def torch_reason(kind: str, params: Mapping[str, Any]) -> str | None:

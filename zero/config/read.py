@@ -1,4 +1,4 @@
-"""From a path or a dict to plain values: hjson syntax, and keys that stand twice in one object."""
+"""Reads a config from a path or a dict: hjson syntax, and keys that are given twice in one object."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ class Source(NamedTuple):
 
     values: dict[str, Any]  # a copy; the caller may change it
     name: str | None  # the path as given, None for a dict
-    errors: list[str]  # keys that stand twice
+    errors: list[str]  # keys that are given twice
 
 
 class _Object(dict):
@@ -34,7 +34,7 @@ class _Object(dict):
 
 
 def read(source: str | os.PathLike | Mapping) -> Source:
-    """The values of a file or a dict, and the keys that stand twice in it."""
+    """The values of a file or a dict, and the keys that are given twice in it."""
     if isinstance(source, Mapping):
         return Source(_plain(source), None, [])
     if not isinstance(source, str | os.PathLike):
@@ -76,7 +76,7 @@ def _parse(text: str, name: str) -> Any:
 
 
 def _as_json(strict: json.JSONDecodeError, later: int) -> str:
-    """Where the text ceased to be JSON before hjson failed: a quoteless word, such as True, takes its line along."""
+    """Where the text stopped being JSON if hjson failed later: a quoteless word, such as True, takes its line along."""
     if strict.pos >= later or strict.doc[strict.pos :].lstrip().startswith(("#", "//", "/*")):
         return ""
     return f" (it is no JSON from line {strict.lineno} column {strict.colno} on: {strict.msg})"
@@ -87,7 +87,7 @@ def _repeats(value: Any, path: tuple = ()) -> list[str]:
     if isinstance(value, _Object):
         for key, first, second in value.repeats:
             where = f"{dotted(path)}: " if path else ""
-            lines.append(f"{where}key {key!r} stands twice ({show(first)}, then {show(second)}); keep one")
+            lines.append(f"{where}key {key!r} is given twice ({show(first)}, then {show(second)}); keep one")
         for key, inner in value.items():
             lines += _repeats(inner, (*path, key))
     elif isinstance(value, list):
@@ -97,7 +97,7 @@ def _repeats(value: Any, path: tuple = ()) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of plain dicts and lists, so that nobody can change the caller's."""
+    """A copy made of plain dicts and lists, so that changes do not reach the caller's."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

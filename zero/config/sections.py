@@ -69,7 +69,7 @@ class Fp16(Section):
     hysteresis: Count = 2
     """Overflows that are forgiven before the dynamic scale halves."""
     consecutive_hysteresis: Bool = False
-    """Forgive anew after each good step."""
+    """Count overflows from zero again after each good step."""
     min_loss_scale: Int = 1
     """The dynamic scale never goes below this."""
     fp16_master_weights_and_grads: Annotated[Bool, Unavailable("masters are exact fp32 here; leave it out")] = False
@@ -81,7 +81,7 @@ class Bf16(Section):
     enabled: Bool = False
     """Compute in bf16; the masters stay exact, see optimizer.params.zero.master."""
     immediate_grad_update: Annotated[Bool, NOTHING_TO_SET] = False
-    """Add each gradient to the fp32 sum as soon as it is there; here this is always so."""
+    """Add each gradient to the fp32 sum as soon as it is computed; here this is always so."""
     check_grad_overflow: Bool = True
     """Skip the step on all ranks when a gradient is not finite."""
     bf16_master_weights_and_grads: Annotated[Bool, _EXACT_MASTERS] = False
@@ -111,16 +111,16 @@ class DataTypes(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Where the inputs rest that a recomputation starts from, under `zero.recompute` and `zero.checkpointing`."""
+    """Where the inputs are kept that a recomputation starts from, under `zero.recompute` and `zero.checkpointing`."""
 
     partition_activations: Bool = False
     """Each rank of the model axis, which `zero.checkpointing.configure` names, keeps its slice of an input."""
     contiguous_memory_optimization: Bool = False
-    """Keep the inputs in one slab that is taken ahead, for number_checkpoints calls."""
+    """Keep the inputs in one buffer that is allocated ahead, for number_checkpoints calls."""
     cpu_checkpointing: Bool = False
     """Keep the inputs in main memory; they come back one call ahead of their use."""
     number_checkpoints: Positive | None = None
-    """For how many calls contiguous_memory_optimization takes room; without it this has no effect."""
+    """For how many calls contiguous_memory_optimization allocates; without it this has no effect."""
     synchronize_checkpoint_boundary: Bool = False
     """Wait for the device before and after each call."""
     profile: Bool = False
@@ -131,13 +131,13 @@ class Aio(Section):
     """Asynchronous file access, for offload to nvme."""
 
     block_size: integer(4096, 2**30, multiple_of=4096) = 1_048_576
-    """Bytes that a worker asks of the drive at once; `zero report --io DIR` finds what a drive likes."""
+    """Bytes that a worker reads or writes at once; `zero report --io DIR` finds the best number for a drive."""
     queue_depth: integer(1, 4096) = 8
     """Blocks of each worker in flight."""
     intra_op_parallelism: integer(1, 256) = 1
     """Workers."""
     single_submit: Annotated[Bool, _TOGETHER] = False
-    """Submit blocks one by one; here what waits goes together."""
+    """Submit blocks one by one; here all that wait are submitted together."""
     overlap_events: Annotated[Bool, _TOGETHER] = True
     """Submit while earlier blocks complete; here this is always so."""
     use_gds: Annotated[Bool, Unavailable("GPUDirect is not available; what is read goes through host memory")] = False

@@ -1,4 +1,4 @@
-"""The section `zero_optimization`: what is sharded, where it rests and how it moves."""
+"""The section `zero_optimization`: what is sharded, where it is stored and how it is communicated."""
 
 import sys
 from typing import Annotated, ClassVar
@@ -36,7 +36,7 @@ _MOE = (
 
 
 class OffloadParam(Section):
-    """Where the parameter shards of stage 3 rest."""
+    """Where the parameter shards of stage 3 are stored."""
 
     device: Device = "none"
     """The place of the parameter shards between uses: none (the device that computes), cpu or nvme."""
@@ -53,7 +53,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where the optimizer state and the fp32 masters rest, and who computes the step."""
+    """Where the optimizer state and the fp32 masters are stored, and which device computes the step."""
 
     device: Device = "none"
     """The place of the optimizer state: none (the device that computes), cpu or nvme."""
@@ -64,10 +64,10 @@ class OffloadOptimizer(Section):
     pin_memory: Bool = True
     """Page-locked main memory, which copies faster to the GPU."""
     pipeline_read: Bool = True
-    """Read the next piece from the drive while this one is computed. DeepSpeed's default is false, with which the
+    """Read the next unit's state from the drive while this one is updated. DeepSpeed's default is false, with which the
     drive and the update take turns."""
     pipeline_write: Bool = True
-    """Write the last piece to the drive while this one is computed; DeepSpeed's default is false."""
+    """Write the last unit's state to the drive while this one is updated; DeepSpeed's default is false."""
     fast_init: Annotated[Bool, NOTHING_TO_SET] = False
     """Fill the files on the drive without writing zeros first."""
     ratio: FractionOrAuto = 1.0
@@ -89,7 +89,7 @@ class LeafModule(Section):
 
 
 class ZeroOptimization(Section):
-    """What is sharded over the ranks, and DeepSpeed's knobs for how it moves."""
+    """What is sharded over the ranks, and DeepSpeed's settings of how it is communicated."""
 
     ALIASES: ClassVar[dict[str, str]] = {
         name.removeprefix("stage3_"): name
@@ -109,9 +109,9 @@ class ZeroOptimization(Section):
     stage: integer(0, 3) = 0
     """0 replicates everything; 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
     offload_param: OffloadParam = absent(OffloadParam)
-    """Where the parameter shards of stage 3 rest."""
+    """Where the parameter shards of stage 3 are stored."""
     offload_optimizer: OffloadOptimizer = absent(OffloadOptimizer)
-    """Where the optimizer state rests, and who computes the step."""
+    """Where the optimizer state is stored, and which device computes the step."""
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Gather whole weights when a 16-bit model is saved from stage 3."""
 
@@ -141,17 +141,17 @@ class ZeroOptimization(Section):
     legacy_stage1: Annotated[Bool, Unavailable("is gone from DeepSpeed too; leave it out")] = False
 
     stage3_prefetch_bucket_size: Count = 50_000_000
-    """Elements gathered ahead of their use; 0 gathers nothing ahead."""
+    """Elements that are prefetched; 0 prefetches nothing."""
     stage3_param_persistence_threshold: Count = 0
-    """Units of at most this many elements stay whole between uses. DeepSpeed's default is 100,000, for it gathers
-    parameters one by one; here small ones travel with their block."""
+    """Units of at most this many elements stay gathered between uses. DeepSpeed's default is 100,000, as it gathers
+    parameters one by one; here small ones are gathered with their block."""
     stage3_model_persistence_threshold: Count = sys.maxsize
-    """The most elements that may stay whole in all."""
+    """The most elements that may stay gathered in total."""
     stage3_max_live_parameters: Count = 1_000_000_000
-    """Nothing is gathered ahead of its use beyond this many whole elements."""
+    """The most gathered elements at a time: nothing is prefetched beyond them."""
     stage3_max_reuse_distance: Count = 0
-    """Keep a unit whole if it is used again within this many elements. DeepSpeed's default is 1e9, with which a model
-    below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
+    """Keep a unit gathered if it is used again within this many elements. DeepSpeed's default is 1e9, with which a
+    model below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
     stage3_module_granularity_threshold: Annotated[Count, _UNITS] = 0
     """Treat modules smaller than this as one; here units do that, see zero.units."""
     stage3_use_all_reduce_for_fetch_params: Annotated[Bool, _ONE_GATHER] = False

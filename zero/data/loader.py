@@ -1,4 +1,4 @@
-"""The loader of one rank, and one that never ends."""
+"""The loader of one rank, and one that repeats it without end."""
 
 from __future__ import annotations
 

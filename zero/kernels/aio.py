@@ -1,4 +1,4 @@
-"""Reads and writes of scratch files that go on beside the program: through io_uring, threads, or threads of Python."""
+"""Asynchronous reads and writes of scratch files: through io_uring, C++ threads or Python threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_THREADS, MAX_DEPTH, MAX_BLOCK = 256, 4096, 1 << 30
 
 
 class Request:
-    """A read or write on its way. Keeps its tensor and its file alive, and in place, until it is done.
+    """A read or write in flight. Keeps its tensor and its file alive, and in place, until it is done.
 
     Dropping it does not stop it.
     """

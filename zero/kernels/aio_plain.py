@@ -1,4 +1,4 @@
-"""The pool of workers of csrc/aio.h in plain Python: where nothing is compiled, and to compare with."""
+"""The pool of workers of csrc/aio.h in plain Python: for where nothing is compiled, and for comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_THREADS = 64  # kMaxThreads of csrc/aio.h
 
 
 class PlainRequest:
-    """A request on its way, as its blocks; `outcome` holds as in csrc/aio.h."""
+    """A request in flight, as its blocks; `outcome` holds as in csrc/aio.h."""
 
     def __init__(self, blocks: Sequence[Future[tuple[int, int]]], nbytes: int) -> None:
         self._blocks, self._nbytes = blocks, nbytes

@@ -1,4 +1,4 @@
-"""What an optimizer step needs to know beside its tensors, in device memory: lr, gradient factor, step, found-inf.
+"""The scalars of an optimizer step in device memory: lr, gradient factor, step, found-inf.
 
 A step that asks the host for one of these waits for the device, or bakes it into a CUDA graph. Here the clip factor and
 the answer to "is every gradient finite" stay where the norm was computed, the device counts its own steps, and only the

@@ -1,4 +1,4 @@
-"""A file without a name, for what is worth nothing once the process is gone, and memory that such a file takes."""
+"""An unnamed file for data that no one needs once the process is gone, and memory that is aligned for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the Adam step runs here, beside what the memory of this machine gives in the same two seconds."""
+"""The speed of the Adam step, compared with the memory bandwidth measured in the same two seconds."""
 
 from __future__ import annotations
 
