@@ -62,7 +62,7 @@ def refusals() -> list[str]:
         (config(3, 4), {"device_mesh": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *names))}),
         (config(3, 4), {"device_mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])}),
         (config(3, 4), {"mesh_param": {"dp_shard": 2, "tp": 2}}),
-        (config(3, 4, gradient_clipping=1.0), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
+        (config(3, 2, gradient_clipping=1.0), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
     ]
     said = []
     for settings, arguments in cases:

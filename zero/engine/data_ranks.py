@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.config import Config, ConfigError
+from zero.config.file import shard_sizes
 from zero.plan.grid import DATA, Grid, GridError
 
 _NOT_DATA = {"pp", "pipe", "pipeline", "cp", "sp", "sequence", "sequence_parallel", "context", "tp", "tensor", "ep"}
@@ -44,11 +45,11 @@ class DataRanks(NamedTuple):
                 f"{self.source}: got {self.shard_size} ranks to cut state over with zero_optimization.stage 0, where "
                 "every rank keeps all state; set the stage to 1, 2 or 3"
             )
-        elif self.shard_size and settings.shard_size not in (0, self.shard_size):
-            wrong.append(
-                f"zero.shard_size: got {settings.shard_size}, and {self.source} cuts state over {self.shard_size} "
-                "ranks; keep one of the two"
-            )
+        wrong += [
+            f"{key}: got {size}, and {self.source} cuts state over {self.shard_size} ranks; keep one of the two"
+            for key, size in shard_sizes(settings).items()
+            if self.shard_size not in (0, size)
+        ]
         if self.shard_size not in (0, self.size) and settings.secondary_shard_size > 1:
             wrong.append(
                 f"zero_optimization.zero_hpz_partition_size: got {settings.secondary_shard_size}, and {self.source} "
