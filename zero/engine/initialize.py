@@ -83,15 +83,12 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
     source = resolve_config(args, config, config_params)
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port, timeout=_group_timeout(source))
-    else:
-        refuse_alone(distributed_port)
+    _join(source, dist_init_required, distributed_port)
     data = data_ranks(mesh_param, device_mesh, mpu)
     handed = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
     order = order_of_environment()
     settings = _load(source, data.size, handed, order)
-    shard_size = data.sharded_over(settings)
+    over = data.group, data.sharded_over(settings)
     if order is not None and order.plain:
         engine: Any = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
         engine.lr_scheduler = _make_scheduler(lr_scheduler, engine.optimizer, settings)
@@ -102,12 +99,19 @@ def initialize(
         scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
         device = local_device()
         loader = _loader(training_data, collate_fn, settings, device, data.rank)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device, (data.group, shard_size))
+        engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
         engine.lr_scheduler = scheduler
     engine.training_dataloader = loader
     if order is not None:
         order.watch(engine)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _join(source: Any, required: bool | None, port: int) -> None:
+    if required is not False:
+        init_distributed(distributed_port=port, timeout=_group_timeout(source))
+    else:
+        refuse_alone(port)
 
 
 def _load(source: Any, world_size: int, handed: list[str], order: Order | None) -> Config:
