@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.config import Config, ConfigError
-from zero.config.file import shard_sizes
 from zero.plan.grid import DATA, Grid, GridError
 
 _NOT_DATA = {"pp", "pipe", "pipeline", "cp", "sp", "sequence", "sequence_parallel", "context", "tp", "tensor", "ep"}
@@ -47,7 +46,7 @@ class DataRanks(NamedTuple):
             )
         wrong += [
             f"{key}: got {size}, and {self.source} cuts state over {self.shard_size} ranks; keep one of the two"
-            for key, size in shard_sizes(settings).items()
+            for key, size in settings.shard_sizes.items()
             if self.shard_size not in (0, size)
         ]
         if self.shard_size not in (0, self.size) and settings.secondary_shard_size > 1:
