@@ -69,7 +69,7 @@ def configure(
     }
     known = vars(RestSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
     settings = RestSettings(**known | {name: value for name, value in arguments.items() if value is not None})
-    device = local_device() if axis.native else torch.device("cpu")  # where the messages lie
+    device = local_device() if axis.native else torch.device("cpu")  # of the messages
     what = "the ranks of mpu_ do not configure the same"
     agree([f"{name} = {value}" for name, value in vars(settings).items() if name != "profile"], axis, device, what)
     rest = Rest(settings, axis)
@@ -108,7 +108,7 @@ def get_cuda_rng_tracker() -> SeedTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed torch alike on the ranks of `mpu_`, and the stream of `get_cuda_rng_tracker().fork()` apart on each."""
+    """Seed torch equally on the ranks of `mpu_`, and the stream of `get_cuda_rng_tracker().fork()` by rank."""
     seed_model_parallel(HOLDER.seeds, seed, HOLDER.axis.rank)
 
 

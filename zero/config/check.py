@@ -28,9 +28,9 @@ def load(
     """Read and check a config for `world_size` data-parallel ranks.
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
-    that is wrong, also for each `"auto"` that no default can stand for. With `filled=False` the config is one that
-    Hugging Face has not filled in yet: there they count as not given, and so does the batch size, for which a
-    micro-batch of 1 stands. `stand_ins` are sections in whose place the script hands over objects of its own.
+    that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
+    Hugging Face has not filled in yet: "auto" counts as not given, and where no batch size is given, the micro-batch
+    is 1. `stand_ins` are sections that the script replaces by objects of its own.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -168,7 +168,7 @@ def _optimizer(tidy: Tidy, bf16: bool) -> list[str]:
 
 
 def _autos(tidy: Tidy, stand_ins: Collection[str]) -> list[str]:
-    """A line for each "auto" that stands for nothing we could know."""
+    """A line for each "auto" whose value we cannot know."""
     known = (TRAIN, MICRO, STEPS, *stand_ins)
     return [
         f"{dotted(tidy.written(path))}: got 'auto', which is for Accelerate or Transformers to fill in before this "

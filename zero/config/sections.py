@@ -164,12 +164,12 @@ class Recompute(Section):
     modules: Texts = Field(default_factory=list)
     """Class names or path patterns (fnmatch on the module path) of the modules; of nested ones the outermost."""
     every: Positive = 1
-    """Every so many of them, in order, is recomputed: 1 is all of them."""
+    """Every n-th of them, in order, is recomputed: 1 is all of them."""
     policy: choice("full", "selective", "auto") = "full"
     """full keeps a module's inputs; selective also what matrix products and attention give; auto chooses for each
     module after the first step, so that as little is recomputed as fits into the budget."""
     products: Positive = 1
-    """Under selective, every so many matrix products are kept: 1 is all, with 2 every second is recomputed."""
+    """Under selective, every n-th matrix product is kept: 1 is all, with 2 every second is recomputed."""
     budget: Nbytes | None = None
     """Under auto, what the activations of the modules may take on each rank: bytes, or text such as '12 GiB'."""
 
@@ -194,7 +194,7 @@ class Zero(Section):
     """Class names or path patterns (fnmatch on the module path) of the modules that become one unit each;
     default: found by itself from repeated blocks."""
     shard_size: integer(-1) = 0
-    """The number of ranks that state is cut over, at stages 1 to 3; each group of so many consecutive ranks holds a
+    """The number of ranks that state is cut over, at stages 1 to 3; each group of that many consecutive ranks holds a
     replica of all of it. A divisor of the world size; 0 and -1 are all ranks."""
     reduce_every_micro_batch: Bool = False
     """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
@@ -208,7 +208,7 @@ class Zero(Section):
     check_order: Bool = False
     """Compare at each step in which order the ranks communicated; a difference is an error that names the first."""
     check_replicas: Count = 0
-    """Every so many steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
+    """Every n steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
     0 is never."""
     recompute: Recompute = absent(Recompute)
     """Modules whose activations are computed again in the backward pass and not kept."""

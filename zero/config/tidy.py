@@ -13,17 +13,17 @@ from zero.config.keys import aliases, hint, section_of
 from zero.config.values import Section
 from zero.config.zero_section import ZeroOptimization
 
-_FREE = ("params",)  # objects handed on to somebody else, to whom null may mean something
+_FREE = ("params",)  # objects that are passed on to other code, to which null may mean something
 _ZERO = "zero_optimization"
 
 
 def is_auto(value: Any) -> bool:
-    """Whether somebody else, such as Accelerate, is to fill this in."""
+    """Whether another program, such as Accelerate, is to fill this in."""
     return isinstance(value, str) and value == "auto"
 
 
 def _says_auto(value: Any, model: type[Section], name: Any) -> bool:
-    """Whether "auto" is one of the words that the key may be, and so no gap that somebody else was to fill."""
+    """Whether "auto" is one of the values of the key, and so nothing that another program was to fill in."""
     field = model.model_fields.get(name)
     words = field.json_schema_extra if field is not None and isinstance(field.json_schema_extra, dict) else {}
     return is_auto(value) and "auto" in (*words.get("enum", ()), *words.get("examples", ()))

@@ -1,6 +1,6 @@
 """How a key is marked that the config knows and this release does not do, or that changes nothing here.
 
-A key's mark stands in its annotation: `zenflow: Annotated[Bool, Unavailable("...")] = False`. A later release that has
+A key's mark is part of its annotation: `zenflow: Annotated[Bool, Unavailable("...")] = False`. A later release that has
 the feature deletes the mark.
 """
 

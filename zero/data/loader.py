@@ -20,13 +20,13 @@ class Loader:
     """The batches of one rank out of a dataset that all ranks share, one pass per `iter()`.
 
     A dataset with indices is shuffled and divided as by torch's `DistributedSampler`. **It pads:** if the
-    samples do not go round, the first ones of the shuffled order come twice, so that all ranks have as many
+    samples do not divide evenly, the first ones of the shuffled order come twice, so that all ranks have as many
     (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
     measurement, whose mean is then over 778; a measurement divides the indices itself and weighs by the true
-    counts. Ranks take turns at the items of an `IterableDataset`, and what does not go round is dropped
+    counts. Ranks take turns at the items of an `IterableDataset`, and an incomplete last turn is dropped
     (`RankIterable`).
 
-    Each pass shuffles anew: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
+    Each pass has its own shuffle: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
     itself, 0, 1, ... `state_dict()` says where the data are. After `load_state_dict()` the next pass is the rest of
     that one: samples that were not seen, in their order, also for another number of ranks or in batches of another
     size. They are not read again, unless the dataset is iterable and has to be read from its beginning.

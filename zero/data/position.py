@@ -27,7 +27,7 @@ class Position:
     seen: tuple[int, ...] = (0,)
 
     def further(self, samples: int, worker: int = 0) -> Position:
-        """One batch further, of so many samples from this worker."""
+        """One batch further, of this many samples from this worker."""
         seen = tuple(count + samples * (number == worker) for number, count in enumerate(self.seen))
         return replace(self, batches=self.batches + 1, seen=seen)
 
@@ -83,7 +83,7 @@ class Partition:
 
     def _seen(self, at: Position, was: Partition) -> tuple[int, ...]:
         if was.source != self.source:
-            _warn(f"the data came from a {was.source}, now from a {self.source}: pass {at.epoch} begins anew")
+            _warn(f"the data came from a {was.source}, now from a {self.source}: pass {at.epoch} starts over")
             return (0,) * self.workers
         if self.source == "dealt" and (was.samples, was.seed) != (self.samples, self.seed):
             _warn(

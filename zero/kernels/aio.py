@@ -44,7 +44,7 @@ class Request:
 
         Raises:
             OSError: with the errno, the bytes of the file that were asked for, how far it came, and the path. All bytes
-                before that point were moved; of those behind it, some may have been. A file that ends before a read
+                before that point were moved; of those after it, some may have been. A file that ends before a read
                 does is EIO.
             RuntimeError: in a process forked from the one that began it.
         """
@@ -102,19 +102,19 @@ class Aio:
             raise ValueError(f"backend: got {backend!r}; wanted one of {', '.join(map(repr, BACKENDS))}, or None")
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._flying: dict[Request, None] = {}  # begun, and nobody has waited yet; oldest first
+        self._flying: dict[Request, None] = {}  # begun, and not waited for yet; oldest first
         self._failed: list[Request] = []  # the same, and known to have failed
         self._raised = self._closed = False  # raised: an error has reached the caller
         self._pool: Any = None
         self._pool, self.backend, self.why = _pool(threads, queue_depth, block_size, backend)
 
     def read(self, file: ScratchFile, tensor: Tensor, offset: int) -> Request:
-        """Begin to fill a tensor from a file. Nobody may touch the tensor before :meth:`Request.wait` returned.
+        """Begin to fill a tensor from a file. The tensor must not be touched before :meth:`Request.wait` returned.
 
         Args:
             file: open, not closed before this call.
             tensor: contiguous, on the CPU, any dtype, address and nbytes multiples of ALIGN. Its storage may not be
-                resized while the request is on its way.
+                resized while the request is in flight.
             offset: in bytes, a multiple of ALIGN; the span must lie within the file.
 
         Raises:
@@ -134,7 +134,7 @@ class Aio:
         """Wait for what is in flight and end the workers. Again, or in a forked process: nothing.
 
         Raises:
-            OSError: that of a failed request, where none has reached anybody by :meth:`Request.wait`.
+            OSError: that of a failed request, where :meth:`Request.wait` has raised none.
         """
         if self._process != os.getpid() or self._pool is None:
             return
@@ -157,7 +157,7 @@ class Aio:
         try:
             self.close()
         except OSError as error:
-            logging.getLogger("zero").warning("nobody waited for this, and it failed: %s", error)
+            logging.getLogger("zero").warning("a request that was not waited for failed: %s", error)
         except AttributeError:  # __init__ raised
             pass
 
@@ -175,7 +175,7 @@ class Aio:
         return request
 
     def _sweep(self) -> None:
-        """Let go of what is done: nobody may ever wait for it, and its memory should be free to go."""
+        """Release requests that are done: no one may ever wait for them, and their memory should not stay."""
         while self._flying and (oldest := next(iter(self._flying))).done:
             del self._flying[oldest]
             oldest._held = None

@@ -64,7 +64,7 @@ def pack(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale:
 
     Args:
         tensors: contiguous, any shapes, each float32, bfloat16 or float16. Read only.
-        flat: shape [n]. What lies between the spans is left alone.
+        flat: shape [n]. What is between the spans is left alone.
         offsets: first element of each tensor in ``flat``, in elements. Spans must not overlap: two threads would
             write the same element.
         scale: factor.

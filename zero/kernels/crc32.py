@@ -1,4 +1,4 @@
-"""CRC-32 checksums of bytes and of tensors' memory, those of ``zlib.crc32``, which also stands in for the kernel."""
+"""CRC-32 checksums of bytes and of tensors' memory, those of ``zlib.crc32``, which is also the fallback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def crc32(data: Any, value: int = 0) -> int:
 
     Args:
         data: a contiguous object with the buffer protocol (bytes, bytearray, memoryview, mmap ...), or a contiguous
-            tensor on the CPU of any dtype and shape, whose bytes are those that lie in memory.
+            tensor on the CPU of any dtype and shape, whose bytes are those in memory.
         value: the checksum of what comes before, 0 of nothing.
 
     Raises:

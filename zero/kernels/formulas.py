@@ -1,8 +1,8 @@
 """The optimizers that the fused step computes: their hyperparameters, and what they keep per element.
 
-The formulas themselves stand twice: in csrc/step_math.h for the compiled kernels, and in zero/kernels/step.py as plain
-torch. An object here says which one with which numbers. It is made anew when a number changes (the learning rate does
-in every step), so it holds nothing else, and needs no torch.
+The formulas themselves are written twice: in csrc/step_math.h for the compiled kernels, and in zero/kernels/step.py as
+plain torch. An object here says which one with which numbers. A new one is made when a number changes (the learning
+rate does in every step), so it holds nothing else, and needs no torch.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Live:
             raise ValueError(f"step: got {step}; wanted the number of steps taken, 0 or more")
         for at, value in ((_LR, lr), (_GRAD_SCALE, grad_scale), (_STEP, step), (_FOUND_INF, found_inf)):
             if value is not None:
-                self.values[at].fill_(float(value))  # the number travels with the launch of a fill
+                self.values[at].fill_(float(value))  # the number is an argument of the fill kernel
 
     def read(self) -> Numbers:
         """The numbers as they are when all work on the stream is done; waits for the device."""

@@ -42,7 +42,7 @@ class ScratchFile:
     ends, however that happens.
 
     Args:
-        folder: where it lies; must exist.
+        folder: where it is; must exist.
         nbytes: size, rounded up to a multiple of ALIGN. What was never written reads as zeros.
         name: for messages: `path` is ``folder / name``, which does not exist.
         direct: read and write past the page cache (O_DIRECT). Where the file system has no such thing the attribute
@@ -78,7 +78,7 @@ class ScratchFile:
         return self.descriptor.fd
 
     def close(self) -> None:
-        """Give the file and its space back, as soon as no request is on its way any more. Again: nothing."""
+        """Release the file and its space as soon as no request is in flight. Calling it again does nothing."""
         self._descriptor = None
 
 
@@ -114,7 +114,7 @@ def _reserve(fd: int, folder: Path, nbytes: int) -> None:
     """Make the file `nbytes` long, with space on the drive where the file system can promise it."""
     system = os.fstatvfs(fd)
     free = system.f_bavail * system.f_frsize
-    # Asked before it is tried, which would fill the drive for a moment and with it stop whoever else writes there.
+    # Asked before it is tried: trying would fill the drive for a moment, and fail other programs that write there.
     code = errno.ENOSPC if nbytes > free and system.f_blocks > 0 else _allocate(fd, nbytes)
     if code == 0:
         return

@@ -181,7 +181,7 @@ def step(
     first: int = 0,
     threads: int | None = None,
 ) -> None:
-    """Take one optimizer step in place on a shard of n elements; the formulas stand at the top of this file.
+    """Take one optimizer step in place on a shard of n elements; the formulas are at the top of this file.
 
     Args:
         formula: which optimizer, with its hyperparameters.

@@ -1,7 +1,7 @@
 """This rank's piece of one parameter, without the others: flat fp32 [n], n may be 0.
 
 The pieces of all ranks of one shard axis, in order of ranks, are the whole parameter; at stage 0 each rank's piece
-is all of it. Getters talk to nobody and return copies; None for a frozen parameter or one of no engine. Setters
+is all of it. Getters are not collective and return copies; None for a frozen parameter or one of no engine. Setters
 raise ValueError there, and for a value of another size. Where every rank has the whole (stage 0), all must set the
 same.
 """
