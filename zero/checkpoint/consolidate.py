@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from zero.checkpoint.exact import exact, fetch
 from zero.checkpoint.flow import Flow
 from zero.checkpoint.folder import read_index
-from zero.checkpoint.index import Index, Parameter
 from zero.checkpoint.model_files import NAME, write_model
+from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, TensorChunk
 
 LIMIT = 5_000_000_000  # bytes of a file in the layout of Hugging Face, as their library has it
@@ -40,29 +39,33 @@ def consolidate(
     if single and limit is not None:
         raise ValueError(f"a largest size of files is for a folder, and '{out}' is one file; give a folder")
     index = read_index(folder)
-    chunks = model_chunks(folder, index, dtype)
-    moved = progress(sum(chunk.values.nbytes for chunk in chunks))
-    if single:
-        return write_model(out.parent, out.name, chunks, index.tied, None, moved)
-    return write_model(out, NAME, chunks, index.tied, limit or LIMIT, moved)
+    with Reader(folder, index) as reader:
+        chunks = model_chunks(reader, dtype)
+        moved = progress(sum(chunk.values.nbytes for chunk in chunks))
+        if single:
+            return write_model(out.parent, out.name, chunks, index.tied, None, moved)
+        return write_model(out, NAME, chunks, index.tied, limit or LIMIT, moved)
 
 
-def model_chunks(folder: Path, index: Index, dtype: str) -> list[TensorChunk]:
+def model_chunks(reader: Reader, dtype: str) -> list[TensorChunk]:
     """Parameters and buffers, whole, each read when it is written."""
-    found = []
-    for name, parameter in index.parameters.items():
+    chunks = []
+    for name, parameter in reader.index.parameters.items():
         stored = parameter.weight
         kind = DTYPES[stored.dtype]
         if not kind.is_floating_point or (stored.dtype == dtype and (dtype != "fp32" or parameter.master is None)):
-            of = partial(fetch, folder, stored, what=f"weight of '{name}'")
+            values = Flow(kind, stored.numel, partial(reader.read, stored, what=f"weight of '{name}'"))
         else:
-            kind, of = DTYPES[dtype], partial(_exact, folder, name, parameter)
-        found.append(TensorChunk("weight", name, 0, stored.shape, Flow(kind, stored.numel, of)))
-    for name, stored in index.buffers.items():
-        of = partial(fetch, folder, stored, what=f"buffer '{name}'")
-        found.append(TensorChunk("buffer", name, 0, stored.shape, Flow(DTYPES[stored.dtype], stored.numel, of)))
-    return found
+            values = Flow(DTYPES[dtype], stored.numel, partial(_exact, reader, name))
+        chunks.append(TensorChunk("weight", name, 0, stored.shape, values))
+    for name, stored in reader.index.buffers.items():
+        values = Flow(DTYPES[stored.dtype], stored.numel, partial(reader.read, stored, what=f"buffer '{name}'"))
+        chunks.append(TensorChunk("buffer", name, 0, stored.shape, values))
+    return chunks
 
 
-def _exact(folder: Path, name: str, parameter: Parameter, start: int, numel: int) -> torch.Tensor:
-    return exact(folder, name, parameter, start, numel)
+def _exact(reader: Reader, name: str, start: int, numel: int) -> torch.Tensor:
+    values: list[torch.Tensor] = []
+    reader.exact(name, start, numel, values.append)
+    reader.finish()
+    return values[0]

@@ -1,4 +1,7 @@
-"""Many ranges of tensors out of the files of one folder: each file opened once, large reads by a few threads."""
+"""The tensors of one checkpoint, range by range: each file opened once, large reads by a few threads.
+
+Who reads many ranges asks for them, with what to call when they are there, and reads them together.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
-from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
-from zero.checkpoint.safe_file import host_bytes, read_part
+from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
+from zero.checkpoint.safe_file import DTYPES, read_part
+from zero.checkpoint.staging import host_bytes
+from zero.kernels.moments import Moment
+from zero.kernels.remainder import join
 from zero.memory.threads import host_threads
+from zero.plan.formats import BLOCK
+from zero.plan.layout import round_up
+
+SLICE = 1 << 22  # elements that are converted, or copied to another device, at a time; a multiple of BLOCK
 
 _TASK = 16 * CHUNK  # bytes that one thread reads at a time
 _STAGED = 64 * CHUNK  # bytes of host memory for what does not go straight to its place
@@ -36,17 +47,99 @@ class Task(NamedTuple):
         read_part(*self)
 
 
-class Reader:
-    """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread and closed in the end."""
+class SavedMoment(NamedTuple):
+    """State of some elements in the format that it was saved in; `signed`: whether it can be negative."""
 
-    def __init__(self, folder: Path) -> None:
+    moment: Moment
+    signed: bool
+
+    def decode(self) -> torch.Tensor:
+        """Its values, fp32."""
+        return self.moment.decode(self.signed)
+
+
+class Reader:
+    """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread and closed in the end.
+
+    What has a `then` is handed over by `finish`, on the CPU; names are those of `index`.
+    """
+
+    def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
+        self.index = index
         self._files: OrderedDict[str, int] = OrderedDict()
         self._tasks: list[Task] = []
         self._then: list[Callable[[], None]] = []
         self._alive: list[torch.Tensor] = []
         self._staged = 0
         self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, stored: Stored, start: int, numel: int, what: str) -> torch.Tensor:
+        """Elements [start, start + numel) of a tensor, [numel] in the stored dtype, at once; raises Damaged."""
+        out = torch.empty(numel, dtype=DTYPES[stored.dtype])
+        self.ask(stored, start, out, what)
+        self.finish()
+        return out
+
+    def whole(self, stored: Stored, what: str) -> torch.Tensor:
+        """All of a tensor, in its shape, at once."""
+        return self.read(stored, 0, stored.numel, what).view(stored.shape)
+
+    def fill(self, out: torch.Tensor, stored: Stored, start: int, what: str) -> None:
+        """Fill `out` [n], contiguous and of the stored dtype, on any device, with the elements from `start` on."""
+        if out.device.type == "cpu":
+            self.ask(stored, start, out, what)
+            return
+        for begin in range(0, out.numel(), SLICE):
+            place = out[begin : begin + SLICE]
+            self._stage(stored, start + begin, place.numel(), what, place.copy_)
+
+    def exact(
+        self, name: str, start: int, numel: int, then: Callable[[torch.Tensor], Any], masters: bool = True
+    ) -> None:
+        """The exact values of a parameter, fp32 [numel] (of one in fp64 or of integers: in its dtype).
+
+        `masters`: those of the optimizer, where they are there, and not what the model computed with.
+        """
+        parameter, parts = self.index.parameters[name], []
+        master = parameter.master if masters else None
+        wanted = [] if master is not None and master.dtype == "fp32" else [("weight", parameter.weight)]
+        wanted += [] if master is None else [("master", master)]
+
+        def came(values: torch.Tensor) -> None:
+            parts.append(values)
+            if len(parts) == len(wanted):
+                then(_exact(parts))
+
+        for kind, stored in wanted:
+            self._stage(stored, start, numel, f"{kind} of '{name}'", came)
+
+    def moment(self, name: str, key: str, start: int, numel: int, then: Callable[[SavedMoment], Any]) -> None:
+        """State `key` of elements [start, start + numel), as it was kept; in 8 bit of whole blocks around them."""
+        parameter = self.index.parameters[name]
+        stored, signed = parameter.moments[key], bool(self.index.signed.get(key, True))
+        what = f"{key} of '{name}'"
+        if stored.dtype != "uint8":
+            self._stage(stored, start, numel, what, lambda values: then(SavedMoment(Moment(values), signed)))
+            return
+        first = start // BLOCK * BLOCK
+        stop = min(round_up(start + numel, BLOCK), stored.numel)
+        codes: list[torch.Tensor] = []
+        self._stage(stored, first, stop - first, what, codes.append)
+        scales, blocks = parameter.scales[key], -(-(stop - first) // BLOCK)
+
+        def came(values: torch.Tensor) -> None:
+            then(SavedMoment(Moment(codes[0], values), signed))
+
+        self._stage(scales, first // BLOCK, blocks, f"scales of {what}", came)
 
     def ask(
         self, stored: Stored, start: int, out: torch.Tensor, what: str, then: Callable[[], None] | None = None
@@ -99,6 +192,10 @@ class Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
+    def _stage(self, stored: Stored, start: int, numel: int, what: str, then: Callable[[torch.Tensor], Any]) -> None:
+        out = torch.empty(numel, dtype=DTYPES[stored.dtype])
+        self.ask(stored, start, out, what, lambda: then(out))
+
     def _open(self, name: str, what: str) -> int:
         if name not in self._files:
             if len(self._files) >= _OPEN:
@@ -136,3 +233,10 @@ def _groups(tasks: list[Task]) -> list[list[Task]]:
         found[-1].append(task)
         nbytes += task.target.nbytes
     return found
+
+
+def _exact(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Exact values of a weight and its remainder, or of the one tensor that has them."""
+    if len(parts) == 2:
+        return join(*parts)
+    return parts[0].float() if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.checkpoint.flow import Flow
-from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
-from zero.checkpoint.staging import Staging, host_bytes
+from zero.checkpoint.index import CHUNK, Damaged, Part, Stored
+from zero.checkpoint.staging import Staging
 from zero.checkpoint.writeback import begin_writeback
 from zero.kernels.crc32 import crc32, crc32_read
 
@@ -183,19 +183,6 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
-
-
-def read(folder: Path, stored: Stored, start: int, out: torch.Tensor, what: str) -> None:
-    """Fill `out` (contiguous, on the CPU, of the stored dtype) with the elements from `start` on.
-
-    Raises Damaged, naming `what` and the file, for a file that is too short or whose checksum is another.
-    """
-    size, target = ITEMSIZE[stored.dtype], host_bytes(out)
-    for part, first, count in stored.cover(start, out.numel()):
-        begin = (first - start) * size
-        with open(folder / part.file, "rb", buffering=0) as file:
-            place = target[begin : begin + count * size]
-            read_part(file.fileno(), part, (first - part.start) * size, place, size, what)
 
 
 def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:

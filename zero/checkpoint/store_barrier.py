@@ -154,9 +154,7 @@ class StoreBarrier:
         return received
 
 
-def _answer(
-    said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any], ranks: Sequence[int]
-) -> dict[str, Any]:
+def _answer(said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any], ranks: Sequence[int]) -> dict[str, Any]:
     """What to tell all ranks."""
     wrong = {rank: one for rank, one in zip(ranks, said, strict=True) if "error" in one}
     if wrong:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
 from zero.checkpoint import folder as folders
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
-from zero.checkpoint.safe_file import DTYPES, contents, read
+from zero.checkpoint.reader import Reader
+from zero.checkpoint.safe_file import contents
 
 
 def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] = lambda total: id) -> list[str]:
@@ -29,10 +28,11 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
     for name, nbytes in index.files.items():
         problem, headers[name] = _file(folder / name, nbytes)
         found += [problem] if problem else []
-    for what, stored in index.stored():
-        for part in stored.parts:
-            if headers.get(part.file) is not None:
-                found += _part(folder, what, stored, part, headers[part.file], moved)
+    with Reader(folder, index) as reader:
+        for what, stored in index.stored():
+            for part in stored.parts:
+                if headers.get(part.file) is not None:
+                    found += _part(reader, what, stored, part, headers[part.file], moved)
     return found
 
 
@@ -75,20 +75,19 @@ def _file(path: Path, nbytes: int) -> tuple[str | None, Mapping[int, int] | None
 
 
 def _part(
-    folder: Path, what: str, stored: Stored, part: Part, header: Mapping[int, int], moved: Callable[[int], None]
+    reader: Reader, what: str, stored: Stored, part: Part, header: Mapping[int, int], moved: Callable[[int], None]
 ) -> list[str]:
     size = ITEMSIZE[stored.dtype]
     step = CHUNK // size
     first, more = None, 0
-    place = torch.empty(min(step, part.numel), dtype=DTYPES[stored.dtype])
     alone = stored._replace(parts=(part,))  # an element that two parts hold is checked in both
     for start in range(part.start, part.start + part.numel, step):
-        out = place[: min(step, part.start + part.numel - start)]
+        numel = min(step, part.start + part.numel - start)
         try:
-            read(folder, alone, start, out, what)
+            reader.read(alone, start, numel, what)
         except (Damaged, OSError) as error:
             first, more = (str(error), 0) if first is None else (first, more + 1)
-        moved(out.nbytes)
+        moved(numel * size)
     found = [] if first is None else [f"{first}; so are {more} MiB behind them" if more else first]
     if header and part.numel and header.get(part.offset) != part.numel * size:
         found.append(f"{what}: the header of {part.file} knows no such tensor at byte {part.offset}")

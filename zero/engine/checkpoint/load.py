@@ -15,6 +15,7 @@ from zero.checkpoint.differences import Ask, Match, Wanted, compare
 from zero.checkpoint.find import find
 from zero.checkpoint.folder import LATEST
 from zero.checkpoint.index import Index
+from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.saver import Saver
 from zero.core.access import GatheredParameters
@@ -27,7 +28,6 @@ from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.resume import check, restore
 from zero.engine.checkpoint.units import (
-    Source,
     doubled,
     load_buffers,
     load_unit,
@@ -155,12 +155,12 @@ class CheckpointLoader:
         if problem is not None:
             raise ValueError(f"{place} does not fit this engine:\n  {problem}")
         if match.doubles:
-            with Source(place, index) as source:
+            with Reader(place, index) as reader:
                 unequal = [
                     line
                     for unit in self._sharded.units
                     for part in unit.plan.layout.fragments(unit.window)
-                    for line in doubled(source, match, ask, part, ask.states and unit.master is not None)
+                    for line in doubled(reader, match, ask, part, ask.states and unit.master is not None)
                 ]
             if unequal:
                 raise ValueError(f"{place} does not fit this engine:\n  " + "\n  ".join(unequal))
@@ -201,8 +201,8 @@ class CheckpointLoader:
         whole = replaced(units, found)
 
         def read() -> dict[str, torch.Tensor] | None:
-            with Source(found.place, found.index) as source:
-                return self._read(source, found, anew, custom is not None, whole)
+            with Reader(found.place, found.index) as reader:
+                return self._read(reader, found, anew, custom is not None, whole)
 
         # Also where one failed: full copies must be there again for whatever comes next, and all take part or none.
         state = ranks.read(read, lambda good: renew(units, whole if good else ()))
@@ -217,7 +217,7 @@ class CheckpointLoader:
             )
 
     def _read(
-        self, source: Source, found: Found, anew: bool, custom: bool, whole: Collection[Unit]
+        self, reader: Reader, found: Found, anew: bool, custom: bool, whole: Collection[Unit]
     ) -> dict[str, torch.Tensor] | None:
         """This rank's part of everything, and all of the weights of the units in `whole`.
 
@@ -226,25 +226,25 @@ class CheckpointLoader:
         for unit in self._sharded.units:
             unit.invalidate()
         for unit in self._sharded.units:
-            more = partial(load_others, source=source, found=found) if unit in whole else None
-            load_unit(unit, self._optimizer, source, found.match, found.ask, more)
+            more = partial(load_others, reader=reader, found=found) if unit in whole else None
+            load_unit(unit, self._optimizer, reader, found.match, found.ask, more)
             if anew and unit.master is not None:
                 restart(unit, self._optimizer)
-        source.finish()
+        reader.finish()
         if custom:
-            return _state_dict(source)
+            return _state_dict(reader)
         rank, ranks = self._sharded.mesh.data.rank, found.index.ranks
         alike = len(ranks) == self._sharded.mesh.data.size
         load_buffers(
-            source, self._sharded.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
+            reader, self._sharded.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
         )
         return None
 
 
-def _state_dict(source: Source) -> dict[str, torch.Tensor]:
+def _state_dict(reader: Reader) -> dict[str, torch.Tensor]:
     """The whole model as it computed, in host memory."""
-    index = source.index
-    state = {name: source.whole(each.weight, f"weight of '{name}'") for name, each in index.parameters.items()}
+    index = reader.index
+    state = {name: reader.whole(each.weight, f"weight of '{name}'") for name, each in index.parameters.items()}
     state.update({name: state[other] for name, other in index.tied.items()})
-    state.update({name: source.whole(stored, f"buffer '{name}'") for name, stored in index.buffers.items()})
+    state.update({name: reader.whole(stored, f"buffer '{name}'") for name, stored in index.buffers.items()})
     return state

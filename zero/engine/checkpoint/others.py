@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from zero.checkpoint.reader import Reader
 from zero.core.unit import Unit
 from zero.engine.checkpoint.collective_read import Found
-from zero.engine.checkpoint.units import Source, straight
+from zero.engine.checkpoint.units import straight
 from zero.plan.layout import Span
 
 
@@ -28,14 +29,14 @@ def _replaced(unit: Unit, found: Found) -> bool:
     return all(name is not None and straight(unit, found.index.parameters[name], found.ask.masters) for name in names)
 
 
-def load_others(unit: Unit, source: Source, found: Found) -> None:
+def load_others(unit: Unit, reader: Reader, found: Found) -> None:
     """Ask for the full buffer of a unit but for the own shard; the unit is borrowed, and the caller finishes."""
     own, layout = unit.window, unit.plan.layout
     for window in (Span(0, own.start), Span(own.stop, layout.numel - own.stop)):
         for part in layout.fragments(window):
             name = found.match.names[part.name]
             place = unit.full.narrow(0, window.start + part.at, part.numel)
-            source.fill(place, found.index.parameters[name].weight, part.start, f"weight of '{name}'")
+            reader.fill(place, found.index.parameters[name].weight, part.start, f"weight of '{name}'")
 
 
 def renew(units: Iterable[Unit], there: Collection[Unit]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from zero.checkpoint.plain import decode
+from zero.checkpoint.reader import Reader
 from zero.engine.checkpoint.collective_read import Found
 from zero.engine.checkpoint.random_state import for_world
-from zero.engine.checkpoint.units import Source
 
 
 class Values(NamedTuple):
@@ -28,11 +28,11 @@ class Values(NamedTuple):
 def saved_values(found: Found, rank: int, world_size: int) -> Values:
     """Read them; at another world size than the saved one, new ranks get random numbers of their own."""
     index = found.index
-    with Source(found.place, index) as source:
+    with Reader(found.place, index) as reader:
 
         def value(what: str, plain: Any) -> Any:
             names = [name for name in index.tensors if name.startswith(f"{what}/")]
-            return decode(plain, {name: source.whole(index.tensors[name], f"tensor '{name}'") for name in names})
+            return decode(plain, {name: reader.whole(index.tensors[name], f"tensor '{name}'") for name in names})
 
         def state(number: int) -> Any:
             plain = (index.ranks[number] or {}).get("state")

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.checkpoint.differences import Ask, Match, Wanted, compare
 from zero.checkpoint.index import Index
+from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.deferred_param import DeferredParam
@@ -21,7 +22,6 @@ from zero.core.state import State
 from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.units import (
-    Source,
     doubled,
     fill_plain,
     load_buffers,
@@ -81,10 +81,10 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path
     found = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
 
     def read() -> None:
-        with Source(found.place, found.index) as source:
+        with Reader(found.place, found.index) as reader:
             for name, other in found.match.names.items():
-                _fill(source, other, params[name])
-            load_buffers(source, module, found.match.buffers, {})
+                _fill(reader, other, params[name])
+            load_buffers(reader, module, found.match.buffers, {})
 
     try:
         ranks.read(read)
@@ -115,12 +115,12 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
     if problem is not None:
         raise ValueError(f"{place} does not fit this module:\n  {problem}")
     if match.doubles:
-        with Source(place, index) as source:
+        with Reader(place, index) as reader:
             unequal = [
                 line
                 for name in match.doubles
                 for part in _parts(params[name], name)
-                for line in doubled(source, match, ask, part, False)
+                for line in doubled(reader, match, ask, part, False)
             ]
         if unequal:
             raise ValueError(f"{place} does not fit this module:\n  " + "\n  ".join(unequal))
@@ -135,20 +135,20 @@ def _parts(param: nn.Parameter, name: str) -> list[Fragment]:
     return [part._replace(name=name) for part in owner.unit.plan.layout.fragments(owner.unit.window)]
 
 
-def _fill(source: Source, name: str, param: nn.Parameter) -> None:
+def _fill(reader: Reader, name: str, param: nn.Parameter) -> None:
     """One parameter, or this rank's ranges of one that is built in pieces."""
     owner = owner_of(param)
     if owner is None or owner.unit.opened:
         values = param.detach()
         place = values if values.is_contiguous() else torch.empty_like(values, memory_format=torch.contiguous_format)
-        fill_plain(source, name, place.view(-1), 0)
-        source.finish()
+        fill_plain(reader, name, place.view(-1), 0)
+        reader.finish()
         if place is not values:
             values.copy_(place)
         torch.autograd.graph.increment_version((param,))
         return
     piece = owner.unit
     for part in _parts(param, name):
-        fill_plain(source, name, piece.shard.narrow(0, part.at, part.numel), part.start)
-    source.finish()
+        fill_plain(reader, name, piece.shard.narrow(0, part.at, part.numel), part.start)
+    reader.finish()
     piece.renew(0, piece.shard)
