@@ -8,8 +8,8 @@ import torch
 
 from zero.checkpoint import folder
 from zero.checkpoint.assemble import assemble, file_name, line_of
-from zero.checkpoint.flow import Flow
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
+from zero.checkpoint.staging import LazyTensor
 
 SAVE = "00ff00ff"
 
@@ -54,5 +54,5 @@ def large(root: Path, numel: int) -> Path:
         return numbers(start, count).to(torch.bfloat16)
 
     shape = (numel // 1000, 1000)
-    weight = TensorChunk("weight", "w", 0, shape, Flow(torch.bfloat16, numel, floats))
-    return checkpoint(root, [[weight, TensorChunk("master", "w", 0, shape, Flow(torch.int16, numel, numbers))]])
+    weight = TensorChunk("weight", "w", 0, shape, LazyTensor(torch.bfloat16, numel, floats))
+    return checkpoint(root, [[weight, TensorChunk("master", "w", 0, shape, LazyTensor(torch.int16, numel, numbers))]])

@@ -27,7 +27,7 @@ from zero.watchdog.hang_report import (
     wanted,
     where,
 )
-from zero.watchdog.rank_status import Collective, Loss, RankStatus, Waiting
+from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 
 WAITS = "gather of unit 'blocks.3'"
 
@@ -109,7 +109,7 @@ def test_a_report_stays_short_at_any_world_size() -> None:
         (Record(1, phase=Phase.ENDED, error="E: m", steps=1), "has ended its program with E: m after 1 step"),
         (Record(1, phase=Phase.DESTROYED, last="reduce"), "has let go of its engine after 0 steps, last the reduce"),
         (Record(1, error="because", fault=1, gave_up=True), "gave up: because"),
-        (Record(1, 0, Phase.ENDED, error="it", fault=1, blames=(0,), gave_up=True), "gave up for want of rank 0: it"),
+        (Record(1, 0, Phase.ENDED, error="it", fault=1, missing=(0,), gave_up=True), "gave up for want of rank 0: it"),
     ],
 )
 def test_where_a_rank_is(record: Record, text: str) -> None:
@@ -130,7 +130,7 @@ def test_a_rank_that_failed_ends_the_wait_of_others_only_if_it_has_not_sent_its_
 def test_the_first_exception_is_the_cause_not_those_that_followed() -> None:
     late = Record(1, error="KeyError: late", fault=2)
     early = Record(3, error="ValueError: early", fault=1)
-    victim = Record(2, error="rank 3 raised", fault=3, gave_up=True, blames=(3,))
+    victim = Record(2, error="rank 3 raised", fault=3, gave_up=True, missing=(3,))
     assert cause(view(late, victim, early), 5) == "rank 3 raised ValueError: early"
     assert cause_of_loss(view(late, victim, early), 0.1) == "rank 3 raised ValueError: early"
     assert cause_of_loss(view(waiting(1), victim), 0.1) == "rank 2 gave up for want of rank 3: rank 3 raised"
@@ -143,7 +143,7 @@ def gives_up(status: RankStatus, lost: bool = True) -> None:
 
     def told() -> None:
         status.waiting = None
-        status.loss = Loss(waiting_for, "closed", time.monotonic()) if lost else None
+        status.failed_wait = FailedWait(waiting_for, "closed", time.monotonic()) if lost else None
 
     elsewhere = replace(waiting(0), waits="gather of unit '<root>'")
     store = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
@@ -153,14 +153,14 @@ def gives_up(status: RankStatus, lost: bool = True) -> None:
 def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:
     status = RankStatus(2)
     gives_up(status)
-    assert status.verdict.startswith("rank 2 has waited for the gather of unit 'blocks.3' (#58)")
+    assert status.gave_up.startswith("rank 2 has waited for the gather of unit 'blocks.3' (#58)")
     alone = RankStatus(2)
     alone.phase = Phase.FORWARD
     alone.fail(ValueError("bad sample"))
     alone.failing = False  # it went on with the next batch
     gives_up(alone)
     own = "rank 2 raised ValueError: bad sample in forward and went on; rank 2 has waited for the gather"
-    assert alone.verdict.startswith(own)
+    assert alone.gave_up.startswith(own)
     assert cause(view(waiting(1), alone.record(1, 1)), 58).startswith(f"rank 2 gave up for want of rank 0: {own}")
 
 
@@ -168,7 +168,7 @@ def test_a_wait_that_ends_well_while_it_is_judged_leaves_no_trace() -> None:
     status = RankStatus(2)
     status.error = "ValueError: bad sample"
     gives_up(status, lost=False)
-    assert (status.verdict, status.error, status.failing) == ("", "ValueError: bad sample", False)
+    assert (status.gave_up, status.error, status.failing) == ("", "ValueError: bad sample", False)
 
 
 def test_a_lost_connection_waits_for_a_culprit_but_not_for_ever() -> None:

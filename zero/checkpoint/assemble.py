@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from zero.checkpoint.index import Index, Parameter, Part, Stored
@@ -27,7 +28,7 @@ def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], valu
         part = Part(start, numel, file, offset, tuple(sums))
         tensors = found.setdefault(kind, {})
         before = tensors.get(name, Stored(dtype, tuple(shape), ()))
-        tensors[name] = before._replace(parts=tuple(sorted((*before.parts, part))))
+        tensors[name] = replace(before, parts=tuple(sorted((*before.parts, part))))
     weights, masters = found.pop("weight", {}), found.pop("master", {})
     buffers, tensors = found.pop("buffer", {}), found.pop("tensor", {})
     scales = {kind.removeprefix("scales."): found.pop(kind) for kind in list(found) if kind.startswith("scales.")}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.bar import bar
-from zero.checkpoint.chosen import chosen
 from zero.checkpoint.consolidate import consolidate
 from zero.checkpoint.model_files import size_of
 from zero.checkpoint.verify import load_index, rubbish, verify
@@ -106,3 +106,55 @@ def _import(given: argparse.Namespace) -> int:
         print(f"not taken: {text}")
     print(f"{made}: engine.load_checkpoint('{given.out}') takes it at any world size and stage")
     return 0
+
+
+def chosen(given: Path, tag: str | None = None) -> Path:
+    """The folder of one checkpoint: `given` itself, or the one below it that `tag` or `latest` names.
+
+    Raises ValueError where that says nothing.
+    """
+    if not given.is_dir():
+        raise ValueError(f"there is no folder {given}")
+    if tag is not None:
+        if not (given / tag).is_dir():
+            raise ValueError(f"{given} has no checkpoint '{tag}'; it has {_there(given)}")
+        return given / tag
+    if (given / folders.INDEX).exists():
+        return given
+    named = folders.latest(given)
+    if named is None:
+        raise ValueError(
+            f"{given} has neither {folders.INDEX}, as a checkpoint, nor {folders.LATEST}, as the folder of a run: "
+            f"name a checkpoint with --tag; there is {_there(given)}"
+        )
+    if not (given / named).is_dir():
+        raise ValueError(f"{given / folders.LATEST} names '{named}', which is not there; there is {_there(given)}")
+    return given / named
+
+
+def _there(given: Path) -> str:
+    return ", ".join(f"'{tag}'" for tag in folders.tags(given)) or "no whole checkpoint"
+
+
+@contextmanager
+def bar(about: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """Gives a function that is told a number of bytes, and returns what is told how many more of them are done.
+
+    Nothing is shown where the standard error is no terminal.
+    """
+    if not sys.stderr.isatty():
+        yield lambda total: _nothing
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=about, unit="B", unit_scale=True, leave=False) as shown:
+
+        def start(total: int) -> Callable[[int], None]:
+            shown.reset(total)
+            return shown.update
+
+        yield start
+
+
+def _nothing(nbytes: int) -> None:
+    """Shows nothing."""

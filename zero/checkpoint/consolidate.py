@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from zero.checkpoint.flow import Flow
 from zero.checkpoint.folder import read_index
 from zero.checkpoint.model_files import NAME, write_model
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import DTYPES, TensorChunk
+from zero.checkpoint.staging import LazyTensor
 
 LIMIT = 5_000_000_000  # bytes of a file in the layout of Hugging Face, as their library has it
 
@@ -54,12 +54,12 @@ def model_chunks(reader: Reader, dtype: str) -> list[TensorChunk]:
         stored = parameter.weight
         kind = DTYPES[stored.dtype]
         if not kind.is_floating_point or (stored.dtype == dtype and (dtype != "fp32" or parameter.master is None)):
-            values = Flow(kind, stored.numel, partial(reader.read, stored, what=f"weight of '{name}'"))
+            values = LazyTensor(kind, stored.numel, partial(reader.read, stored, what=f"weight of '{name}'"))
         else:
-            values = Flow(DTYPES[dtype], stored.numel, partial(_exact, reader, name))
+            values = LazyTensor(DTYPES[dtype], stored.numel, partial(_exact, reader, name))
         chunks.append(TensorChunk("weight", name, 0, stored.shape, values))
     for name, stored in reader.index.buffers.items():
-        values = Flow(DTYPES[stored.dtype], stored.numel, partial(reader.read, stored, what=f"buffer '{name}'"))
+        values = LazyTensor(DTYPES[stored.dtype], stored.numel, partial(reader.read, stored, what=f"buffer '{name}'"))
         chunks.append(TensorChunk("buffer", name, 0, stored.shape, values))
     return chunks
 

@@ -15,9 +15,10 @@ import torch
 from zero.checkpoint import folder as folders
 from zero.checkpoint.assemble import assemble, file_name, line_of
 from zero.checkpoint.deepspeed_files import Files, Slice, open_files, slices
-from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import Damaged
+from zero.checkpoint.plain import as_json
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
+from zero.checkpoint.staging import LazyTensor
 
 _NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
 # What DeepSpeed itself puts beside the client's state.
@@ -92,7 +93,7 @@ def _fields(files: Files, known: Mapping[str, Any], left: list[str]) -> dict[str
         "ranks": ({},),
         "client": _client(files, left),
         "signed": dict.fromkeys(_NOT_NEGATIVE, False),
-        "config": _plain(files.model.get("ds_config")),
+        "config": as_json(files.model.get("ds_config")),
         "rotates": True,
     }
 
@@ -109,9 +110,9 @@ def _weights(
             dtype, numel = _dtype(files, name), math.prod(shape)
             whole = module.get(name)
             if isinstance(whole, torch.Tensor) and whole.numel() == numel:
-                values: torch.Tensor | Flow = whole.detach().contiguous().view(-1)
+                values: torch.Tensor | LazyTensor = whole.detach().contiguous().view(-1)
             else:
-                values = Flow(dtype, numel, partial(_gather, where[name], partial(_master, files)))
+                values = LazyTensor(dtype, numel, partial(_gather, where[name], partial(_master, files)))
             chunks.append(TensorChunk("weight", name, 0, shape, values))
             known[name] = {"group": group, "numbers": numbers, "dtype": NAMES[dtype], "shape": shape}
     tied = files.model.get("shared_params") or {}
@@ -135,7 +136,7 @@ def _weights(
     return chunks, known
 
 
-def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], Flow]]:
+def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
     """Parameters that no group trains, where the files keep them apart: each rank has a range, or rank 0 all."""
     for name, shape in (files.model.get("frozen_param_shapes") or {}).items():
         fragments = [model["frozen_param_fragments"][name].view(-1) for model in files.models]
@@ -146,7 +147,7 @@ def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], Flow]]:
         if begin != numel:
             raise Damaged(f"frozen parameter '{name}' has {begin} of its {numel} elements")
         of = partial(_gather, some, lambda rank, flat, fragments=fragments: fragments[rank])
-        yield name, tuple(shape), Flow(fragments[0].dtype, numel, of)
+        yield name, tuple(shape), LazyTensor(fragments[0].dtype, numel, of)
 
 
 def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
@@ -155,7 +156,7 @@ def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[
         shape = known[name]["shape"]
         dtypes = {NAMES[_master(files, one.rank, one.flat).dtype] for one in some}
         if dtypes - {known[name]["dtype"]}:  # else the weight is exact
-            flow = Flow(torch.float32, math.prod(shape), partial(_gather, some, partial(_master, files)))
+            flow = LazyTensor(torch.float32, math.prod(shape), partial(_gather, some, partial(_master, files)))
             found.append(TensorChunk("master", name, 0, shape, flow))
     return found
 
@@ -171,7 +172,7 @@ def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[
                 _wide(files, one, key)
             values = _moment(files, key, some[0].rank, some[0].flat)
             dtype = values.dtype if values.dtype == torch.bfloat16 else torch.float32
-            flow = Flow(dtype, math.prod(shape), partial(_gather, some, partial(_moment, files, key)))
+            flow = LazyTensor(dtype, math.prod(shape), partial(_gather, some, partial(_moment, files, key)))
             found.append(TensorChunk(key, name, 0, shape, flow))
     return found
 
@@ -245,11 +246,11 @@ def _shared(files: Files) -> dict[str, Any]:
     model, base = files.model, files.base(0)
     groups = base.get("param_groups", []) if isinstance(base, Mapping) else []
     more = {
-        "lr_scheduler": _plain(model.get("lr_scheduler")),
-        "param_groups": _plain([{key: value for key, value in group.items() if key != "params"} for group in groups]),
+        "lr_scheduler": model.get("lr_scheduler"),
+        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
         **{key: model.get(key) for key in ("global_samples", "skipped_steps", "ds_version")},
     }
-    return {"global_steps": int(model["global_steps"]), "deepspeed": _plain(more)}
+    return {"global_steps": int(model["global_steps"]), "deepspeed": as_json(more)}
 
 
 def _client(files: Files, left: list[str]) -> dict[str, Any]:
@@ -267,11 +268,3 @@ def _client(files: Files, left: list[str]) -> dict[str, Any]:
     if files.model.get("lr_scheduler"):
         left.append("the state of the learning rate schedule")
     return found
-
-
-def _plain(value: Any) -> Any:
-    """The JSON of the run, as far as it can be written as JSON."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False, default=str))
-    except ValueError:
-        return None

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 VERSION = 1
 CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
@@ -31,17 +33,18 @@ class Part(NamedTuple):
     crc32: the CRC-32 of zlib of each CHUNK bytes, the last perhaps of fewer; None where nobody has counted one.
     """
 
-    start: int
-    numel: int
-    file: str
-    offset: int
+    start: NonNegativeInt
+    numel: NonNegativeInt
+    file: Annotated[str, Field(pattern="^[^/]*$")]
+    offset: NonNegativeInt
     crc32: tuple[int, ...] | None = None
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True)
+class Stored:
     """A tensor in files."""
 
-    dtype: str
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "int64", "int32", "int16", "int8", "uint8", "bool"]
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
@@ -165,27 +168,9 @@ class Index:
 
     def to_json(self) -> str:
         """As text; `of_json` reads it. The last key is the CRC-32 of all bytes before it."""
-        parameters = {name: _parameter_to(parameter) for name, parameter in self.parameters.items()}
-        values = {
-            "format": "zero",
-            "version": VERSION,
-            "save": self.save,
-            "tag": self.tag,
-            "versions": dict(self.versions),
-            "rotates": self.rotates,
-            "excluded": list(self.excluded),
-            "stripped": self.stripped,
-            "files": dict(self.files),
-            "parameters": parameters,
-            "tied": dict(self.tied),
-            "buffers": {name: _stored_to(stored) for name, stored in self.buffers.items()},
-            "tensors": {name: _stored_to(stored) for name, stored in self.tensors.items()},
-            "signed": dict(self.signed),
-            "shared": self.shared,
-            "ranks": list(self.ranks),
-            "client": self.client,
-            "config": self.config,
-        }
+        values = {"format": "zero", "version": VERSION, **_INDEX.dump_python(self, exclude={"parameters"})}
+        parameters = _PARAMETERS.dump_python(self.parameters, exclude_defaults=True)
+        values["parameters"] = {name: {"group": None, **parameter} for name, parameter in parameters.items()}
         text = json.dumps(values, allow_nan=False, separators=(",", ":"))[:-1]
         return f"{text}{_SUM}{zlib.crc32(text.encode())}}}"
 
@@ -201,27 +186,15 @@ class Index:
         if values.get("version") != VERSION:
             raise Damaged(f"{where} has format version {values.get('version')!r}; this zero reads {VERSION}")
         _check_sum(text, values, where)
+        gone = {each.name for each in fields(cls)} - {"excluded", "stripped"} - values.keys()
+        if gone:
+            raise Damaged(f"{where} is damaged: it has no {', '.join(sorted(gone))}")
         try:
-            return cls(
-                save=str(values["save"]),
-                tag=str(values["tag"]),
-                parameters={name: _parameter_of(value) for name, value in values["parameters"].items()},
-                files={str(name): int(size) for name, size in values["files"].items()},
-                tied=values["tied"],
-                buffers={name: _stored_of(value) for name, value in values["buffers"].items()},
-                tensors={name: _stored_of(value) for name, value in values["tensors"].items()},
-                shared=values["shared"],
-                ranks=tuple(values["ranks"]),
-                client=values["client"],
-                signed=values["signed"],
-                config=values["config"],
-                versions=values["versions"],
-                rotates=bool(values["rotates"]),
-                excluded=tuple(map(str, values.get("excluded", ()))),
-                stripped=bool(values.get("stripped", False)),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{where} is damaged: {type(error).__name__}: {error}") from None
+            return _INDEX.validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise Damaged(f"{where} is damaged: {place}: {first['msg']}, got {first['input']!r:.80}") from None
 
 
 def _check_sum(text: str | bytes, values: Mapping[str, Any], where: str) -> None:
@@ -236,46 +209,5 @@ def _check_sum(text: str | bytes, values: Mapping[str, Any], where: str) -> None
         )
 
 
-def _parameter_to(parameter: Parameter) -> dict[str, Any]:
-    made: dict[str, Any] = {"group": parameter.group, "weight": _stored_to(parameter.weight)}
-    if parameter.master is not None:
-        made["master"] = _stored_to(parameter.master)
-    if parameter.moments:
-        made["moments"] = {name: _stored_to(stored) for name, stored in parameter.moments.items()}
-    if parameter.scales:
-        made["scales"] = {name: _stored_to(stored) for name, stored in parameter.scales.items()}
-    if parameter.numbers:
-        made["numbers"] = dict(parameter.numbers)
-    return made
-
-
-def _parameter_of(values: Mapping[str, Any]) -> Parameter:
-    group = values["group"]
-    return Parameter(
-        weight=_stored_of(values["weight"]),
-        master=_stored_of(values["master"]) if "master" in values else None,
-        moments={name: _stored_of(stored) for name, stored in values.get("moments", {}).items()},
-        scales={name: _stored_of(stored) for name, stored in values.get("scales", {}).items()},
-        numbers=dict(values.get("numbers", {})),
-        group=None if group is None else int(group),
-    )
-
-
-def _stored_to(stored: Stored) -> dict[str, Any]:
-    parts = [[part.start, part.numel, part.file, part.offset, part.crc32] for part in stored.parts]
-    return {"dtype": stored.dtype, "shape": list(stored.shape), "parts": parts}
-
-
-def _stored_of(values: Mapping[str, Any]) -> Stored:
-    if values["dtype"] not in ITEMSIZE:
-        raise ValueError(f"unknown dtype {values['dtype']!r}")
-    parts = tuple(_part_of(part) for part in values["parts"])
-    return Stored(values["dtype"], tuple(int(size) for size in values["shape"]), parts)
-
-
-def _part_of(values: Iterable[Any]) -> Part:
-    start, numel, file, offset, crc32 = values
-    numbers = (int(start), int(numel), int(offset))
-    if min(numbers) < 0 or not isinstance(file, str) or "/" in file:
-        raise ValueError(f"a part at {numbers} of file {file!r}")
-    return Part(numbers[0], numbers[1], file, numbers[2], None if crc32 is None else tuple(map(int, crc32)))
+_INDEX = TypeAdapter(Index)
+_PARAMETERS = TypeAdapter(dict[str, Parameter])

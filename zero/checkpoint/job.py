@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from zero.checkpoint.assemble import Line, assemble, file_name, line_of
 from zero.checkpoint.retention import Retention, tidy
 from zero.checkpoint.safe_file import TensorChunk, Writing
 from zero.checkpoint.staging import Staging
-from zero.checkpoint.store_barrier import Lost, StoreBarrier, nothing_known
+from zero.checkpoint.store_barrier import Lost, StoreBarrier
 from zero.log import logger
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
@@ -101,8 +101,8 @@ class Job:
         """This rank's part cannot be written; `finish` will tell the others."""
         self.failure = self.failure or error
 
-    def finish(self, rest: Iterable[TensorChunk] = (), in_vain: Callable[[], str] = nothing_known) -> None:
-        """Write what is left, and end the save with the other ranks.
+    def finish(self, rest: Iterable[TensorChunk] = (), in_call: bool = False) -> None:
+        """Write what is left, and end the save with the other ranks; `in_call`: as of `StoreBarrier.settle`.
 
         Raises OSError or RuntimeError, the same on all ranks, naming rank and file; nothing of this save is left then,
         and what was there before is there.
@@ -119,7 +119,7 @@ class Job:
             said = self.failure = error
         agreed = False
         try:
-            self._barrier.settle(said, self._publish, WRITES, in_vain)
+            self._barrier.settle(said, self._publish, WRITES, in_call)
         except Exception as error:
             agreed = not isinstance(error, Lost) or self._barrier.rank == 0
             if not isinstance(said, BaseException) or isinstance(said, Exception):

@@ -65,6 +65,16 @@ def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         ) from None
 
 
+def as_json(value: Any) -> Json:
+    """`value` as far as JSON has it, and text for all else: to be looked up, not to be read back."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else str(value)
+
+
 class _Encoder:
     """One call of `encode`."""
 

@@ -7,19 +7,20 @@ written here.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from zero.checkpoint.flow import Flow
 from zero.checkpoint.index import CHUNK, Damaged, Part, Stored
-from zero.checkpoint.staging import Staging
-from zero.checkpoint.writeback import begin_writeback
+from zero.checkpoint.staging import LazyTensor, Staging
 from zero.kernels.crc32 import crc32, crc32_read
 
 # Our names of dtypes, torch's, and those of safetensors.
@@ -40,6 +41,7 @@ NAMES = {dtype: name for name, dtype, _ in _TABLE}
 _SAFE = {name: safe for name, _, safe in _TABLE}
 _OF_SAFE = {safe: name for name, _, safe in _TABLE}
 _BEHIND = 32 * CHUNK  # bytes after which the kernel is told to begin to write them
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, do not wait; errors stay for fsync to report
 _PAGE = 4096
 _LARGEST_HEADER = 100_000_000  # bytes; as in the library
 
@@ -52,14 +54,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 class TensorChunk(NamedTuple):
     """Elements from `start` on of a tensor that has `shape` as a whole.
 
-    values: contiguous [n], on any device; or a Flow that gives them when they are written.
+    values: contiguous [n], on any device; or a LazyTensor that gives them when they are written.
     """
 
     kind: str
     name: str
     start: int
     shape: tuple[int, ...]
-    values: torch.Tensor | Flow
+    values: torch.Tensor | LazyTensor
 
     @property
     def key(self) -> str:
@@ -116,7 +118,7 @@ class Writing:
                 self._dirty += data.nbytes
                 self._moved(data.nbytes)
                 if self._dirty >= _BEHIND:
-                    begin_writeback(self._file)
+                    _begin_writeback(self._file)
                     self._dirty = 0
         part = Part(chunk.start, chunk.values.numel(), self.path.name, begin, tuple(sums))
         self._found.append((chunk, part))
@@ -185,6 +187,21 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
+def _begin_writeback(file: int) -> None:
+    """Have the kernel begin to write dirty pages, so that the sync at the end finds little to do; where it can."""
+    call = _sync_file_range()
+    if call is not None:
+        call(file, 0, 0, _WRITE)  # 0 bytes: up to the end
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
 def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
     """Bytes from `skip` of the part (elements of `size` bytes) on into `target`; raises Damaged.
 
@@ -225,16 +242,11 @@ def _read_unchecked(file: int, offset: int, data: memoryview, chunk: int) -> tup
     return got, []
 
 
-def contents(path: Path) -> dict[str, Stored]:
-    """What a safetensors file holds, each tensor as one part without a checksum.
+def contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """What a safetensors file holds, each tensor as one part without a checksum, and the metadata beside them.
 
     Raises Damaged for a file that is not one, or is shorter than its header says.
     """
-    return contents_and_metadata(path)[0]
-
-
-def contents_and_metadata(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """As `contents`, and what the writer has said beside the tensors."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -259,4 +271,4 @@ def _entry(path: Path, base: int, entry: dict[str, Any]) -> Stored:
     stored = Stored(_OF_SAFE[entry["dtype"]], tuple(entry["shape"]), ())
     if end - begin != stored.nbytes or begin < 0:
         raise ValueError(f"{end - begin} bytes for shape {stored.shape}")
-    return stored._replace(parts=(Part(0, stored.numel, path.name, base + begin),))
+    return replace(stored, parts=(Part(0, stored.numel, path.name, base + begin),))

@@ -1,15 +1,54 @@
-"""The bytes of a tensor in host memory, piece by piece, wherever the tensor is."""
+"""The bytes of a tensor in host memory, block by block, wherever the tensor is, or from where its numbers come."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
-from zero.checkpoint.flow import Flow
+from zero.checkpoint.index import CHUNK
 
 STEP = 16 << 20  # bytes of one of the two buffers
+ASKED = CHUNK // 2  # numbers that are asked for at once, at least; blocks of any dtype are whole CHUNKs
+
+
+class LazyTensor(NamedTuple):
+    """Numbers that come range by range while they are written, so that a tensor larger than memory can be.
+
+    `count` numbers of `dtype`; of(start, n) gives those of [start, start + n), [n], on any device, in any dtype.
+
+    Where `of` gives another dtype, they are rounded as torch rounds.
+    """
+
+    dtype: torch.dtype
+    count: int
+    of: Callable[[int, int], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of a tensor with one dim."""
+        return (self.count,)
+
+    def numel(self) -> int:
+        """As of a tensor."""
+        return self.count
+
+    def element_size(self) -> int:
+        """Bytes of one number, as of a tensor."""
+        return self.dtype.itemsize
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """All of them in order, contiguous on the CPU, a few CHUNKs each but for the last."""
+        step = max(ASKED, CHUNK // self.dtype.itemsize)
+        for start in range(0, self.count, step):
+            yield self.of(start, min(step, self.count - start)).to("cpu", self.dtype).contiguous()
 
 
 def host_bytes(values: torch.Tensor) -> memoryview:
@@ -25,12 +64,12 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
 
-    def blocks(self, values: torch.Tensor | Flow) -> Iterator[memoryview]:
+    def blocks(self, values: torch.Tensor | LazyTensor) -> Iterator[memoryview]:
         """The bytes of a contiguous tensor in order; each block is valid until the next is asked for.
 
         What lies on the CPU is one block and is not copied.
         """
-        if isinstance(values, Flow):
+        if isinstance(values, LazyTensor):
             for block in values.blocks():
                 yield host_bytes(block)
             return

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zero.log import logger
-from zero.watchdog.hang_report import ranks_text
+from zero.watchdog.hang_report import cause, ranks_text
 from zero.watchdog.watchdog import Watchdog
 
 GRACE = 5.0  # seconds more that others wait for the first rank, which waits as long before it says who is missing
@@ -23,11 +24,6 @@ SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
 SURE = 3.0  # seconds for which there must be a reason to give up
 KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "OSError": OSError}
-
-
-def nothing_known() -> str:
-    """For a caller that cannot tell whether waiting is in vain."""
-    return ""
 
 
 class Lost(RuntimeError):
@@ -81,35 +77,34 @@ class StoreBarrier:
         value: Any,
         decide: Callable[[list[Any]], Any],
         phase: str,
-        in_vain: Callable[[], str] = nothing_known,
+        in_call: bool = False,
     ) -> Any:
         """What `decide`, on the first rank, makes of every rank's `value`; the same on all ranks. Waits for all.
 
         An exception as a `value`, or from `decide`, is raised on all ranks, as OSError, ValueError or RuntimeError
         that names the rank. Raises RuntimeError that names rank and `phase` where a rank makes no progress for
-        `timeout` seconds, where the store is gone, and where `in_vain` has said why for a few seconds.
+        `timeout` seconds, and where the store is gone. `in_call`: all ranks are inside of one call of the engine, so
+        one that has raised or ended, and does not call again within a few seconds, is not waited for.
         """
         self._round += 1
         mine = _error_of(value) if isinstance(value, BaseException) else {"value": value}
         if self.world_size == 1:
             return _result(_answer([mine], decide, self.ranks))
         with self.open():
-            return self._settle(mine, decide, phase, in_vain)
+            return self._settle(mine, decide, phase, in_call)
 
-    def _settle(
-        self, mine: dict[str, Any], decide: Callable[[list[Any]], Any], phase: str, in_vain: Callable[[], str]
-    ) -> Any:
+    def _settle(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any], phase: str, in_call: bool) -> Any:
         messages, prefix = self._store.messages, f"{self._store.prefix}saves/{self._round}/"
         first, others = self.ranks[0], self.ranks[1:]
         if self.rank != 0:
             messages.post(f"{prefix}{self.ranks[self.rank]}", mine)
             messages.expect({f"{prefix}answer": first})
-            (answer,) = self._await(phase, self.timeout + GRACE, in_vain)
+            (answer,) = self._await(phase, self.timeout + GRACE, in_call)
             return _result(answer)
         messages.expect({f"{prefix}{rank}": rank for rank in others})
         lingers = GONE
         try:
-            answer = _answer([mine, *self._await(phase, self.timeout, in_vain)], decide, self.ranks)
+            answer = _answer([mine, *self._await(phase, self.timeout, in_call)], decide, self.ranks)
             lingers = LINGERS
         except BaseException as error:
             answer = _error_of(error)
@@ -119,7 +114,7 @@ class StoreBarrier:
             messages.flush(lingers, lambda: self._store.failed)
         return _result(answer)
 
-    def _await(self, phase: str, timeout: float, in_vain: Callable[[], str]) -> list[Any]:
+    def _await(self, phase: str, timeout: float, in_call: bool) -> list[Any]:
         """The values that are expected; raises RuntimeError that says who does not get on."""
         store, rank = self._store, self.ranks[self.rank]
         began = said = time.monotonic()
@@ -135,7 +130,7 @@ class StoreBarrier:
                     f"rank {rank}, {phase}: the store of the process group is gone ({store.failed}), and rank 0 "
                     "with it, unless a launcher keeps it"
                 )
-            why = in_vain()
+            why = cause(store.view(), sys.maxsize) if in_call and store.read_at > began else ""
             since = (since or now) if why else 0.0
             if why and now - since > SURE:
                 raise Lost(f"rank {rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")

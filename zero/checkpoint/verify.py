@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
@@ -64,7 +65,7 @@ def _file(path: Path, nbytes: int) -> tuple[str | None, Mapping[int, int] | None
         size = path.stat().st_size
         if size != nbytes:
             return f"{path.name} has {size} bytes, not {nbytes}", {}
-        entries = contents(path).values()
+        entries = contents(path)[0].values()
         return None, {entry.parts[0].offset: entry.nbytes for entry in entries if entry.nbytes}
     except FileNotFoundError:
         return f"{path.name} is missing", None
@@ -80,7 +81,7 @@ def _part(
     size = ITEMSIZE[stored.dtype]
     step = CHUNK // size
     first, more = None, 0
-    alone = stored._replace(parts=(part,))  # an element that two parts hold is checked in both
+    alone = replace(stored, parts=(part,))  # an element that two parts hold is checked in both
     for start in range(part.start, part.start + part.numel, step):
         numel = min(step, part.start + part.numel - start)
         try:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from zero.checkpoint.find import find
-from zero.checkpoint.folder import INDEX, LATEST, read_index
+from zero.checkpoint.folder import INDEX, LATEST, find, read_index
 from zero.checkpoint.index import Damaged, Index, Parameter, Stored
-from zero.checkpoint.safe_file import contents_and_metadata
+from zero.checkpoint.safe_file import contents
 
 _TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARDS = ".safetensors.index.json"  # a JSON of Hugging Face that says which file holds which tensor
@@ -31,7 +30,7 @@ def weights_at(path: Path) -> tuple[Path, Index]:
         return path.parent, _of_shards(path)
     if path.suffix != ".safetensors":
         raise _refused(path)
-    stored, metadata = contents_and_metadata(path)
+    stored, metadata = contents(path)
     return path.parent, _index(path.name, stored, metadata)
 
 
@@ -101,7 +100,7 @@ def _of_shards(path: Path) -> Index:
         elif Path(file).suffix != ".safetensors":
             raise _refused(path.parent / file)
         else:
-            held[file], metadata = contents_and_metadata(path.parent / file)
+            held[file], metadata = contents(path.parent / file)
             aliases |= metadata
     problems += [
         f"'{name}' is not in {file}" for name, file in wanted.items() if file in held and name not in held[file]

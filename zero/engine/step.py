@@ -206,7 +206,7 @@ class TrainingStep:
         try:
             self._sharded.abandon()
         except RuntimeError as error:
-            if str(error) != self._sharded.mesh.watchdog.status.verdict:  # else it is the exception on its way
+            if str(error) != self._sharded.mesh.watchdog.status.gave_up:  # else it is the exception on its way
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.flow import Flow
 from zero.checkpoint.model_files import write_model
 from zero.checkpoint.safe_file import TensorChunk
+from zero.checkpoint.staging import LazyTensor
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
@@ -91,7 +91,9 @@ def _cut(value: torch.Tensor, sharded: ShardedModule) -> list[Unit]:
 
 def _piece(name: str, value: torch.Tensor, walk: _Walk, units: list[Unit]) -> TensorChunk:
     shape = tuple(value.shape)
-    return TensorChunk("weight", name, 0, shape, Flow(value.dtype, value.numel(), partial(_range, value, walk, units)))
+    return TensorChunk(
+        "weight", name, 0, shape, LazyTensor(value.dtype, value.numel(), partial(_range, value, walk, units))
+    )
 
 
 def _range(value: torch.Tensor, walk: _Walk, units: list[Unit], start: int, numel: int) -> torch.Tensor:

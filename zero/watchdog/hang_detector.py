@@ -26,7 +26,7 @@ from zero.watchdog.hang_report import (
     wanted,
     where,
 )
-from zero.watchdog.rank_status import Loss, RankStatus, Waiting
+from zero.watchdog.rank_status import FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
 
 TICK = 0.4  # seconds between two looks
@@ -57,7 +57,7 @@ class HangDetector(threading.Thread):
         native: bool,
     ) -> None:
         super().__init__(name="zero-hang-detector", daemon=True)
-        self.explained = threading.Event()  # a `status.verdict` is there
+        self.explained = threading.Event()  # a `status.gave_up` is there
         self._status = status
         self._store = store
         self._groups = groups
@@ -95,19 +95,19 @@ class HangDetector(threading.Thread):
                 # Training goes on without us; that nobody watches must not stay a secret.
                 logger.exception("rank %d: the watchdog over waiting ranks has ended", self._status.rank)
                 return
-            self._wake.wait(TICK if self._status.loss is None else TICK / 4)
+            self._wake.wait(TICK if self._status.failed_wait is None else TICK / 4)
             self._wake.clear()
 
     def _look(self, now: float) -> None:
-        status, loss, waiting = self._status, self._status.loss, self._status.waiting
-        if status.verdict:
+        status, failed, waiting = self._status, self._status.failed_wait, self._status.waiting
+        if status.gave_up:
             # The connections are closed or worth nothing; whatever wait comes now is on the way out.
             if waiting is not None and now - waiting.since > SURE:
                 self._end_wait(waiting)
-        elif loss is not None:
+        elif failed is not None:
             self._store.reading = True
             self._store.poke()
-            self._explain(loss, now)
+            self._explain(failed, now)
         elif waiting is None:
             self._answer(now)
         else:
@@ -159,10 +159,10 @@ class HangDetector(threading.Thread):
                 where(status.record(0, int(status.failing))),
             )
 
-    def _explain(self, loss: Loss, now: float) -> None:
+    def _explain(self, failed: FailedWait, now: float) -> None:
         """Find out why a wait failed, and let the thread that is in it go."""
-        view, seconds = self._store.view(), now - loss.at
-        collective, age = loss.waiting.collective, loss.at - loss.waiting.since
+        view, seconds = self._store.view(), now - failed.at
+        collective, age = failed.waiting.collective, failed.at - failed.waiting.since
         why = cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
         if not why:
             return
@@ -171,13 +171,13 @@ class HangDetector(threading.Thread):
             text += f", the time-out (zero.timeout); {hang_report(view, collective.text)}"
         elif why == UNKNOWN:
             # Such as the process group's own time-out, where it is shorter than ours.
-            text += f"; {hang_report(view, collective.text)}; {clipped(loss.error)}"
+            text += f"; {hang_report(view, collective.text)}; {clipped(failed.error)}"
         self._judge(text, wanted(view, collective.text))
 
-    def _judge(self, text: str, blames: tuple[int, ...]) -> None:
+    def _judge(self, text: str, missing: tuple[int, ...]) -> None:
         status = self._status
         text = f"{status.own_error()}{text}"
-        status.blames, status.verdict, status.error, status.failing = blames, text, text, True
+        status.missing, status.gave_up, status.error, status.failing = missing, text, text, True
         self._store.poke()
         # Others read the reason before they see a connection close, and before the store is gone with this process.
         time.sleep(LINGERS if self._store.keeps else TOLD)
@@ -187,9 +187,9 @@ class HangDetector(threading.Thread):
         status = self._status
         error, failing = status.error, status.failing
         self._judge(text, wanted(self._store.view(), waiting.collective.text))
-        if status.waiting is not waiting and status.loss is None:
+        if status.waiting is not waiting and status.failed_wait is None:
             # It has ended well in the last moment.
-            status.error, status.failing, status.verdict, status.blames = error, failing, "", ()
+            status.error, status.failing, status.gave_up, status.missing = error, failing, "", ()
             self.explained.clear()
         else:
             self._end_wait(waiting)
@@ -199,7 +199,7 @@ class HangDetector(threading.Thread):
         end = time.monotonic() + LEAVES
         while self._status.waiting is waiting:
             if time.monotonic() > end:
-                logger.error("%s; the process ends, for the wait cannot be ended", self._status.verdict)
+                logger.error("%s; the process ends, for the wait cannot be ended", self._status.gave_up)
                 sys.stderr.flush()
                 os._exit(1)
             if not self._native:

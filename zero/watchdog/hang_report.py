@@ -38,7 +38,7 @@ class Record:
     waits:   text of the collective that it waits for, "" when it does not wait; `wait` its number, `seconds` how long;
     error:   the last exception that left the engine, as text; kept when the rank goes on;
     fault:   0, or the place of that exception among those of all ranks, as long as the rank has not gone on;
-    blames:  the ranks for want of which it gave up; empty when the exception is its own;
+    missing: the ranks for want of which it gave up; empty when the exception is its own;
     progress: grows while it writes a checkpoint.
     """
 
@@ -53,7 +53,7 @@ class Record:
     seconds: float = 0.0
     error: str = ""
     fault: int = 0
-    blames: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
     gave_up: bool = False
     progress: int = 0
 
@@ -65,7 +65,7 @@ class Record:
 def record_of(text: str | bytes) -> Record:
     """The record that `to_json` wrote."""
     values = json.loads(text)
-    return Record(**values | {"phase": Phase(values["phase"]), "blames": tuple(values["blames"])})
+    return Record(**values | {"phase": Phase(values["phase"]), "missing": tuple(values["missing"])})
 
 
 class Seen(NamedTuple):
@@ -119,7 +119,7 @@ def where(record: Record) -> str:
     """Where a rank that speaks is, as a phrase after its name and a colon."""
     last = f", last the {record.last}" if record.last else ""
     if record.gave_up and record.fault:
-        blamed = f" for want of {ranks_text(record.blames)}" if record.blames else ""
+        blamed = f" for want of {ranks_text(record.missing)}" if record.missing else ""
         return f"gave up{blamed}: {record.error}"
     if record.fault:
         return f"raised {record.error}{last}"

@@ -32,7 +32,7 @@ class Waiting(NamedTuple):
     since: float
 
 
-class Loss(NamedTuple):
+class FailedWait(NamedTuple):
     """A wait that ended with an error of the transport, and when."""
 
     waiting: Waiting
@@ -47,8 +47,8 @@ class RankStatus:
 
     waiting: the wait that blocks now, or None; last: the collective begun last;
     error:   the last exception that left the engine; failing: and no call has begun since;
-    verdict: why this rank gave up waiting, "" while it has not; blames: for want of whom;
-    loss:    a wait that failed and is not explained yet;
+    gave_up: why this rank gave up waiting, "" while it has not; missing: for want of whom;
+    failed_wait: one that failed and is not explained yet;
     progress: what this rank has got done of a save, in bytes; several threads count, and only that it moves matters.
     """
 
@@ -61,19 +61,19 @@ class RankStatus:
         self.waiting: Waiting | None = None
         self.error = ""
         self.failing = False
-        self.verdict = ""
-        self.blames: tuple[int, ...] = ()
-        self.loss: Loss | None = None
+        self.gave_up = ""
+        self.missing: tuple[int, ...] = ()
+        self.failed_wait: FailedWait | None = None
         self.progress = 0
 
     def fail(self, error: BaseException) -> None:
         """An exception leaves the engine."""
-        self.error = self.verdict or f"{type(error).__name__}: {clipped(str(error))} in {self.phase.value}"
+        self.error = self.gave_up or f"{type(error).__name__}: {clipped(str(error))} in {self.phase.value}"
         self.failing = True
 
     def own_error(self) -> str:
-        """How a verdict begins on a rank that raised before: who went on after an error may be why ranks parted."""
-        if not self.error or self.verdict:
+        """How the reason begins on a rank that raised before: who went on after an error may be why ranks parted."""
+        if not self.error or self.gave_up:
             return ""
         return f"rank {self.rank} raised {clipped(self.error)}{'' if self.failing else ' and went on'}; "
 
@@ -92,7 +92,7 @@ class RankStatus:
             seconds=round(time.monotonic() - waiting.since, 1) if waiting is not None else 0.0,
             error=clipped(self.error),
             fault=fault,
-            blames=self.blames,
-            gave_up=bool(self.verdict),
+            missing=self.missing,
+            gave_up=bool(self.gave_up),
             progress=self.progress,
         )

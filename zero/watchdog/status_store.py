@@ -44,7 +44,6 @@ class StatusStore(threading.Thread):
         self.ranks = ranks
         self.asks = 0
         self.reading = False
-        self.listeners = 0  # who else wants the records of the others
         self.failed = ""
         self.messages = Messages(self._wake_up)
         self._status = status
@@ -139,7 +138,7 @@ class StatusStore(threading.Thread):
 
     def _turn(self) -> None:
         now = time.monotonic()
-        due, wanted = now >= self._due, self.reading or self.listeners or self.messages.waiting
+        due, wanted = now >= self._due, self.reading or self.messages.waiting
         if due:
             period = HURRY if wanted or self._status.failing else PERIOD
             self._due = now + max(period, len(self.ranks) / WRITES * period)

@@ -19,8 +19,8 @@ from functools import partial
 import torch.distributed as dist
 
 from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
-from zero.watchdog.hang_report import Phase, cause, clipped
-from zero.watchdog.rank_status import Collective, Loss, RankStatus, Waiting
+from zero.watchdog.hang_report import Phase, clipped
+from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
 
 DIRECTIONS = ("gather", "reduce", "replica gather")
@@ -113,7 +113,7 @@ class Watchdog:
         """Inside, this rank is in a call of the engine. An exception that leaves it is told to the other ranks."""
         status = self.status
         before, status.phase = status.phase, phase
-        if status.failing and not status.verdict:
+        if status.failing and not status.gave_up:
             status.failing = False
             self._tell()  # before others take us for lost
         try:
@@ -127,24 +127,6 @@ class Watchdog:
         finally:
             status.phase = before
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[Callable[[], str]]:
-        """Around a wait that no collective is part of: gives what says why it is in vain, or "" while it is not.
-
-        It may be so for a moment only: another rank's exception counts until its next call of the engine.
-        """
-        store = self.store
-        if store is None:
-            yield lambda: ""
-            return
-        since = time.monotonic()
-        store.listeners += 1
-        store.poke()
-        try:
-            yield lambda: cause(store.view(), sys.maxsize) if store.read_at > since else ""
-        finally:
-            store.listeners -= 1
-
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an error that no call of the engine has raised yet; from any thread."""
         self.status.error, self.status.failing = f"{type(error).__name__}: {clipped(str(error))}", True
@@ -153,7 +135,7 @@ class Watchdog:
     @property
     def broken(self) -> bool:
         """Whether this rank has given up, so that nothing can be sent any more."""
-        return bool(self.status.verdict)
+        return bool(self.status.gave_up)
 
     def tie(self, owner: object) -> None:
         """End the threads when `owner` is garbage; parameters, which know their units, may keep us longer."""
@@ -170,12 +152,12 @@ class Watchdog:
         status, detector = self.status, self._detector
         line = str(error).strip().partition("\n")[0]
         if detector is not None and detector.is_alive():
-            status.loss = Loss(waiting, line, time.monotonic())
-            if not status.verdict:
+            status.failed_wait = FailedWait(waiting, line, time.monotonic())
+            if not status.gave_up:
                 detector.poke()
                 detector.explained.wait(EXPLAINS)
-            if status.verdict and detector.explained.wait(EXPLAINS):
-                return RuntimeError(status.verdict)
+            if status.gave_up and detector.explained.wait(EXPLAINS):
+                return RuntimeError(status.gave_up)
         return RuntimeError(f"rank {status.rank} could not end the {waiting.collective}: {line}")
 
     def _tell(self) -> None:

@@ -166,17 +166,3 @@ def by_file(chunks: Iterable[TensorChunk]) -> dict[str, list[TensorChunk]]:
     for chunk in chunks:
         found.setdefault(FILES.get(chunk.kind, "moments"), []).append(chunk)
     return found
-
-
-def config_of(raw: Any) -> Any:
-    """The JSON of the run, as far as it can be written as JSON."""
-    if isinstance(raw, Mapping):
-        return {str(key): config_of(value) for key, value in raw.items()}
-    if isinstance(raw, (list, tuple)):
-        return [config_of(value) for value in raw]
-    return raw if raw is None or isinstance(raw, (bool, int, str)) else _number(raw)
-
-
-def _number(value: Any) -> Any:
-    finite = isinstance(value, float) and value - value == 0
-    return value if finite else str(value)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.differences import Ask, Match, Wanted, compare
-from zero.checkpoint.find import find
-from zero.checkpoint.folder import LATEST
+from zero.checkpoint.differences import Ask, Match, Wanted
+from zero.checkpoint.folder import LATEST, find
 from zero.checkpoint.index import Index
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import NAMES
@@ -28,12 +27,11 @@ from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.resume import check, restore
 from zero.engine.checkpoint.units import (
-    doubled,
+    fit,
     load_buffers,
     load_unit,
     names_of_parameters,
     restart,
-    shapes_of_buffers,
 )
 from zero.engine.checkpoint.values import Values, saved_values
 from zero.log import rank_zero
@@ -149,22 +147,13 @@ class CheckpointLoader:
     def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
         """Raises ValueError where the engine cannot take what is there."""
         self._may_load()
+        parts = (
+            (part, unit.master is not None)
+            for unit in self._sharded.units
+            for part in unit.plan.layout.fragments(unit.window)
+        )
         ask = ask._replace(left_out=index.excluded)
-        match = compare(index, self._wanted(), shapes_of_buffers(self._sharded.module), ask)
-        problem = match.problem(ask)
-        if problem is not None:
-            raise ValueError(f"{place} does not fit this engine:\n  {problem}")
-        if match.doubles:
-            with Reader(place, index) as reader:
-                unequal = [
-                    line
-                    for unit in self._sharded.units
-                    for part in unit.plan.layout.fragments(unit.window)
-                    for line in doubled(reader, match, ask, part, ask.states and unit.master is not None)
-                ]
-            if unequal:
-                raise ValueError(f"{place} does not fit this engine:\n  " + "\n  ".join(unequal))
-        return Found(place, index, match, ask)
+        return fit(place, index, ask, self._wanted(), self._sharded.module, parts, "engine")
 
     def _wanted(self) -> list[Wanted]:
         """What this engine has, in its terms for a checkpoint."""

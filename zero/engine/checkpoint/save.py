@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ class CheckpointSaver:
         options = Options(bool(save_latest), bool(exclude_frozen_parameters))
         saver.barrier.start()
         try:
-            with self._sharded.mesh.watchdog.call(Phase.SAVE), self._sharded.mesh.watchdog.listening() as in_vain:
-                error = self._save(save_dir, tag, client_state, options, in_vain)
+            with self._sharded.mesh.watchdog.call(Phase.SAVE):
+                error = self._save(save_dir, tag, client_state, options)
         finally:
             if not saver.running:
                 saver.barrier.shut()
@@ -81,9 +81,7 @@ class CheckpointSaver:
         if (error := self.saver.error()) is not None:
             raise error
 
-    def _save(
-        self, save_dir: Any, tag: Any, client: Any, options: Options, in_vain: Callable[[], str]
-    ) -> Exception | None:
+    def _save(self, save_dir: Any, tag: Any, client: Any, options: Options) -> Exception | None:
         """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks."""
         engine, saver, plan, asked = self._engine, self.saver, None, None
         try:
@@ -105,16 +103,14 @@ class CheckpointSaver:
         except Exception as error:
             asked = error
         try:
-            answer = saver.barrier.settle(asked, begin, CHECKS, in_vain)
+            answer = saver.barrier.settle(asked, begin, CHECKS, in_call=True)
         except (OSError, ValueError, RuntimeError) as error:
             return error
         saver.heard()
         job = saver.job(root, tag, answer["save"], options.latest)
-        return self._write(job, plan, answer, in_vain)
+        return self._write(job, plan, answer)
 
-    def _write(
-        self, job: Job, plan: SavePlan, answer: Mapping[str, Any], in_vain: Callable[[], str]
-    ) -> Exception | None:
+    def _write(self, job: Job, plan: SavePlan, answer: Mapping[str, Any]) -> Exception | None:
         engine, saver, rest = self._engine, self.saver, []
         try:
             if saver.barrier.rank == 0:
@@ -126,7 +122,7 @@ class CheckpointSaver:
         if saver.asynchronous and answer["files"]:
             try:
                 # Nobody goes on to a collective in which it would wait for who still writes.
-                saver.barrier.settle(job.failure, lambda told: None, FILES, in_vain)
+                saver.barrier.settle(job.failure, lambda told: None, FILES, in_call=True)
             except (OSError, ValueError, RuntimeError) as error:
                 job.fail(error)
         if saver.asynchronous and not job.interrupted:
@@ -135,7 +131,7 @@ class CheckpointSaver:
         if saver.asynchronous:
             saver.missed()
         try:
-            job.finish(rest, in_vain)
+            job.finish(rest, in_call=True)
         except (OSError, ValueError, RuntimeError) as error:
             return error
         return None

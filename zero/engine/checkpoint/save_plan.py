@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from zero.checkpoint.job import Job
-from zero.checkpoint.plain import encode
+from zero.checkpoint.plain import as_json, encode
 from zero.checkpoint.safe_file import NAMES, TensorChunk
 from zero.checkpoint.snapshot import Snapshot
 from zero.core.unit import Unit
 from zero.engine.checkpoint.chunks import (
     buffer_chunks,
     by_file,
-    config_of,
     digest,
     extra_states,
     form_of,
@@ -115,7 +114,7 @@ class SavePlan:
             "tied": {name: other for name, other in tied_names(self._module).items() if other in job.known},
             "shared": {"global_steps": step, "state": self._shared[0], "extra_state": self._extra[0]},
             "client": self._client[0],
-            "config": config_of(config),
+            "config": as_json(config),
             "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
             "rotates": target.latest,
             "excluded": tuple(self.excluded),

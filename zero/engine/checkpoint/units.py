@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.checkpoint.differences import Ask, Match, stateless
+from zero.checkpoint.differences import Ask, Match, Wanted, compare, stateless
 from zero.checkpoint.index import Index, Parameter
 from zero.checkpoint.reader import SLICE, Reader, SavedMoment
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.unit import Unit
 from zero.engine.checkpoint.chunks import saved_buffers
+from zero.engine.checkpoint.collective_read import Found
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
@@ -204,6 +206,32 @@ def _equal_states(reader: Reader, name: str, other: str, part: Fragment) -> bool
             if not torch.equal(*(saved.decode() for saved in both)):
                 return False
     return True
+
+
+def fit(
+    place: Path,
+    index: Index,
+    ask: Ask,
+    wanted: Iterable[Wanted],
+    module: nn.Module,
+    parts: Iterable[tuple[Fragment, bool]],
+    taker: str,
+) -> Found:
+    """What of a checkpoint goes where. Raises ValueError, with all differences, where `taker` cannot take it.
+
+    parts: what this rank holds of its parameters, and whether with state of the optimizer.
+    """
+    match = compare(index, wanted, shapes_of_buffers(module), ask)
+    problem = match.problem(ask)
+    if problem is None and match.doubles:
+        with Reader(place, index) as reader:
+            lines = [
+                line for part, trained in parts for line in doubled(reader, match, ask, part, ask.states and trained)
+            ]
+        problem = "\n  ".join(lines)
+    if problem:
+        raise ValueError(f"{place} does not fit this {taker}:\n  {problem}")
+    return Found(place, index, match, ask)
 
 
 def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from zero.checkpoint.differences import Ask, Match, Wanted, compare
+from zero.checkpoint.differences import Ask, Match, Wanted
 from zero.checkpoint.index import Index
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
@@ -22,11 +22,10 @@ from zero.core.state import State
 from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, Found
 from zero.engine.checkpoint.units import (
-    doubled,
     fill_plain,
+    fit,
     load_buffers,
     names_of_parameters,
-    shapes_of_buffers,
 )
 from zero.engine.engine import Engine
 from zero.engine.weights import Unmatched
@@ -73,10 +72,10 @@ def load_weights(
 @torch.no_grad()
 def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
     params = dict(module.named_parameters())
-    pieces = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
-    if any(not isinstance(unit, DeferredParam) for unit in pieces):
+    deferred = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
+    if any(not isinstance(unit, DeferredParam) for unit in deferred):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
-    axis = pieces[0].mesh.data if pieces else Axis(None, 1, 0, False)
+    axis = deferred[0].mesh.data if deferred else Axis(None, 1, 0, False)
     ranks = CollectiveRead("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
     found = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
 
@@ -110,21 +109,8 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
             raise ValueError(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
         others = [other for other in names[id(param)] if other != name]
         wanted.append(Wanted((name, *others), tuple(param.shape), dtype_name(param.dtype)))
-    match = compare(index, wanted, shapes_of_buffers(module), ask)
-    problem = match.problem(ask)
-    if problem is not None:
-        raise ValueError(f"{place} does not fit this module:\n  {problem}")
-    if match.doubles:
-        with Reader(place, index) as reader:
-            unequal = [
-                line
-                for name in match.doubles
-                for part in _parts(params[name], name)
-                for line in doubled(reader, match, ask, part, False)
-            ]
-        if unequal:
-            raise ValueError(f"{place} does not fit this module:\n  " + "\n  ".join(unequal))
-    return Found(place, index, match, ask)
+    parts = ((part, False) for name, param in params.items() for part in _parts(param, name))
+    return fit(place, index, ask, wanted, module, parts, "module")
 
 
 def _parts(param: nn.Parameter, name: str) -> list[Fragment]:
@@ -147,8 +133,7 @@ def _fill(reader: Reader, name: str, param: nn.Parameter) -> None:
             values.copy_(place)
         torch.autograd.graph.increment_version((param,))
         return
-    piece = owner.unit
     for part in _parts(param, name):
-        fill_plain(reader, name, piece.shard.narrow(0, part.at, part.numel), part.start)
+        fill_plain(reader, name, owner.unit.shard.narrow(0, part.at, part.numel), part.start)
     reader.finish()
-    piece.renew(0, piece.shard)
+    owner.unit.renew(0, owner.unit.shard)
