@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from nodes import ROOT, Nodes, alive, eventually, pids
+from nodes import ROOT, Nodes, alive, environment, eventually, pids
+from ports import free_port
 
 from zero.launch.node import bind
 
@@ -184,6 +187,27 @@ def test_a_host_whose_connection_to_the_launcher_is_cut_ends_and_the_others_are_
         assert nodes.err["b"] == "", "nobody reads it any more"
         assert nodes.said() == ["zero run: host b is lost: it lost the connection to the launcher"]
         assert not any(alive(pid) for pid in pids(files))
+
+
+def test_ctrl_z_while_the_hosts_are_waited_for_ends_nothing(launchers, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "script.py").touch()
+    port = free_port()
+    words = ["--no_ssh", "--node_rank=0", "-H", str(tmp_path / "hosts"), "--master_addr=127.0.0.1"]
+    words += [f"--master_port={port}", str(tmp_path / "script.py")]
+    with launchers.start("run", *words, environment=environment(ZERO_SECRET="of the test")) as launcher:
+
+        def listens() -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return True
+            return False
+
+        assert eventually(listens)
+        launcher.send_signal(signal.SIGTSTP)
+        launcher.send_signal(signal.SIGCONT)
+        assert not eventually(lambda: launcher.poll() is not None, seconds=0.5)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait() == 143, launcher.texts()
 
 
 READER = """

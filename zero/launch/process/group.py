@@ -19,7 +19,7 @@ _TURN = 0.05  # seconds between two looks at what makes no noise
 _PAUSE = 0.01  # seconds to wait for whoever reads what we write
 _HASTE = 1.0  # seconds that are left after a second signal, and from asking a process to end to killing it
 _STUCK = 3.0  # seconds after which a killed process is waited for no longer
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class ProcessGroup:
@@ -81,7 +81,7 @@ class ProcessGroup:
         """Start all processes, and return when all have ended. Raises LaunchError where one cannot be started."""
         _allow(files=4 * len(self.processes) + 64)
         self._descendants = self._descendants or Descendants()
-        with caught(self._signals) if self._catches else contextlib.nullcontext():
+        with caught(self._signals, signal.SIGTSTP) if self._catches else contextlib.nullcontext():
             try:
                 for process in self.processes:
                     process.start()
@@ -201,11 +201,10 @@ def _allow(files: int) -> None:
 
 
 @contextlib.contextmanager
-def caught(signals: list[int]) -> Iterator[None]:
-    """Note the signals that come in `signals` instead of ending by them; those that are ignored stay so."""
+def caught(signals: list[int], *more: int) -> Iterator[None]:
+    """Note signals that end a process, and `more`, in `signals` when they come; those that are ignored stay so."""
     before = {}
-    for name in _SIGNALS:
-        number = getattr(signal, name)
+    for number in (*_SIGNALS, *more):
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, _: signals.append(number))
     try:
