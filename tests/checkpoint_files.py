@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import batch, config, make_net
+from models import config, make_net
+from models import step as net_step
 from safetensors.torch import load_file
 
 import zero
@@ -74,9 +75,4 @@ def engine_of(stage: int, world: int, model: torch.nn.Module | None = None, **mo
 
 def step(engine: Any, number: int) -> float:
     """One step of a Net on this rank's part of the batch."""
-    rank, world = engine.global_rank, engine.world_size
-    tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(number, 2 * world))
-    loss = engine(tokens, targets)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return net_step(engine, number).item()

@@ -1,9 +1,11 @@
 """Shared by all tests: one thread for torch, and the pool of ranks.
 
-make test                                       everything but the tests marked `long`
-make test-long                                  those that are
-.venv/bin/python -m pytest tests/core           a topic, or a file, in one process; without the long ones
-.venv/bin/python -m pytest -m "" tests/core     with them
+    make test                                       everything but the tests marked `long`
+    make test-long                                  those that are
+    .venv/bin/python -m pytest tests/core           a topic, or a file, in one process; without the long ones
+    .venv/bin/python -m pytest -m "" tests/core     with them
+
+`make test` has one case for each promise; further cases, and what takes minutes, are marked `long`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ UNTESTED = "real nodes: not tested here, because "  # a skip that begins so is s
 
 # What torch takes at its word: on a CPU without them its kernels end the process.
 FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}}
+
+QUICK = {"kernels", "plan", "config"}  # folders
 
 SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
 LONG_SECONDS = 3600.0  # the same of a test that is marked `long`
@@ -59,6 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # as it is before pytest puts files in its place
     told = Path("/proc/cpuinfo")
     skip_all_without(os.environ.get("ATEN_CPU_CAPABILITY", ""), told.read_text() if told.exists() else "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take little time come last, so that two processes end together."""
+    items.sort(key=lambda item: item.path.parent.name in QUICK)
 
 
 @pytest.hookimpl(wrapper=True)

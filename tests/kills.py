@@ -1,9 +1,9 @@
 """Kills training runs at random moments, attempt after attempt, and says what each found; for `test_recovery.py`.
 
-    python kills.py FOLDER KILLS SEED
+    python kills.py FOLDER KILLS SEED STEPS
 
 A process of its own, which imports torch once and forks two ranks for each attempt while it has no thread. It prints
-one line of JSON for the losses of the run that nobody interrupts, and then one for each attempt.
+one line of JSON for the losses of the run that nobody interrupts (STEPS steps), then one for each attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import zero.engine.initialize  # noqa: F401 - the children inherit it
 
 WORLD = 2
 STEPS = 40  # of one run; when it is through, the next one begins in an empty folder
-ALONE = 210  # of the run that nobody interrupts
 SECONDS = 60  # an attempt that takes longer hangs
 
 
@@ -143,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)
     alone = folder / "uninterrupted"
     alone.mkdir()
-    wait(start(Run(alone, ALONE, 0, save=False)))
+    wait(start(Run(alone, int(sys.argv[4]), 0, save=False)))
     tell([line[1:] for line in lines(alone / "losses")])
     done, torn_ones, runs = 0, 0, 0
 

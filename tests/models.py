@@ -1,10 +1,11 @@
-"""Small models, data and references that several tests share."""
+"""Small models and data that several tests share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 WIDTH = 12
@@ -54,6 +55,21 @@ def batch(step: int, size: int, vocabulary: int = 17) -> tuple[torch.Tensor, tor
     return tokens, (tokens * 3 + 1) % vocabulary
 
 
+def share(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's two samples of the global batch of micro-step `number`; all of it where there are no ranks."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tokens, targets = batch(number, 2 * world)
+    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
+
+
+def step(engine: Any, number: int) -> torch.Tensor:
+    """One micro-step of a Net on this rank's share; its loss."""
+    loss = engine(*share(number))
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
 def config(stage: int, world: int, *, micro: int = 2, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """A JSON for `stage`; further sections as keywords."""
     return {
@@ -89,40 +105,3 @@ def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 6
     engine.destroy()
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"losses": losses, "norms": norms, "params": params}
-
-
-def reference(
-    model: nn.Module, world: int, settings: dict[str, Any], dtype: torch.dtype, steps: int = 6, bf16: bool = False
-) -> dict[str, Any]:
-    """The same training in plain torch, in one process: losses[micro-step][rank] and final parameters.
-
-    `dtype` is that of masters and arithmetic; with `bf16`, forward and backward run on a bf16 copy.
-    """
-    accumulation, micro = settings["gradient_accumulation_steps"], settings["train_micro_batch_size_per_gpu"]
-    model = model.to(dtype)
-    run = make_net().to(torch.bfloat16) if bf16 else model
-    optimizer = torch.optim.AdamW(model.parameters(), **settings["optimizer"]["params"])
-    losses = []
-    for step in range(steps * accumulation):
-        tokens, targets = batch(step, micro * world)
-        losses.append([])
-        for rank in range(world):
-            part = slice(rank * micro, (rank + 1) * micro)
-            if bf16:
-                run.load_state_dict({name: value.to(torch.bfloat16) for name, value in model.state_dict().items()})
-            loss = run(tokens[part], targets[part])
-            loss.backward()
-            losses[-1].append(loss.item())
-            if bf16:  # gradients accumulate in the masters' precision
-                for master, param in zip(model.parameters(), run.parameters(), strict=True):
-                    grad = param.grad.to(dtype)
-                    master.grad = grad if master.grad is None else master.grad + grad
-                    param.grad = None
-        if (step + 1) % accumulation == 0:
-            for param in model.parameters():
-                param.grad /= world * accumulation
-            if settings["gradient_clipping"]:
-                nn.utils.clip_grad_norm_(model.parameters(), settings["gradient_clipping"])
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"losses": losses, "params": {name: param.detach() for name, param in model.named_parameters()}}

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import batch
 
 import zero.core.offload
 
@@ -40,21 +38,6 @@ def slow_down(engine: Any) -> None:
             update(*args, **kwargs)
 
         engine.optimizer.rule.update = slow
-
-
-def mine(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of micro-batch `number`."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(number, 2 * world)
-    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
-
-
-def one_step(engine: Any, number: int) -> torch.Tensor:
-    """One micro-batch and its step; the loss."""
-    loss = engine(*mine(number))
-    engine.backward(loss)
-    engine.step()
-    return loss.detach()
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import batch, config
+from models import config, share
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,13 +63,6 @@ def make(kind: type[Net] = Net, **kwargs: Any) -> Net:
     return kind(**kwargs)
 
 
-def inputs(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's micro-batch: tokens and targets [2, 5]."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tokens, targets = batch(step, 2 * world)
-    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
-
-
 def settings(stage: int, section: dict[str, Any], *, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """A JSON with these keys under `zero.recompute`, and further sections."""
     made = config(stage, dist.get_world_size(), accumulation=accumulation, **copy.deepcopy(more))
@@ -82,7 +75,7 @@ def steps(engine: Any, count: int, accumulation: int = 1) -> list[float]:
     """Train; the losses."""
     losses = []
     for step in range(count * accumulation):
-        loss = engine(*inputs(step))
+        loss = engine(*share(step))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

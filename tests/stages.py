@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from closeness import allowed, error, twice
 from models import config
+from oracle import Training, backward, near
 from torch import nn
 
 import zero
@@ -26,10 +26,8 @@ def inputs(step: int, rank: int, width: int = 12) -> torch.Tensor:
 
 
 def one_backward(model: nn.Module, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    """The usual: one forward, one backward; `factor` is 1 under an engine, which divides by itself."""
-    loss = model(x, rank)
-    (loss * factor).backward()
-    return loss.detach()
+    """The usual: one forward, one backward; `factor` is 1 under an engine."""
+    return backward(model(x, rank), factor)
 
 
 def build(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -57,22 +55,6 @@ def run_all(kind: Callable[[], nn.Module], loop: Loop, section: dict[str, Any], 
     return [run(kind, loop, stage, section, **more) for stage in range(4)]
 
 
-def plain(kind: Callable[[], nn.Module], loop: Loop, dtype: torch.dtype, accumulation: int = 1) -> dict[str, Any]:
-    """The same in plain torch, one rank's data after the other; losses[step][rank]."""
-    model = build(kind).to(dtype)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **config(0, 2)["optimizer"]["params"])
-    losses = []
-    for step in range(STEPS * accumulation):
-        losses.append([loop(model, inputs(step, r).to(dtype), r, 1 / (2 * accumulation)) for r in range(2)])
-        if (step + 1) % accumulation == 0:
-            for param in trained:  # unused counts as zero: moments and weight decay still move
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"losses": losses, "params": {name: param.detach() for name, param in model.named_parameters()}}
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two runs have bitwise the same losses and parameters."""
     losses = all(torch.equal(a, b) for a, b in zip(one["losses"], other["losses"], strict=True))
@@ -85,13 +67,18 @@ def check(
     loop: Loop = one_backward,
     section: dict[str, Any] | None = None,
     accumulation: int = 1,
+    plain: Loop | None = None,
 ) -> None:
-    """Every stage against stage 0, and stage 0 against plain torch."""
-    exact = plain(kind, loop, torch.float64, accumulation)["params"]
-    limit = allowed(exact, *twice(lambda: plain(kind, loop, torch.float32, accumulation)["params"]))
+    """Every stage against stage 0, and stage 0 against plain torch, which runs `plain`, or else the same loop."""
+
+    def micro(model: Any, number: int, rank: int, world: int, factor: float) -> torch.Tensor:
+        x = inputs(number, rank).to(next(model.parameters()).dtype)
+        return (plain or loop)(model, x, rank, factor)
+
+    training = Training(2, STEPS, accumulation, build=lambda: build(kind), micro=micro)
     # Where micro-batches add up before they are reduced, sums have another order than where they do not.
     more = {"accumulation": accumulation, "zero": {"reduce_every_micro_batch": True}}
     for rank, stages in enumerate(pool.run(2, run_all, kind, loop, section or {}, more)):
-        assert error(stages[0]["params"], exact) <= limit, f"rank {rank}"
+        assert near(stages[0]["params"], training), f"rank {rank}"
         for stage in (1, 2, 3):
             assert same(stages[0], stages[stage]), f"stage {stage} on rank {rank}"

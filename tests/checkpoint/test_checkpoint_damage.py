@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import FORMATS, Case, engine_of, settings, states, step
+from marks import longer
 from models import make_net
 from torch import nn
 
@@ -248,7 +249,7 @@ def one_rank_reads_damage(case: Case, folder: Path) -> tuple[str, list[str]]:
     return str(caught.value), lines
 
 
-@pytest.mark.parametrize(("stage", "place"), [(1, ""), (2, "cpu"), (3, ""), (3, "files gpu")])
+@pytest.mark.parametrize(("stage", "place"), [(1, ""), (3, "files gpu"), *longer((2, "cpu"), (3, ""))])
 def test_all_ranks_raise_what_one_has_read(pool: Any, tmp_path: Path, stage: int, place: str) -> None:
     case = Case(2, stage, place, FORMATS[1])
     found = pool.run(2, one_rank_reads_damage, case, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
+from marks import each_once
 
 import zero.core.unit as unit_module
 import zero.engine.checkpoint.collective_read as together_module
@@ -79,8 +80,7 @@ def both_ways(folder: Path, stage: int, more: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "more"), each_once([1, 2], [{}, BF16]))
 def test_whole_parameters_are_read_or_sent_alike(pool: Any, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
     pool.run(2, both_ways, tmp_path, stage, more)
 

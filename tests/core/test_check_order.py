@@ -9,7 +9,8 @@ import re
 from typing import Any
 
 import torch.distributed as dist
-from models import batch, config, make_net
+from models import config, make_net
+from models import step as micro_step
 from ranks import Pool
 
 import zero
@@ -27,11 +28,7 @@ def swap_once(check: bool) -> tuple[list[float], str]:
                     unit.gather()
                 for unit in units:
                     unit.release()
-            tokens, targets = batch(step, 4)
-            loss = engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2])
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(micro_step(engine, step).item())
     except RuntimeError as error:
         return losses, str(error)
     finally:
@@ -55,14 +52,10 @@ def test_without_the_check_the_messages_still_find_each_other(pool: Pool) -> Non
 
 
 def losses_with(check: bool) -> list[float]:
-    rank, losses = dist.get_rank(), []
+    losses = []
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2, zero={"check_order": check}))
     for step in range(3):
-        tokens, targets = batch(step, 4)
-        loss = engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(micro_step(engine, step).item())
     engine.destroy()
     return losses
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import each_once
 from masters import exact, part
 from models import batch, config, make_net
 from torch import nn
@@ -83,8 +84,7 @@ def run_all(masters: tuple[str, ...]) -> list[dict[str, Any]]:
     return [edited(stage, master, look) for stage in range(4) for master in masters for look in (True, False)]
 
 
-@pytest.mark.parametrize("masters", [("",), ("fp32", "remainder")], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "masters"), each_once([2, 1], [("fp32", "remainder"), ("",)]))
 def test_an_edit_is_exact_and_the_next_step_begins_there(pool, world, masters):
     for found in pool.run(world, run_all, masters):
         assert all(run["right"] for run in found)
@@ -99,8 +99,7 @@ def loaded(stage: int, master: str) -> list[bool]:
     return [torch.equal(value, part(engine, name, values[name].float())) for name, value in exact(engine).items()]
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "master"), each_once([0, 1, 2], ["fp32", "remainder"]))
 def test_a_loaded_state_dict_is_exact(pool, stage, master):
     for found in pool.run(2, loaded, stage, master):
         assert found
@@ -118,8 +117,7 @@ def written_by_rank_1(stage: int, master: str) -> list[bool]:
     return [right, *(torch.equal(first[name], again[name]) for name in first)]
 
 
-@pytest.mark.parametrize("master", ["fp32", "remainder"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "master"), each_once([2, 3, 0], ["fp32", "remainder"]))
 def test_the_modifier_ranks_values_are_exact_everywhere(pool, stage, master):
     assert all(all(found) for found in pool.run(2, written_by_rank_1, stage, master))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import batch, config, make_net
+from marks import each_once, longer
+from models import config, make_net, share
 from torch import nn
 
 import zero
@@ -36,17 +36,11 @@ class Raise(torch.autograd.Function):
         raise ctx.error
 
 
-def micro_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rank = dist.get_rank()
-    tokens, targets = batch(number, 4)
-    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
-
-
 def one_step(engine: Any, step: int, backward: Callable[[Any, torch.Tensor], Any] | None = None) -> None:
     """A whole optimizer step, in which `backward` replaces the last call of backward."""
     count = engine.gradient_accumulation_steps()
     for micro in range(count):
-        loss = engine(*micro_batch(count * step + micro))
+        loss = engine(*share(count * step + micro))
         last = micro == count - 1
         backward(engine, loss) if backward is not None and last else engine.backward(loss)
         engine.step()
@@ -59,14 +53,14 @@ def in_forward(engine: Any, error: BaseException) -> None:
     for name in ("up", "down"):  # on the way into a block, and on the way out of the middle of it
         handle = getattr(engine.module.blocks[1], name).register_forward_pre_hook(raise_it)
         with pytest.raises(type(error)):
-            engine(*micro_batch(100))
+            engine(*share(100))
         handle.remove()
 
 
 def in_backward(engine: Any, error: BaseException) -> None:
     for module in (engine.module.norm, engine.module.blocks[1].norm, engine.module.blocks[0]):
         handle = module.register_forward_hook(lambda module, args, output: Raise.apply(output, error))
-        loss = engine(*micro_batch(100))
+        loss = engine(*share(100))
         with pytest.raises(type(error)):
             engine.backward(loss)
         handle.remove()
@@ -74,7 +68,7 @@ def in_backward(engine: Any, error: BaseException) -> None:
 
 def in_plain_backward(engine: Any, error: BaseException) -> None:
     handle = engine.module.blocks[1].norm.register_forward_hook(lambda module, args, output: Raise.apply(output, error))
-    loss = engine(*micro_batch(100))
+    loss = engine(*share(100))
     with pytest.raises(type(error)):
         loss.backward()
     handle.remove()
@@ -82,7 +76,7 @@ def in_plain_backward(engine: Any, error: BaseException) -> None:
 
 def in_last_backward(engine: Any, error: BaseException) -> None:
     """The first micro-batch of a window has gone well already."""
-    engine.backward(engine(*micro_batch(100)))
+    engine.backward(engine(*share(100)))
     engine.step()
     in_backward(engine, error)
 
@@ -124,7 +118,7 @@ def all_places(stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3, *longer(0, 1)])
 def test_training_goes_on_with_the_same_bits(pool, stage):
     assert pool.run(2, all_places, stage) == [[], []]
 
@@ -148,7 +142,7 @@ def half_updated(stage: int, kind: type[BaseException]) -> dict[str, Any]:
             one_step(engine, 1)
     said = []
     for call in (
-        lambda: engine(*micro_batch(2)),
+        lambda: engine(*share(2)),
         lambda: engine.backward(torch.ones((), requires_grad=True)),
         engine.step,
     ):
@@ -159,18 +153,17 @@ def half_updated(stage: int, kind: type[BaseException]) -> dict[str, Any]:
         finite = all(param.isfinite().all().item() for param in net.parameters())
     engine.destroy()
     # The module is a plain one, from which a new engine can be made.
-    loss = net(*micro_batch(2))
+    loss = net(*share(2))
     loss.backward()
     plain = all(param.grad is not None and type(param) is nn.Parameter for param in net.parameters())
     net.zero_grad()
     engine, *_ = zero.initialize(model=net, config=config(stage, 2))
-    same = torch.equal(engine(*micro_batch(2)), loss)
+    same = torch.equal(engine(*share(2)), loss)
     engine.destroy()
     return {"said": said, "finite": finite, "plain": plain, "same": same}
 
 
-@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "kind"), each_once([0, 1, 2, 3], [MemoryError, KeyboardInterrupt]))
 def test_half_updated_weights_are_refused(pool, stage, kind):
     for rank, found in enumerate(pool.run(2, half_updated, stage, kind)):
         assert found["said"] == 3 * [
@@ -186,7 +179,7 @@ def lost(stage: int) -> bool:
     """A backward that raises between two micro-batches is made up for: the window begins anew, and counts whole."""
     net = make_net()
     engine, *_ = zero.initialize(model=net, config=config(stage, 2, accumulation=2))
-    engine.backward(engine(*micro_batch(0)))
+    engine.backward(engine(*share(0)))
     engine.step()
     in_backward(engine, ArithmeticError("spoilt"))
     first = engine.micro_steps, engine.is_gradient_accumulation_boundary()
@@ -215,7 +208,7 @@ def releases_fail() -> tuple[list[str], bool]:
             pass
 
     unit.buffer._free = fail
-    for call in (read, lambda: engine(*micro_batch(0)), lambda: engine(*micro_batch(0)), engine.step):
+    for call in (read, lambda: engine(*share(0)), lambda: engine(*share(0)), engine.step):
         try:
             call()
         except RuntimeError as error:

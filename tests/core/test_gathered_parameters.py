@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from masters import exact, part
-from models import batch, config, make_net
+from models import batch, config, make_net, share, step
 from torch import nn
 
 import zero
@@ -22,16 +22,14 @@ MASTERS = ("", "fp32", "remainder")  # "": computes in fp32
 
 def start(stage: int = 3, master: str = "fp32") -> Any:
     """An engine after two steps, so that masters are not what their parameters say."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     params = {"lr": 1e-2, "zero": {"master": master or "fp32"}}
     settings = config(
         stage, world, micro=2, bf16={"enabled": bool(master)}, optimizer={"type": "AdamW", "params": params}
     )
     engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
     for index in range(2):
-        tokens, targets = batch(index, 2 * world)
-        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
-        engine.step()
+        step(engine, index)
     return engine
 
 
@@ -373,8 +371,7 @@ def train_and_step_inside(alone: bool, disturbed: bool, **more: Any) -> tuple[li
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2, zero_optimization={"stage": 3, **more}))
     last = engine.module.get_parameter(THREE if alone else "blocks.2.up.weight")
     for index in range(3):
-        tokens, targets = batch(index, 4)
-        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        engine.backward(engine(*share(index)))
         if disturbed:
             with zero.GatheredParameters([last] if rank == 0 or not alone else []):
                 try:

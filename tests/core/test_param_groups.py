@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import allowed, error, twice
-from models import batch, config, make_net
+from models import batch, config, make_net, share
+from oracle import Training, backward, exact, limits, train
 from torch import nn
 
 import zero
@@ -37,43 +38,38 @@ def change(groups: list[dict[str, Any]], step: int) -> None:
 
 def engine_run(stage: int, client: bool, dtype: torch.dtype) -> list[torch.Tensor]:
     """`client`: the user's own optimizer, whose own groups are changed, not the engine's."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     net = make_net(blocks=2)
     net.embed.to(dtype)  # a model of two dtypes under compute fp32 keeps both
     settings = config(stage, world)
     given: dict[str, Any] = {"model_parameters": groups_of(net)}
     groups = None
     if client:
-        optimizer = torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.1)
+        optimizer = adamw_of_groups(net)
         given, groups = {"optimizer": optimizer}, optimizer.param_groups
     net.embed.register_forward_hook(lambda module, args, output: output.float())
     engine = zero.initialize(model=net, config=settings, **given)[0]
     for step in range(4):
         change(engine.optimizer.param_groups if groups is None else groups, step)
-        tokens, targets = batch(step, 2 * world)
-        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        engine.backward(engine(*share(step)))
         engine.step()
     engine.destroy()
     return [param.detach().clone() for param in net.parameters()]
 
 
-def plain_run(world: int, dtype: torch.dtype, half: bool = False) -> list[torch.Tensor]:
-    """With `half` the embedding is read, and its gradient made, in bf16; its master stays in `dtype`."""
-    net = make_net(blocks=2).to(dtype)
-    optimizer = torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.1)
-    for step in range(4):
-        change(optimizer.param_groups, step)
-        for rank in range(world):
-            tokens, targets = batch(step, 2 * world)
-            embed = net.embed.weight.detach().bfloat16().requires_grad_() if half else net.embed.weight
-            loss = net_loss(net, embed, tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2])
-            (loss / world).backward()
-            if half:
-                grad = embed.grad.to(dtype)
-                net.embed.weight.grad = grad if net.embed.weight.grad is None else net.embed.weight.grad + grad
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach() for param in net.parameters()]
+def micro(half: bool) -> Any:
+    """With `half` the embedding is read, and its gradient made, in bf16; its master stays as it is."""
+
+    def run(net: Any, number: int, rank: int, world: int, factor: float) -> torch.Tensor:
+        tokens, targets = batch(number, 2 * world)
+        embed = net.embed.weight.bfloat16() if half else net.embed.weight
+        return backward(net_loss(net, embed, tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]), factor)
+
+    return run
+
+
+def adamw_of_groups(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.1)
 
 
 def net_loss(net: nn.Module, embed: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -92,19 +88,26 @@ def all_runs(client: bool) -> tuple[list[list[torch.Tensor]], list[list[torch.Te
 
 @pytest.mark.parametrize("client", [False, True], ids=["json", "client"])
 def test_groups_keep_their_settings_and_take_new_ones(pool, client):
-    exact = plain_run(2, torch.float64)
-    limit = allowed(exact, *twice(lambda: plain_run(2, torch.float32)))
-    limit_half = allowed(exact, *twice(lambda: plain_run(2, torch.float32, half=True)))
+    training = Training(
+        2,
+        4,
+        build=lambda: make_net(blocks=2),
+        micro=micro(False),
+        optimizer=adamw_of_groups,
+        before_step=lambda optimizer, step: change(optimizer.param_groups, step),
+    )
+    truth = list(exact(training).params.values())
+    limit_half = allowed(truth, *twice(lambda: train(training._replace(micro=micro(True)), "fp32").params.values()))
     for runs, mixed in pool.run(2, all_runs, client):
         for run in runs:
             assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-        assert error(runs[0], exact) <= limit
+        assert error(runs[0], truth) <= limits(training, "fp32")[1]
         for run in mixed:
             assert all(torch.equal(a, b) for a, b in zip(run, mixed[0], strict=True))
         dtypes = [param.dtype for param in mixed[0]]
         assert dtypes[0] == torch.bfloat16
         assert set(dtypes[1:]) == {torch.float32}
-        assert error(mixed[0][1:], exact[1:]) <= limit_half
+        assert error(mixed[0][1:], truth[1:]) <= limit_half
 
 
 def test_a_parameter_in_two_groups_is_named():

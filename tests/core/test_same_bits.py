@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
 from models import WIDTH, Block, config
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -180,7 +181,7 @@ def test_a_run_that_moves_from_four_ranks_to_two_to_one_ends_alike(pool, at_two)
     assert states[0]["hash"] != at_two["ranks"][0]["hash"]
 
 
-@pytest.mark.parametrize("units", [("Net",), ("blocks.0", "embed"), ("Linear", "LayerNorm")])
+@pytest.mark.parametrize("units", [("blocks.0", "embed"), *longer((("Net",),), (("Linear", "LayerNorm"),))])
 def test_the_tree_does_not_depend_on_what_travels_together(pool, units):
     wanted = trained(pool, 2, [(0, "tree", bf16, 3, ()) for bf16 in (False, True)])
     other = trained(pool, 2, [(3, "tree", bf16, 3, units) for bf16 in (False, True)])

@@ -236,7 +236,7 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
     made, module = {}, importlib.import_module("zero.engine.initialize")
     if dist.get_rank() == 0:
         watchdog = Watchdog(0)
-        watchdog.start((0, 1), pairs["a"], 60.0, False)
+        watchdog.start((0, 1), pairs["a"], (), 60.0, False)
         watchdog.close()
     with pytest.MonkeyPatch.context() as patch:
         for seed in (1, 2):

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, config, make_net
+from models import batch, config, make_net, share
+from oracle import Training
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -82,26 +84,20 @@ def kinds() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
 
 
 def trained(stage: int, name: str, steps: int = 3) -> list[torch.Tensor]:
-    world, rank = dist.get_world_size(), dist.get_rank()
     net = make_net(blocks=1)
-    given = settings(stage, world, zero_allow_untested_optimizer=True)
+    given = settings(stage, dist.get_world_size(), zero_allow_untested_optimizer=True)
     engine = zero.initialize(model=net, optimizer=kinds()[name](net.parameters()), config=given)[0]
     for step in range(steps):
-        tokens, targets = batch(step, 2 * world)
-        engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+        engine.backward(engine(*share(step)))
         engine.step()
     engine.destroy()
     return [param.detach().clone() for param in net.parameters()]
 
 
 def plain(name: str, steps: int = 3) -> list[torch.Tensor]:
-    net = make_net(blocks=1)
-    optimizer = kinds()[name](net.parameters())
-    for step in range(steps):
-        net(*batch(step, 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach() for param in net.parameters()]
+    optimizer = kinds()[name]
+    training = Training(1, steps, build=lambda: make_net(blocks=1), optimizer=lambda net: optimizer(net.parameters()))
+    return list(oracle.train(training, "fp32").params.values())
 
 
 def alone() -> list[str]:

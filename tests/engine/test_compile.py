@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, config, make_net
+from marks import longer
+from models import batch, config, make_net, share
 from torch._dynamo.utils import counters
 
 import zero
@@ -18,15 +19,13 @@ BLOCKS = 10  # more than dynamo recompiles one function for
 def trained(stage: int, backend: str | None, dtype: str = "fp32") -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    settings = config(stage, world, bf16={"enabled": dtype == "bf16"})
+    settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"})
     engine = zero.initialize(model=make_net(blocks=BLOCKS), config=settings)[0]
     if backend:
         engine.compile(backend=backend)
     losses, graphs = [], []
     for step in range(4):
-        tokens, targets = batch(step, 2 * world)
-        loss = engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2])
+        loss = engine(*share(step))
         away = sum(unit.state.value == "sharded" for unit in engine._sharded.units)
         engine.backward(loss)
         engine.step()
@@ -51,7 +50,7 @@ def both(stage: int, backend: str, dtype: str) -> tuple[dict[str, Any], dict[str
     return trained(stage, None, dtype), trained(stage, backend, dtype)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16"), *longer((0, "fp32"), (2, "bf16"), (3, "fp32"))])
 def test_compiled_blocks_give_the_same_bits(pool, stage, dtype):
     for eager, compiled in pool.run(2, both, stage, "aot_eager", dtype):
         assert compiled["losses"] == eager["losses"]

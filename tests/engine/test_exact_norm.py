@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import each_once
 from models import Net, batch, config, make_net
 from torch import nn
 
@@ -100,8 +101,7 @@ def trained(stage: int, spoilt: tuple[float, ...]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("spoilt", [(math.inf,), (math.nan,), (math.inf, math.nan)])
+@pytest.mark.parametrize(("stage", "spoilt"), each_once([0, 1, 3], [(math.inf,), (math.nan,), (math.inf, math.nan)]))
 def test_what_is_not_finite_skips_the_step(pool, stage, spoilt):
     wanted = math.nan if math.nan in spoilt else math.inf
     for good, applied, bad, spoilt_applied in pool.run(2, trained, stage, spoilt):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from closeness import error, ulps
+from marks import longer
 from models import WIDE, batch, config, make_net, train
 
 import zero
@@ -49,7 +50,7 @@ def run_masters(world: int, moments: str, optimizer: tuple[str, dict], stages: t
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, *longer(1)])
 def test_remainders_give_what_fp32_masters_give(pool, world):
     for found in pool.run(world, run_masters, world, "fp32", ADAMW, STAGES):
         assert all(equal(one, found[0]) for one in found[1:])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from built_models import BUILDERS, build
+from marks import longer
 from models import Net, batch, config, make_net, train
 from torch import nn
 from torch.nn.modules import module as hooks_of_torch
@@ -77,7 +78,7 @@ def built_alike() -> dict[str, Any]:
     return found | {"hooks": hooks()}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, *longer(2)])
 def test_weights_are_those_of_plain_construction(pool, world):
     for found in pool.run(world, built_alike):
         assert found.pop("hooks") == 0

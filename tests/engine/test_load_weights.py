@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import each_once, longer
 from models import WIDE, config, make_net
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
@@ -193,8 +194,7 @@ def built_and_loaded(
         return {name: param.detach().clone() for name, param in model.named_parameters()}, read
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("world", "dtype"), each_once([1, 2, 3], [None, torch.bfloat16]))
 def test_a_module_that_is_built_in_pieces(pool: Any, tmp_path: Path, world: int, dtype: torch.dtype | None) -> None:
     state = shards(tmp_path)
     for inside in (False, True):
@@ -242,7 +242,7 @@ def into_engines(folder: Path, kinds: list[tuple[int, str]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *longer(1)])
 def test_engines(pool: Any, tmp_path: Path, world: int) -> None:
     state = write(tmp_path / "some.safetensors")
     save_file({name: torch.zeros_like(value) for name, value in state.items()}, tmp_path / "zeros.safetensors")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import allowed, error, twice
 from models import config
+from oracle import Training, backward, near
 
 import zero
 from zero import log
@@ -102,21 +102,9 @@ def train_all(kind: str, checkpointing: bool, stages: list[int]) -> list[dict[st
     return [train(kind, stage, checkpointing) for stage in stages]
 
 
-def plain(kind: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The same training in plain torch on both ranks' data."""
-    model = build(kind).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER["params"])
-    losses: list[list[float]] = [[], []]
-    for step in range(STEPS):
-        for rank in range(2):
-            tokens = batch(step, rank)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            (loss / 2).backward()
-            losses[rank].append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "params": {name: param.detach() for name, param in model.named_parameters()}}
+def micro(model: Any, number: int, rank: int, world: int, factor: float) -> torch.Tensor:
+    tokens = batch(number, rank)
+    return backward(model(input_ids=tokens, labels=tokens).loss, factor)
 
 
 def assert_equal(found: dict[str, Any], first: dict[str, Any], what: str) -> None:
@@ -137,10 +125,10 @@ def test_all_stages_have_equal_losses(pool, kind):
 
 
 def test_a_model_agrees_with_plain_torch(pool):
-    exact, rounded = plain("gpt2", torch.float64)["losses"], twice(lambda: plain("gpt2", torch.float32)["losses"])
+    training = Training(2, STEPS, clipping=1.0, build=lambda: build("gpt2"), micro=micro)
     ours = pool.run(2, train_all, "gpt2", False, [3])
-    found = [rank[0]["losses"] for rank in ours]
-    assert error(found, exact) <= allowed(exact, *rounded)
+    losses = zip(*(rank[0]["losses"] for rank in ours), strict=True)
+    assert near(ours[0][0]["params"], training, losses=list(losses))
 
 
 def test_gradient_checkpointing_changes_no_bit(pool):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Block, batch, config
+from marks import longer
+from models import WIDTH, Block, config, step
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -47,13 +48,6 @@ def start(stage: int, dtype: str = "bf16", seed: int = 7) -> Any:
     section = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 2}
     settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"}, zero_optimization=section)
     return zero.initialize(model=Model(), config=settings)[0]
-
-
-def step(engine: Any, index: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tokens, targets = batch(index, 2 * world)
-    engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
-    engine.step()
 
 
 def truth(engine: Any) -> dict[str, torch.Tensor]:
@@ -106,7 +100,7 @@ def written(stage: int, folder: str) -> list[bool]:
     return said
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_what_is_written_is_the_model(pool, stage, tmp_path):
     for said in pool.run(2, written, stage, str(tmp_path)):
         assert all(said), said
@@ -138,7 +132,7 @@ def loaded_both(stage: int) -> list[bool]:
     return loaded_into(stage, "fp32") + loaded_into(stage, "bf16")
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_what_is_loaded_is_exact(pool, stage):
     for said in pool.run(2, loaded_both, stage):
         assert all(said), said

@@ -73,16 +73,14 @@ def test_importing_zero_loads_no_cuda() -> None:
     assert fresh(code) == []
 
 
-@pytest.mark.parametrize("module", ["config", "plan", "launch", "log"])
-def test_the_lowest_floor_does_without_torch_and_compiled_code(module: str) -> None:
-    code = f"import json, zero; print(json.dumps(zero.{module}.__name__))"
-    assert fresh(code, ("torch", "zero._cpu", "zero._cuda")) == f"zero.{module}"
+def test_the_lowest_floor_does_without_torch_and_compiled_code() -> None:
+    code = "import json, zero; zero.config, zero.plan, zero.launch, zero.log; print(json.dumps('yes'))"
+    assert fresh(code, ("torch", "zero._cpu", "zero._cuda")) == "yes"
 
 
-@pytest.mark.parametrize("module", ["layout", "memory", "order", "sharding", "units"])
-def test_planning_does_without_torch_and_pydantic(module: str) -> None:
-    code = f"import json, zero.plan.{module} as m; print(json.dumps(m.__name__))"
-    assert fresh(code, ("torch", "pydantic", "numpy", "zero._cpu", "zero._cuda")) == f"zero.plan.{module}"
+def test_planning_does_without_torch_and_pydantic() -> None:
+    code = "import json; from zero.plan import layout, memory, order, sharding, units; print(json.dumps('yes'))"
+    assert fresh(code, ("torch", "pydantic", "numpy", "zero._cpu", "zero._cuda")) == "yes"
 
 
 def test_a_star_import_brings_every_public_name_without_compiled_code_or_a_cuda_context() -> None:

@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "csrc" / "tests" / "sanitize.py"
 SKIPPED = 77  # of the script: this compiler has no sanitizers
 
 
+@pytest.mark.long
 def test_kernels_stay_in_their_arrays_and_agree_with_the_scalar_ones(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path)]
     done = subprocess.run(

@@ -124,6 +124,7 @@ def test_when_the_first_host_is_lost_the_others_end(launchers, tmp_path):
         assert eventually(lambda: not any(alive(pid) for pid in pids(files)))
 
 
+@pytest.mark.long
 def test_all_hosts_restart_together_with_gloo_and_a_fresh_store(launchers, tmp_path):
     text = (
         BEGIN

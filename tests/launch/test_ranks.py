@@ -18,11 +18,13 @@ def fails_alone() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.long
 def test_a_rank_that_connects_late_finds_the_others(pool: Pool) -> None:
     for _ in range(8):
         assert pool.run(3, nothing) == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_is_not_waited_for() -> None:
     pool = Pool(2)
     try:

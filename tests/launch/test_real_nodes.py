@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 
+import pytest
 from real_jobs import End, Job, command, only_ranks_have_the_secret
 from real_nodes import ROOT, until
 
@@ -20,6 +21,7 @@ def losses(said: str) -> list[str]:
     return re.findall(r"step \d+ loss \S+", said)
 
 
+@pytest.mark.long
 def test_the_example_trains_over_hosts_with_the_losses_of_one_host(hosts, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
@@ -59,6 +61,7 @@ def test_ranks_say_their_places_on_the_launchers_stdout_and_one_that_fails_ends_
     assert end.says("zero run:", "the disk is on fire"), end
 
 
+@pytest.mark.long
 def test_a_killed_rank_restarts_all_hosts_and_the_second_kill_ends_them(hosts, tmp_path):
     job = Job(hosts, tmp_path, "--max_restarts", "1").start()
     job.started(2)
@@ -78,6 +81,7 @@ def lost(end: End, name: str) -> None:
     assert len(end.lines("zero run:", f"host {name}", "lost")) == 1, end
 
 
+@pytest.mark.long
 def test_the_first_host_cut_off_ends_the_job_on_both_sides(hosts, tmp_path):
     job = Job(hosts, tmp_path).start()
     job.started(2)
@@ -85,6 +89,7 @@ def test_the_first_host_cut_off_ends_the_job_on_both_sides(hosts, tmp_path):
     lost(job.ended(), "n1")
 
 
+@pytest.mark.long
 def test_another_host_cut_off_ends_the_job_on_both_sides_but_with_min_nodes_it_goes_on_without(hosts, tmp_path):
     job = Job(hosts, tmp_path / "ends").start()
     options = ("--min_nodes", "2", "--max_restarts", "3", "--master_port", "29501")

@@ -45,6 +45,7 @@ def test_a_wrong_key_and_an_unknown_host_are_named_in_the_words_of_ssh(hosts, tm
 
 
 # Without the check the other hosts would connect to who listens there, and might notice sooner than the first host.
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "does"), [([], "s.listen()"), (["--no_check"], "pass")])
 def test_a_port_that_is_taken_on_the_first_host_is_named(hosts, tmp_path, options, does):
     taken = hosts.start(sys.executable, "-c", TAKE.format(does), host="n1")
@@ -60,6 +61,7 @@ def test_a_port_that_is_taken_on_the_first_host_is_named(hosts, tmp_path, option
     assert not list(tmp_path.glob("started*"))
 
 
+@pytest.mark.long
 def test_without_the_check_a_host_that_cannot_be_reached_ends_the_others(hosts, tmp_path):
     hosts.refuse("n2")
     try:
@@ -70,6 +72,7 @@ def test_without_the_check_a_host_that_cannot_be_reached_ends_the_others(hosts, 
     assert "n2" in end.err and "Connection refused" in end.err, end
 
 
+@pytest.mark.long
 def test_hosts_may_be_started_by_hand(hosts, tmp_path):
     job = Job(hosts, tmp_path, slots=(1, 2))
     parts = [job.part(number) for number in range(2)]
@@ -80,6 +83,7 @@ def test_hosts_may_be_started_by_hand(hosts, tmp_path):
     nothing_left(hosts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "options"), [("openmpi", "--allow-run-as-root"), ("mpich", "")])
 def test_launchers_of_mpi_start_the_hosts_and_ctrl_c_ends_them(hosts, tmp_path, launcher, options):
     program = shutil.which(f"mpirun.{launcher}")
@@ -108,6 +112,7 @@ def test_zero_ssh_runs_a_command_on_all_hosts(hosts, tmp_path):
     nothing_left(hosts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_what_zero_ssh_runs_ends_with_it(hosts, tmp_path, number, status):
     file = tmp_path / "hostfile"

@@ -4,7 +4,7 @@ Two ranks save every step, asynchronously or not, and are killed, all of them or
 save. Each attempt loads a whole checkpoint, never an older one than the last that was reported saved. `zero run
 --max_restarts` does it by itself.
 
-10 kills and one restart; among the long tests 200 kills and 20 restarts.
+10 kills; among the long tests 200 kills and 20 restarts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Killed(NamedTuple):
 def killed(tmp_path_factory, request) -> Killed:
     kills = request.param
     seed = 1 if kills == 10 else random.SystemRandom().randrange(10**6)
-    command = [sys.executable, str(HERE / "kills.py"), str(tmp_path_factory.mktemp("kills")), str(kills), str(seed)]
+    alone = 50 if kills == 10 else 210  # steps of the uninterrupted run
+    words = (tmp_path_factory.mktemp("kills"), kills, seed, alone)
+    command = [sys.executable, str(HERE / "kills.py"), *map(str, words)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=450 + 10 * kills)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     losses, *attempts = map(json.loads, done.stdout.splitlines())
@@ -99,8 +101,10 @@ def kill_some_rank(process: Launched, folder: Path, attempt: int, draw: random.R
     os.kill(int(pids[draw.choice(sorted(pids))]), signal.SIGKILL)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [200], indirect=True)
 def test_zero_run_recovers_from_kills_by_itself_and_a_smaller_world_goes_on_from_there(launchers, killed, tmp_path):
-    restarts, losses = killed.kills // 10, killed.losses
+    restarts, losses = 20, killed.losses
     draw, steps = random.Random(restarts), 10 * restarts
     here = tmp_path / "killed"
     process = launch(launchers, here, 2, steps, "--max_restarts", str(restarts))

@@ -119,6 +119,7 @@ def test_mpirun_of_open_mpi(wanted: list[str]) -> None:
     check(lines(begin([*mpirun("Open MPI"), SCRIPT, "again"])), wanted, total="33333")
 
 
+@pytest.mark.long
 def test_two_jobs_of_mpich_side_by_side(wanted: list[str]) -> None:
     command = [*mpirun("HYDRA"), SCRIPT]
     found = lines(begin([*command, "again"]), begin([*command, "meet"]))
@@ -146,6 +147,7 @@ def test_srun(wanted: list[str]) -> None:
     check(lines(begin(["srun", "--nodes=1", "-n", "2", sys.executable, SCRIPT, "again"])), wanted, total="33333")
 
 
+@pytest.mark.long
 def test_the_example_under_mpirun(tmp_path: Path) -> None:
     example = ROOT / "examples" / "gpt"
     small = ["--width", "16", "--layers", "1", "--heads", "2", "--context", "16", "--steps", "2"]
@@ -159,6 +161,7 @@ def test_the_example_under_mpirun(tmp_path: Path) -> None:
     assert out.count("step 2 loss") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Open MPI", "HYDRA"])
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, kind: str) -> None:
     _, said = ended(begin([*mpirun(kind), SCRIPT, "fail", str(tmp_path)]), good=False)

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from alive import alive, only_new
-from models import config, make_net
-from offload_cases import BOTH, CPU, HALF, OPTIMIZER, PARAMS, as_on_a_gpu, mine, one_step, same, slow_down
+from marks import each_once
+from models import config, make_net, share, step
+from offload_cases import BOTH, CPU, HALF, OPTIMIZER, PARAMS, as_on_a_gpu, same, slow_down
 from torch import nn
 
 import zero
@@ -122,7 +123,7 @@ def gathered(engine: Any) -> Found:
 
 def grads(engine: Any) -> Found:
     """Gradients are read and replaced while the update of the step before may still run."""
-    engine.backward(engine(*mine(50)))
+    engine.backward(engine(*share(50)))
     param = params(engine)[1]
     found = [utils.safe_get_full_grad(param)]
     utils.safe_set_full_grad(param, found[0] * 2)
@@ -139,7 +140,7 @@ def put_away(engine: Any) -> Found:
 
 def evaluated(engine: Any) -> Found:
     with torch.no_grad():
-        return [engine(*mine(60))]
+        return [engine(*share(60))]
 
 
 def loaded(engine: Any) -> Found:
@@ -157,7 +158,7 @@ def run(stage: int, places: dict[str, Any], between: Callable[[Any], Found], ran
     slow_down(engine)
     found = []
     for number in range(2):
-        found.append(one_step(engine, number))
+        found.append(step(engine, number))
         if dist.get_rank() < ranks:
             found += [value.clone() for value in between(engine)]
     found += [value.clone() for value in engine.module_state_dict().values()]
@@ -217,7 +218,7 @@ def trained(stage: int, places: dict[str, Any], kind: str, more: dict[str, Any])
         engine.compile(backend="aot_eager")
     found = []
     for number in range(6):
-        found.append(HABITS.get(kind, one_step)(engine, number))
+        found.append(HABITS.get(kind, step)(engine, number))
         if kind == "momentum begins" and number == 1:
             for group in engine.optimizer.param_groups:
                 group["momentum"] = 0.9
@@ -229,10 +230,10 @@ def trained(stage: int, places: dict[str, Any], kind: str, more: dict[str, Any])
 
 
 def several_backwards(engine: Any, number: int) -> torch.Tensor:
-    loss = engine(*mine(number))
+    loss = engine(*share(number))
     engine.backward(loss, retain_graph=True)
     engine.backward(loss)
-    engine.backward(engine(*mine(number + 10)))
+    engine.backward(engine(*share(number + 10)))
     engine.step()
     return loss.detach()
 
@@ -240,7 +241,7 @@ def several_backwards(engine: Any, number: int) -> torch.Tensor:
 def coalesced(engine: Any, number: int) -> torch.Tensor:
     with engine.coalesce_grad_reduction():
         for index in (number, number + 10):
-            loss = engine(*mine(index))
+            loss = engine(*share(index))
             engine.backward(loss)
     engine.step()
     return loss.detach()
@@ -248,13 +249,13 @@ def coalesced(engine: Any, number: int) -> torch.Tensor:
 
 def unsynchronized(engine: Any, number: int) -> torch.Tensor:
     with engine.no_sync():
-        engine.backward(engine(*mine(number + 10)))
-    return one_step(engine, number)
+        engine.backward(engine(*share(number + 10)))
+    return step(engine, number)
 
 
 def some_blocks(engine: Any, number: int) -> torch.Tensor:
     """Each rank skips a block of its own."""
-    net, (tokens, targets) = engine.module, mine(number)
+    net, (tokens, targets) = engine.module, share(number)
     x = net.embed(tokens)
     for index, block in enumerate(net.blocks):
         x = block(x) if (index + dist.get_rank() + number) % 3 else x
@@ -304,9 +305,8 @@ def unlike(apart: bool, cases: list[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("half", [0, 1])
-def test_ways_to_train(pool, apart, half):
+@pytest.mark.parametrize(("half", "apart"), each_once([0, 1], [False, True]))
+def test_ways_to_train(pool, half, apart):
     """Compiled code, which is slow to make, between the memory of one device only."""
     cases = [index for index in range(half, len(TRAINED), 2) if not (apart and TRAINED[index][2] == "compiled")]
     assert pool.run(2, unlike, apart, cases) == [[], []]
@@ -320,7 +320,7 @@ def steady(stage: int, places: dict[str, Any]) -> list[Any]:
         )
         found = []
         for number in range(45):
-            one_step(engine, number % 7)
+            step(engine, number % 7)
             if number in (3, 4, 44):
                 engine.optimizer.settle()
                 found.append((alive()[:3], threading.active_count()))
@@ -339,7 +339,7 @@ def forked() -> str:
     engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, zero_optimization={"stage": 1, **OPTIMIZER}))
     update, over = engine.optimizer.rule.update, threading.Event()
     engine.optimizer.rule.update = lambda *args, **kwargs: over.wait(60) and update(*args, **kwargs)
-    one_step(engine, 0)
+    step(engine, 0)
     here, there = os.pipe()
     if os.fork() == 0:
         try:
@@ -370,7 +370,7 @@ def breakdown() -> tuple[str, bool]:
     engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, **section) | more)
     slow_down(engine)
     for number in range(4):
-        one_step(engine, number)
+        step(engine, number)
     held, off = engine.state_nbytes(), engine._sharded.offload.host
     engine.destroy()
     logging.getLogger("zero").removeHandler(handler)
@@ -387,7 +387,7 @@ def test_the_breakdowns_tell_of_the_host(pool):
 def checked() -> tuple[bool, str]:
     section = {"zero_optimization": {"stage": 3, **BOTH}}
     engine, *_ = zero.initialize(model=make_net(blocks=1), config=config(3, dist.get_world_size(), **section))
-    report = engine.check(mine(0), steps=2, stages=(0, 3), accumulations=(1,), offload=True)
+    report = engine.check(share(0), steps=2, stages=(0, 3), accumulations=(1,), offload=True)
     engine.destroy()
     return bool(report), str(report)
 

@@ -22,8 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_hosts import read_until
-from models import config, make_net
-from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu, mine, one_step
+from models import config, make_net, share, step
+from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from torch import nn
 
 import zero
@@ -57,17 +57,17 @@ def failing(stage: int, places: dict[str, Any], ranks: tuple[int, ...], apart: b
     with as_on_a_gpu(apart):
         section = {"zero_optimization": {"stage": stage, **places}}
         engine, *_ = zero.initialize(model=net, config=config(stage, dist.get_world_size(), **section))
-    one_step(engine, 0)
+    step(engine, 0)
     engine.optimizer.settle()
     if dist.get_rank() in ranks:
         fail_at_second(engine)
-    first = next(filter(lambda text: text != "nothing", (said_by(one_step, engine, number) for number in range(1, 4))))
-    later = [said_by(engine, *mine(2)), said_by(engine.step)]
+    first = next(filter(lambda text: text != "nothing", (said_by(step, engine, number) for number in range(1, 4))))
+    later = [said_by(engine, *share(2)), said_by(engine.step)]
     if dist.get_rank() in ranks and stage < 3:
         later.append(said_by(lambda: [param.sum() for param in net.parameters()]))
     engine.destroy()
     plain = all(type(param) is nn.Parameter and not hasattr(param, "_zero_owner") for param in net.parameters())
-    loss = net(*mine(2))
+    loss = net(*share(2))
     loss.backward()
     return {"first": first, "later": later, "plain": plain, "loss": loss.item()}
 
@@ -113,7 +113,7 @@ def threads(stage: int) -> list[int]:
     found = [updaters()]
     for number in range(3):
         for engine in engines:
-            one_step(engine, number)
+            step(engine, number)
     found.append(updaters())
     engines.pop().destroy()
     found.append(settled(1))
@@ -205,7 +205,7 @@ def slow_on_one_rank(stops: bool) -> list[float]:
     """Forwards that end, or are left, while one rank alone still updates units that the other one fetches ahead."""
     section = {"zero_optimization": {"stage": 3, **OPTIMIZER}}
     engine, *_ = zero.initialize(model=make_net(), config=config(3, dist.get_world_size(), **section))
-    found = [one_step(engine, number).item() for number in range(2)]
+    found = [step(engine, number).item() for number in range(2)]
     engine.optimizer.settle()
     update, reached = engine.optimizer.rule.update, threading.Event()
 
@@ -215,7 +215,7 @@ def slow_on_one_rank(stops: bool) -> list[float]:
         update(unit, *args, **kwargs)
 
     engine.optimizer.rule.update = held_up
-    one_step(engine, 2)
+    step(engine, 2)
 
     def leave(*args: Any) -> None:
         reached.set()
@@ -226,7 +226,7 @@ def slow_on_one_rank(stops: bool) -> list[float]:
     with torch.no_grad(), contextlib.suppress(ArithmeticError):
         engine.module.blocks[0](torch.ones(2, 12))  # not the whole model
     handle.remove()
-    found += [one_step(engine, number).item() for number in range(3, 5)]
+    found += [step(engine, number).item() for number in range(3, 5)]
     engine.destroy()
     return found
 

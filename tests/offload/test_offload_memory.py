@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from marks import longer
 from models import config, make_net
 from offload_cases import OPTIMIZER
 
@@ -60,7 +61,7 @@ print("grown by", held() - before + moved)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("what", ["optimizer", "both"])
+@pytest.mark.parametrize("what", ["both", *longer("optimizer")])
 def test_the_log_says_what_the_process_grows_by(what: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -87,7 +88,7 @@ def looks_late(folder: str) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero.core.offload, "check_room", check)
-        patch.setattr(zero.core.offload, "Slab", take)
+        patch.setattr(zero.core.offload, "PinnedArena", take)
         section = {"zero_optimization": {"stage": 1, **OPTIMIZER}}
         zero.initialize(model=make_net(blocks=1), config=config(1, 2, **section))[0].destroy()
     return any(found)

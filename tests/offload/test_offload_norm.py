@@ -21,7 +21,6 @@ import zero.core.offload
 import zero.core.ratio
 
 PLACES = ("device", "host", "apart")
-BF16 = {"bf16": {"enabled": True}}
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def resting(place: str) -> Iterator[dict[str, Any]]:
         yield {} if place == "device" else {"offload_optimizer": {"device": "cpu"}}
 
 
-def run(place: str, accumulation: int, spoil: tuple[int, int] | None, edit: bool, more: dict[str, Any]) -> list[Any]:
+def run(place: str, accumulation: int, spoil: tuple[int, int] | None, edit: bool) -> list[Any]:
     """Norms and parameters of four steps on one rank's engine, and what was logged of skipped ones.
 
     spoil: (micro-step, block) whose gradient becomes infinite on the last rank; edit: one gradient is replaced before
@@ -45,7 +44,7 @@ def run(place: str, accumulation: int, spoil: tuple[int, int] | None, edit: bool
     logging.getLogger("zero").addHandler(handler)
     with resting(place) as section:
         world, rank = dist.get_world_size(), dist.get_rank()
-        keys = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, **section}, **more}
+        keys = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, **section}}
         net = make_net()
         engine, *_ = zero.initialize(model=net, config=config(2, world, accumulation=accumulation, **keys))
         norms = []
@@ -69,6 +68,14 @@ def run(place: str, accumulation: int, spoil: tuple[int, int] | None, edit: bool
     return [norms, [text for text in said if "skipped" in text], params]
 
 
+def run_places(*how: Any) -> dict[str, list[Any]]:
+    return {place: run(place, *how) for place in PLACES}
+
+
+def same_everywhere(ranks: list[dict[str, list[Any]]]) -> bool:
+    return all(alike(found[place], found["device"]) for found in ranks for place in PLACES)
+
+
 def alike(one: list[Any], other: list[Any]) -> bool:
     return (
         str(one[:2]) == str(other[:2])  # as text: NaN is NaN there
@@ -76,21 +83,12 @@ def alike(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("accumulation", "more"), [(1, {}), (3, {}), (1, BF16), (3, BF16)])
-def test_norms_are_bitwise_the_same(pool, world, accumulation, more):
-    found = {place: pool.run(world, run, place, accumulation, None, False, more) for place in PLACES}
-    for place in PLACES:
-        assert all(alike(one, other) for one, other in zip(found[place], found["device"], strict=True)), place
-
-
 def test_a_gradient_that_was_replaced_counts(pool):
     """Its squares were summed before; that sum is not used any more."""
-    found = {place: pool.run(2, run, place, 1, None, True, {}) for place in PLACES}
-    untouched = pool.run(2, run, "device", 1, None, False, {})
-    assert found["device"][0][0] != untouched[0][0]
-    for place in PLACES:
-        assert all(alike(one, other) for one, other in zip(found[place], found["device"], strict=True)), place
+    ranks = pool.run(2, run_places, 1, None, True)
+    untouched = pool.run(2, run, "device", 1, None, False)
+    assert ranks[0]["device"][0] != untouched[0][0]
+    assert same_everywhere(ranks)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,6 @@ def test_a_gradient_that_was_replaced_counts(pool):
     ],
 )
 def test_what_is_not_finite_is_named(pool, accumulation, spoil, said):
-    found = {place: pool.run(2, run, place, accumulation, spoil, False, {}) for place in PLACES}
-    assert found["device"][0][1] == [f"step skipped: the gradient of parameter {said}"]
-    for place in PLACES:
-        assert all(alike(one, other) for one, other in zip(found[place], found["device"], strict=True)), place
+    ranks = pool.run(2, run_places, accumulation, spoil, False)
+    assert ranks[0]["device"][1] == [f"step skipped: the gradient of parameter {said}"]
+    assert same_everywhere(ranks)

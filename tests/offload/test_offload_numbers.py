@@ -3,96 +3,95 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import config, make_net, train
+import torch.distributed as dist
+from marks import longer
+from models import WIDE, WIDTH, config, make_net, train
+from offload_cases import BOTH, HALF, OPTIMIZER, PARAMS, as_on_a_gpu
+from ranks import Pool
 
-CPU = {"device": "cpu"}
-STEPS = 20
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 128}}
+TREE = {**BF16, "zero": {"reduce": "tree"}}
 
 
-def placements(stage: int, folder: str) -> dict[str, dict[str, Any]]:
-    """Sections of the JSON by what is said of them; parameters leave the device at stage 3 only."""
-    nvme = {"device": "nvme", "nvme_path": folder}
-    found = {
-        "optimizer on cpu": {"offload_optimizer": CPU},
-        "half of the optimizer on cpu": {"offload_optimizer": {**CPU, "ratio": 0.5}},
-        "optimizer on nvme": {"offload_optimizer": nvme},
-    }
+def moments(kind: str) -> dict[str, Any]:
+    params = {"lr": 1e-2, "weight_decay": 0.1, "zero": {"moments": kind}}
+    return {**BF16, "optimizer": {"type": "AdamW", "params": params}}
+
+
+class Case(NamedTuple):
+    """A training; `apart`: as on a GPU, where what the host updates is a copy of what the device computes with."""
+
+    stage: int
+    world: int
+    accumulation: int = 1
+    clipping: float = 0.5
+    more: dict[str, Any] | None = None  # further sections of the JSON
+    apart: bool = False
+    steps: int = 3
+
+
+def placements(stage: int, folder: str) -> list[dict[str, Any]]:
+    """Sections of the JSON; parameters leave the device at stage 3 only."""
+
+    def state(**more: Any) -> dict[str, Any]:
+        return {"offload_optimizer": {"device": "nvme", "nvme_path": folder, **more}}
+
+    def params(**more: Any) -> dict[str, Any]:
+        return {"offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, **more}}
+
+    found = [OPTIMIZER, HALF, state(), state(buffer_count=1)]
+    found.append(state(buffer_count=2, pipeline_read=False, pipeline_write=False, ratio=0.5))
     if stage == 3:
-        shards = {**nvme, "max_in_cpu": 0}
-        found |= {
-            "parameters on cpu": {"offload_param": CPU},
-            "parameters on nvme": {"offload_param": shards},
-            "both on cpu": {"offload_param": CPU, "offload_optimizer": CPU},
-            "both on nvme": {"offload_param": shards, "offload_optimizer": nvme},
-        }
+        found += [PARAMS, params(), BOTH, {**params(), **state()}, {**PARAMS, **state(buffer_count=1)}]
+        found += [{**params(buffer_count=2), **OPTIMIZER}, {**params(max_in_cpu=500, buffer_count=1), **state()}]
     return found
 
 
-def differing(
-    stages: list[int], cases: list[tuple[int, float]], steps: int, folder: str, mirrored: bool, more: dict[str, Any]
-) -> tuple[int, list[str]]:
-    """How many offloaded runs there were, and which of them differ from the run that keeps all on the device."""
-    import torch.distributed as dist
+def differing(case: Case, folder: str) -> list[dict[str, Any]]:
+    """The placements whose run differs from that which keeps all on the device."""
 
-    import zero.core.offload
+    def run(section: dict[str, Any]) -> dict[str, Any]:
+        settings = config(case.stage, world, accumulation=case.accumulation, **(case.more or {}))
+        settings |= {"gradient_clipping": case.clipping, "zero_optimization": {"stage": case.stage, **section}}
+        return train(make_net(blocks=2, width=width), world, settings, case.steps)
 
-    world, count, wrong = dist.get_world_size(), 0, []
-    patch = pytest.MonkeyPatch()
-    if mirrored:  # as on a GPU: what the host updates is a copy of what the device computes with
-        patch.setattr(zero.core.offload, "has_own_memory", lambda device: True)
-    for stage, (accumulation, clipping) in itertools.product(stages, cases):
-
-        def run(section: dict[str, Any], stage: int = stage, a: int = accumulation, c: float = clipping) -> dict:
-            zero_section = {"stage": stage, **section}
-            settings = config(stage, world, accumulation=a, **{**more, "gradient_clipping": c})
-            return train(make_net(blocks=2), world, {**settings, "zero_optimization": zero_section}, steps)
-
-        wanted = run({})
-        for name, section in placements(stage, folder).items():
-            got, count = run(section), count + 1
-            same = all(torch.equal(got["params"][key], wanted["params"][key]) for key in wanted["params"])
-            if not same or got["losses"] != wanted["losses"] or got["norms"] != wanted["norms"]:
-                wrong.append(f"stage {stage}, {name}, accumulation {accumulation}, clipping {clipping}")
-    patch.undo()
-    return count, wrong
+    world, width = dist.get_world_size(), WIDE if "optimizer" in (case.more or {}) else WIDTH
+    with as_on_a_gpu(case.apart):
+        wanted, wrong = run({}), []
+        assert len(set(wanted["losses"])) > 1, "it does not learn"
+        for section in placements(case.stage, folder):
+            found = run(section)
+            same = all(torch.equal(found["params"][name], value) for name, value in wanted["params"].items())
+            if not same or any(found[key] != wanted[key] for key in ("losses", "norms")):
+                wrong.append(section)
+    return wrong
 
 
-def check(pool: Any, world: int, *args: Any) -> None:
-    """All ranks must have run something, and found no difference."""
-    found = pool.run(world, differing, *args)
-    assert all(count > 0 for count, _ in found)
-    assert [wrong for _, wrong in found] == [[]] * world
+CASES = [
+    Case(1, 2),
+    Case(2, 3, 3, more=BF16),
+    Case(3, 2),
+    Case(3, 1, clipping=0.0),
+    Case(3, 3, 3, clipping=0.0, more=BF16, apart=True),
+    Case(1, 2, 3, clipping=0.0, more=FP16, apart=True),
+    Case(2, 2, more=moments("bf16")),
+    Case(3, 2, more=moments("8bit"), apart=True),
+    Case(2, 2, 4, more=TREE),
+    Case(1, 2, 4, more=TREE, apart=True),
+]
+LONG = [
+    *(Case(stage, 2, steps=20) for stage in (1, 2, 3)),
+    *(Case(stage, 2, more=moments(kind)) for stage, kind in ((3, "bf16"), (2, "8bit"))),
+    *itertools.starmap(Case, itertools.product((1, 2, 3), (1, 2, 3), (1, 3), (0.5,), (None, BF16), (False, True))),
+]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_losses_norms_and_weights_are_those_of_the_device(pool: Any, tmp_path: Any, world: int) -> None:
-    check(pool, world, [1, 2, 3], [(1, 0.5)], STEPS if world == 2 else 4, str(tmp_path), False, {})
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_accumulation_and_clipping_change_nothing(pool: Any, tmp_path: Any, world: int) -> None:
-    check(pool, world, [2, 3], [(1, 0.0), (3, 0.5)], 3, str(tmp_path), False, {})
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_device_with_memory_of_its_own(pool: Any, tmp_path: Any, precision: str) -> None:
-    more = {} if precision == "fp32" else {precision: {"enabled": True}}
-    check(pool, 2, [1, 3], [(1, 0.5), (3, 0.0)], 3, str(tmp_path), True, more)
-
-
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_moments_in_fewer_bits(pool: Any, tmp_path: Any, moments: str) -> None:
-    params = {"lr": 1e-2, "weight_decay": 0.1, "zero": {"moments": moments}}
-    more = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": params}}
-    check(pool, 2, [2, 3], [(1, 0.5)], 4, str(tmp_path), False, more)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_micro_batches_that_add_up_as_a_tree(pool: Any, tmp_path: Any, world: int) -> None:
-    more = {"bf16": {"enabled": True}, "zero": {"reduce": "tree"}}
-    check(pool, world, [2], [(4, 0.5)], 2, str(tmp_path), False, more)
-    check(pool, world, [1], [(4, 0.5)], 2, str(tmp_path), True, more)
+@pytest.mark.parametrize("case", [*CASES, *longer(*((case,) for case in LONG))], ids=str)
+def test_losses_norms_and_weights_are_those_of_the_device(pool: Pool, tmp_path: Path, case: Case) -> None:
+    assert pool.run(case.world, differing, case, str(tmp_path)) == [[]] * case.world

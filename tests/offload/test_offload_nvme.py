@@ -4,91 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import batch, config, make_net, train
+from models import batch, config, make_net
 from ranks import Pool
 
 import zero
 import zero.core.offload
 from zero.config import ConfigError
 
-STEPS = 4
-EIGHT_BIT = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "zero": {"moments": "8bit"}}},
-    "bf16": {"enabled": True},
-}
-
 
 def files(folder: str, **more: Any) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": folder, **more}
-
-
-def trained(
-    stage: int, world: int, accumulation: int, sections: Sequence[dict[str, Any]], apart: bool, more: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """One run for each of the `sections` of zero_optimization; `apart`: as if the device had memory of its own."""
-    more = {"gradient_clipping": 0.5, **more}
-    width = 48 if "optimizer" in more else 12
-    found = []
-    for section in sections:
-        settings = config(stage, world, accumulation=accumulation, **more)
-        settings["zero_optimization"] |= section
-        before = zero.core.offload.has_own_memory
-        try:
-            if apart:
-                zero.core.offload.has_own_memory = lambda device: True
-            found.append(train(make_net(width=width), world, settings, steps=STEPS))
-        finally:
-            zero.core.offload.has_own_memory = before
-    return found
-
-
-def check(pool: Pool, *args: Any, sections: list[dict[str, Any]], apart: bool = False, **more: Any) -> None:
-    world = args[1]
-    plain = {} if not apart else {"offload_optimizer": {"device": "none"}}
-    for runs in pool.run(world, trained, *args, [plain, *sections], apart, more):
-        for section, run in zip(sections, runs[1:], strict=True):
-            assert run["losses"] == runs[0]["losses"], section
-            assert run["norms"] == runs[0]["norms"], section
-            for name, param in runs[0]["params"].items():
-                assert torch.equal(param, run["params"][name]), (section, name)
-
-
-@pytest.mark.parametrize(("stage", "world", "accumulation"), [(1, 1, 1), (1, 2, 3), (2, 2, 1), (2, 1, 3)])
-def test_the_optimizer_in_files(pool: Pool, tmp_path: Path, stage: int, world: int, accumulation: int) -> None:
-    sections = [{"offload_optimizer": files(str(tmp_path), buffer_count=count)} for count in (1, 2, 4)]
-    sections.append({"offload_optimizer": files(str(tmp_path), pipeline_read=False, pipeline_write=False, ratio=0.5)})
-    check(pool, stage, world, accumulation, sections=sections)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("apart", [False, True])
-def test_parameters_in_files(pool: Pool, tmp_path: Path, world: int, apart: bool) -> None:
-    folder = str(tmp_path)
-    sections = [
-        {"offload_param": files(folder, max_in_cpu=0)},
-        {"offload_param": files(folder, max_in_cpu=500, buffer_count=1), "offload_optimizer": files(folder)},
-        {"offload_param": files(folder, max_in_cpu=0, buffer_count=2), "offload_optimizer": {"device": "cpu"}},
-        {"offload_param": {"device": "cpu"}, "offload_optimizer": files(folder, buffer_count=1)},
-        {"offload_optimizer": files(folder)},
-    ]
-    check(pool, 3, world, 2, sections=sections, apart=apart)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_remainders_and_moments_of_8_bit(pool: Pool, tmp_path: Path, apart: bool) -> None:
-    folder = str(tmp_path)
-    sections = [
-        {"offload_optimizer": files(folder)},
-        {"offload_optimizer": files(folder, buffer_count=2), "offload_param": files(folder, max_in_cpu=0)},
-    ]
-    check(pool, 3, 2, 1, sections=sections, apart=apart, **EIGHT_BIT)
 
 
 def engine_of(folder: str, **more: Any) -> Any:

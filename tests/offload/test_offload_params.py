@@ -1,7 +1,4 @@
-"""The promise: where parameters rest changes no number: losses, norms and weights are bitwise those without offload.
-
-Parameters in host memory and in files, alone and with the optimizer's state, and the knobs that move them.
-"""
+"""The promise: parameters that rest elsewhere change no number, whatever the knobs, the model and the loop."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
 from models import config, make_net, train
-from test_hostile_models import Checkpointed, inputs, one_backward, with_evaluation
-from test_hostile_models import build as hostile
+from stages import build, inputs
+from test_hostile_models import Checkpointed, by_engine, with_evaluation
 from test_matrix import run as run_case
 
 import zero
@@ -49,43 +47,9 @@ def run_all(sections: list[dict[str, Any]], accumulation: int, more: dict[str, A
     return [same(run(section), plain) for section in sections]
 
 
-def run_apart(*args: Any) -> list[bool]:
-    """As `run_all`, on a device that is said to have memory of its own, so that what both sides use is copied."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.core.offload, "has_own_memory", lambda device: True)
-        return run_all(*args)
-
-
-def placements(folder: Path) -> list[dict[str, Any]]:
-    """Parameters off the device, with and without the optimizer's state."""
-    return [{"offload_param": param, **state} for param in (CPU, files(folder)) for state in ({}, STATE)]
-
-
 STATE = {"offload_optimizer": CPU}
 BF16 = {"bf16": {"enabled": True}}
 CLIPPED = {"gradient_clipping": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("world", "accumulation", "more"),
-    [
-        (1, 1, {}),
-        (1, 3, {**BF16, **CLIPPED}),
-        (2, 1, {**BF16, **CLIPPED}),
-        (2, 3, CLIPPED),
-        (3, 1, CLIPPED),
-        (3, 3, BF16),
-    ],
-)
-def test_bits(pool, tmp_path, world, accumulation, more):
-    for found in pool.run(world, run_all, placements(tmp_path), accumulation, more):
-        assert found == [True] * 4
-
-
-@pytest.mark.parametrize("more", [CLIPPED, BF16])
-def test_bits_where_the_device_has_memory_of_its_own(pool, tmp_path, more):
-    for found in pool.run(2, run_apart, placements(tmp_path), 1, more):
-        assert found == [True] * 4
 
 
 KNOBS = [
@@ -128,18 +92,18 @@ def run_loops(sections: list[dict[str, Any]]) -> list[list[bool]]:
     """Recomputation in backward, and evaluation between steps, by the way the training loop is written."""
 
     def run(section: dict[str, Any], loop: Any) -> dict[str, Any]:
-        world, model = dist.get_world_size(), hostile(Checkpointed)
+        world, model = dist.get_world_size(), build(Checkpointed)
         settings = config(3, world, zero_optimization={"stage": 3, **section})
         engine, *_ = zero.initialize(model=model, config=settings)
         for step in range(STEPS):
-            loop(engine, inputs(step, dist.get_rank()), dist.get_rank())
+            loop(engine, inputs(step, dist.get_rank()), dist.get_rank(), 1.0)
         engine.destroy()
         return {"params": {name: param.detach() for name, param in model.named_parameters()}}
 
-    return [[same(run(one, loop), run({}, loop)) for one in sections] for loop in (one_backward, with_evaluation)]
+    return [[same(run(one, loop), run({}, loop)) for one in sections] for loop in (by_engine, with_evaluation)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *longer(1)])
 def test_bits_with_recomputation_and_evaluation(pool, tmp_path, world):
     sections = [{"offload_param": files(tmp_path, buffer_count=2), **STATE}, {"offload_param": CPU}]
     for found in pool.run(world, run_loops, sections):

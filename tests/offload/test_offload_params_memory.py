@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import each_once
 from models import batch, config, make_net
 from test_init_memory import Census
 from torch import nn
@@ -91,8 +92,7 @@ def persistent(section: dict[str, Any]) -> bool:
     return "stage3_param_persistence_threshold" in section
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("world", "way"), [(1, phases), (2, phases), (2, phases_apart)])
+@pytest.mark.parametrize(("world", "way", "bf16"), [(1, phases, False), (2, phases, True), (2, phases_apart, False)])
 def test_bytes_alive(pool, tmp_path, world, way, bf16):
     for section in sections(str(tmp_path)):
         for seen, whole in pool.run(world, way, section, bf16):
@@ -199,8 +199,7 @@ def measured(section: dict[str, Any], built: bool) -> tuple[int, int, int]:
     return making, rest, max(during)
 
 
-@pytest.mark.parametrize("built", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "built"), each_once([1, 2], [False, True]))
 def test_only_gathered_units_are_on_the_device(pool, tmp_path, world, built):
     for section in sections(str(tmp_path))[2:4]:
         for making, rest, step in pool.run(world, measured, section, built):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from alive import Alive, alive, only_new
-from models import batch, config, make_net, train
+from models import batch, config, make_net
 
 import zero
 from zero.core.owner import is_released
@@ -217,19 +217,6 @@ def test_threads_are_the_cores_of_the_rank_whatever_the_launcher_set(pool, monke
     # Workers of the pool let torch have one thread, as OMP_NUM_THREADS=1 does.
     for engines, wanted, torchs in pool.run(2, told_threads):
         assert torchs == 1 and engines == wanted
-
-
-@pytest.mark.parametrize(("stage", "accumulation"), [(1, 1), (2, 3)])
-def test_same_bits_as_without_offload(pool, stage, accumulation):
-    """Sums that land in host memory directly, with the norm that limits them."""
-    got, wanted = (pool.run(2, whole_run, stage, accumulation, offload) for offload in (True, False))
-    for one, other in zip(got, wanted, strict=True):
-        assert one["losses"] == other["losses"] and one["norms"] == other["norms"]
-        assert all(torch.equal(one["params"][name], other["params"][name]) for name in other["params"])
-
-
-def whole_run(stage: int, accumulation: int, offload: bool) -> dict[str, Any]:
-    return train(make_net(), 2, settings_of(stage, accumulation, 0.5, offload))
 
 
 def read_after_steps(settled: bool, **more: Any) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDE, batch, config, make_net
+from models import WIDE, batch, config, make_net, share
 
 import zero
 from zero.utils import safe_get_full_fp32_param, safe_get_local_optimizer_state
@@ -37,9 +37,7 @@ def start(stage: int, kind: str) -> Any:
 
 
 def micro_step(engine: Any, index: int) -> None:
-    rank = dist.get_rank()
-    tokens, targets = batch(index, 2 * dist.get_world_size())
-    engine.backward(engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]))
+    engine.backward(engine(*share(index)))
     engine.step()
 
 
@@ -100,9 +98,7 @@ def said_by(call: Any) -> str:
 
 def uses(stage: int) -> list[str]:
     engine = start(stage, "bf16")
-    rank = dist.get_rank()
-    tokens, targets = batch(0, 4)
-    mine = tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
+    mine = share(0)
     loss = engine(*mine)
     param = engine.module.head.bias
     engine.offload_states()

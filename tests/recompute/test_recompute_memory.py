@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from recomputing import HEADS, WIDTH, inputs, make, settings, steps
+from models import share
+from recomputing import HEADS, WIDTH, make, settings, steps
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,7 +61,7 @@ def kept(section: dict[str, Any], rest: dict[str, Any]) -> int:
     steps(engine, 1)
     found = []
     for count in (1, BLOCKS):
-        x = engine.module.embed(inputs(0)[0])
+        x = engine.module.embed(share(0)[0])
         with Alive(engine) as alive, engine._training.recomputing.scope():
             y = x
             for block in engine.module.blocks[:count]:
@@ -102,7 +103,7 @@ def slots(rest: dict[str, Any]) -> list[int]:
     engine = made({"modules": ["Block"]}, rest)
     found = []
     for tokens in (5, 5, 3, 5):
-        loss = engine(*(each[:, :tokens] for each in inputs(0)))
+        loss = engine(*(each[:, :tokens] for each in share(0)))
         engine.backward(loss)
         engine.step()
         found.append(engine._training.recomputing.rest.slots.nbytes)
@@ -131,7 +132,7 @@ def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
     logging.getLogger("zero").removeHandler(handler)
     policies = [module.policy.value for module in engine._training.recomputing.modules]
     steps(engine, 1)
-    x = engine.module.embed(inputs(0)[0])
+    x = engine.module.embed(share(0)[0])
     with Alive(engine) as alive:
         y = engine.module.body(x)
         nbytes = alive.nbytes()

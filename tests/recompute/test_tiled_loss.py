@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import allowed, error, twice, ulps
-from models import Net, config, reference, train
+from closeness import allowed, error, ulps
+from marks import each_once
+from models import Net, config, train
+from oracle import Training, near
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -271,8 +273,7 @@ def train_stages(tile_size: int | None, tied: bool, world: int, more: dict[str, 
     return [train(net(tile_size, tied), world, config(stage, world, **more), steps=3) for stage in range(4)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "tied"), each_once([1, 2], [False, True]))
 def test_training_in_one_slice_has_the_bits_of_plain_training(pool, world: int, tied: bool) -> None:
     tiled = pool.run(world, train_stages, 100, tied, world, {})
     whole = pool.run(world, train_stages, None, tied, world, {})
@@ -284,12 +285,10 @@ def test_training_in_one_slice_has_the_bits_of_plain_training(pool, world: int, 
 
 
 def test_training_in_slices_is_as_exact_as_plain_training(pool) -> None:
-    settings = config(0, 2)
-    exact = reference(net(None, True), 2, settings, torch.float64, steps=3)["params"]
-    plain = twice(lambda: reference(net(None, True), 2, settings, torch.float32, steps=3)["params"])
+    training = Training(2, 3, build=lambda: net(None, True))
     for stages in pool.run(2, train_stages, 3, True, 2, {}):
         for found in stages:
-            assert error(found["params"], exact) <= allowed(exact, *plain)
+            assert near(found["params"], training)
             assert found["losses"] == stages[0]["losses"]
 
 

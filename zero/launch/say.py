@@ -1,4 +1,4 @@
-"""Lines of the launcher's own."""
+"""What the launcher says itself."""
 
 import sys
 
