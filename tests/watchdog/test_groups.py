@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from models import batch, config, make_net
 from ranks import Pool
 
 import zero
-from zero.core.mesh import make_mesh
 
 
 def engine_in(group: dist.ProcessGroup, stage: int) -> Any:
-    settings = config(stage, dist.get_world_size(), gradient_allreduce_op="sum")
-    with pytest.MonkeyPatch.context() as patch:
-        module = importlib.import_module("zero.engine.initialize")
-        patch.setattr(module, "make_mesh", functools.partial(make_mesh, group=group))
-        return zero.initialize(model=make_net(), config=settings)[0]
+    mpu = SimpleNamespace(get_data_parallel_group=lambda: group)
+    return zero.initialize(model=make_net(), config=config(stage, dist.get_world_size(group)), mpu=mpu)[0]
 
 
 def train(engine: Any, number: int) -> None:
