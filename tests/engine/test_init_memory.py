@@ -72,18 +72,21 @@ class Census:
 class Peak(TorchDispatchMode):
     """The most bytes that the storages of all tensors had after any operation inside the block, above the start's.
 
-    Not what the system says: it may take pages of a process away that has not touched them for a while.
+    Not what the system says: it may take pages of a process away that has not touched them for a while. Operations
+    that return less than `least` bytes are not looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 0) -> None:
         super().__init__()
+        self._least = least
         self._census = Census()
         self._before = self._census.count()
         self.growth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.growth = max(self.growth, self._census.count() - self._before)
+        if not self._least or (isinstance(found, torch.Tensor) and found.nbytes >= self._least):
+            self.growth = max(self.growth, self._census.count() - self._before)
         return found
 
 
@@ -128,6 +131,32 @@ def take_over() -> tuple[int, int]:
     assert len(seen) >= 3 * FEW  # a unit and two parameters for each layer
     engine.destroy()
     return largest, max(seen) - before
+
+
+def become_16_bit(stage: int) -> tuple[int, int]:
+    """Elements of the largest unit of a model that was built plainly, and the growth of the peak by `initialize`."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2, bias=False)))
+    settings = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    with Peak(least=1 << 20) as peak:
+        engine, *_ = zero.initialize(model=model, config=settings)
+    largest = max(unit.plan.layout.numel for unit in engine._sharded.units)
+    gc.unfreeze()
+    engine.destroy()
+    return largest, peak.growth
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_while_a_model_becomes_16_bit(pool, stage):
+    chunk = 6 << 20  # bytes of 2^20 elements on their way between ranks, and of what rounding works on
+    kept = 4 if stage == 0 else 3  # bytes of an element: bf16 and remainder; of the latter a half where it is cut
+    for largest, growth in pool.run(2, become_16_bit, stage):
+        assert largest > 4e6
+        assert kept * largest <= growth <= kept * largest + chunk + largest // 100
 
 
 def test_memory_while_an_engine_takes_the_model_over(pool):

@@ -24,13 +24,10 @@ class Master:
             fp32, the shard itself.
     """
 
-    def __init__(self, shard: torch.Tensor, exact: torch.Tensor, remainder: bool) -> None:
-        """Keep `exact` (fp32 [n], copied), of which `shard` is the rounding; `remainder` needs a bf16 shard."""
+    def __init__(self, shard: torch.Tensor, tensor: torch.Tensor | None) -> None:
+        """Keep `tensor` [n] beside the shard; None where the shard is fp32."""
         self.shard = shard
-        if shard.dtype == torch.float32:
-            self.tensor = shard
-        else:
-            self.tensor = split(exact)[1] if remainder else exact.clone()
+        self.tensor = shard if tensor is None else tensor
 
     @property
     def remainder(self) -> bool:

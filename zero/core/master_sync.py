@@ -39,13 +39,13 @@ class MasterSync:
         self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
         self._copied: torch.cuda.Event | None = None  # after it what was published is in host memory
 
-    def adopt(self, exact: torch.Tensor | None, remainder: bool) -> None:
-        """Keep the shard of the full buffer, and as its master `exact` [window.numel] fp32, unless that is None."""
+    def adopt(self, trained: bool, tensor: torch.Tensor | None) -> None:
+        """Keep the shard of the full buffer, and if `trained` a master with `tensor` beside the shard; see `Master`."""
         own = self.own_part()
         self.shard = self._placement.keep_shard(own) if self._buffer.cut else own
-        if exact is not None:
+        if trained:
             shard = self._placement.shard_for_master(own, self.shard)
-            self.master = Master(shard, exact.to(self._placement.update_device), remainder)
+            self.master = Master(shard, None if tensor is None else tensor.to(self._placement.update_device))
             self._placement.keep_state(shard, self.master.tensors())
 
     def own_part(self) -> torch.Tensor:

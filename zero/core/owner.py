@@ -49,12 +49,3 @@ def owner_of(param: torch.Tensor) -> Owner | None:
 def is_released(param: torch.Tensor) -> bool:
     """Whether the parameter's values are away."""
     return isinstance(param, Released)
-
-
-def copy_to(param: nn.Parameter, place: torch.Tensor) -> bool:
-    """Copy a parameter's values to its place [numel] in a flat buffer; True if all ranks have the same ones."""
-    target, owner = place.view(param.shape), owner_of(param)
-    if owner is not None:  # of a model under construction
-        return owner.unit.hand_over(target)
-    target.copy_(param.detach())
-    return False

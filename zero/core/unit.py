@@ -21,10 +21,11 @@ from torch import nn
 from zero.core import comm
 from zero.core.comm import Transfer
 from zero.core.gradients import GradientDtypes, Gradients
-from zero.core.master import Master, rounded
+from zero.core.initial_values import initial_values
+from zero.core.master import Master
 from zero.core.master_sync import MasterSync
 from zero.core.mesh import Mesh
-from zero.core.owner import Owner, copy_to
+from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
 from zero.core.released import absent
 from zero.core.secondary import SecondaryShard
@@ -126,19 +127,12 @@ class Unit:
     ) -> None:
         """Move the parameters into flat storage, with rank 0's values, and keep this rank's shard.
 
-        The masters are cut from the values before they are rounded to a 16-bit `dtype`; with `remainder`, which
-        needs bf16, what is kept of them is what the rounding took away. A parameter built under `zero.Init` is fetched
-        from its ranks, one at a time, and is not sent again.
+        The masters are made from the values before they are rounded to a 16-bit `dtype`; see `initial_values`.
         """
-        layout, trained = self.plan.layout, self.plan.requires_grad
-        source = torch.float32 if trained and dtype.itemsize < 4 else dtype
-        flat = torch.zeros(layout.numel, dtype=source, device=device)
-        places = [flat.narrow(0, *span) for span in layout.spans.values()]
-        unequal = [place for param, place in zip(self.params, places, strict=True) if not copy_to(param, place)]
-        for place in [flat] if len(unequal) == len(places) else unequal:
-            comm.broadcast(place, 0, self.mesh.data, self.plan.name)
-        self.buffer.adopt(flat if source == dtype else rounded(flat, dtype))
-        self.masters.adopt(flat.narrow(0, *self.window) if trained else None, remainder)
+        trained = self.plan.requires_grad
+        full, master = initial_values(self.params, self.plan, self.mesh, self.window, dtype, device, remainder)
+        self.buffer.adopt(full)
+        self.masters.adopt(trained, master)
         if self.cut and self.mesh.secondary is not None:
             self.secondary = SecondaryShard(self.mesh, self.full)
         for position, param in enumerate(self.params):

@@ -15,8 +15,12 @@ Plain torch on any device; the compiled steps do the same (csrc/format_math.h).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+_CHUNK = 1 << 16  # elements worked on at a time on a CPU, whose cache they stay in
 
 
 def clean_bits(x: Tensor) -> Tensor:
@@ -24,23 +28,43 @@ def clean_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32).masked_fill(x.isnan(), 0x7FC00000)
 
 
-def _upper(bits: Tensor) -> Tensor:
-    # No pattern is near enough to the largest int32 for the sum to wrap: those would be NaN.
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 @torch.no_grad()
 def round_bf16(x: Tensor) -> Tensor:
     """Round float32 numbers of any shape to bfloat16, to nearest with ties away from zero; NaN becomes 0x7FC0."""
-    return _upper(clean_bits(x))
+    param = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    write_rounded(x.contiguous().view(-1), param.view(-1))
+    return param
 
 
 @torch.no_grad()
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Cut float32 numbers of any shape into (parameter, bfloat16; remainder, int16), new tensors of that shape."""
-    bits = clean_bits(master)
-    # The low half is sign-extended rather than truncated from int32, a conversion that C++ did not always define.
-    return _upper(bits), ((bits << 16) >> 16).to(torch.int16)
+    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    write_remainder(master.contiguous().view(-1), remainder.view(-1))
+    return round_bf16(master), remainder
+
+
+@torch.no_grad()
+def write_rounded(x: Tensor, param: Tensor) -> None:
+    """:func:`round_bf16` of float32 [n] into bfloat16 [n], without temporary memory of that size."""
+    for bits, out in _cached(x, param.view(torch.int16)):
+        # No pattern is near enough to the largest int32 for the sum to wrap: those would be NaN.
+        out.copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+
+
+@torch.no_grad()
+def write_remainder(x: Tensor, remainder: Tensor) -> None:
+    """The remainders of float32 [n] into int16 [n], without temporary memory of that size."""
+    for bits, out in _cached(x, remainder):
+        # The low half is sign-extended rather than truncated from int32, a conversion that C++ did not always define.
+        out.copy_(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
+
+
+def _cached(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The patterns of `x` [n], in new tensors that stay in a CPU's cache, each with the part of `out` [n] for it."""
+    chunk = _CHUNK if x.device.type == "cpu" else x.numel()
+    for start in range(0, x.numel(), chunk):
+        yield clean_bits(x[start : start + chunk]), out[start : start + chunk]
 
 
 @torch.no_grad()

@@ -138,8 +138,14 @@ class FusedRule:
         return known
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `ShardOptimizer.nbytes`."""
-        return self.states(unit, group).nbytes
+        """See `ShardOptimizer.nbytes`; before the first step, what that will take."""
+        formula = self._formula(group)
+        known = self._states.get(unit.index)
+        if known is not None and known.names == formula.state_names:
+            return known.nbytes
+        formats = self.formats._replace(states=len(formula.state_names))
+        there = runs(unit.plan, unit.window, formats.moments)
+        return sum(formats.moments_nbytes(run.numel, run.format) for run in there)
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """See `ShardOptimizer.tensors`; codes of 8 bit are followed by their scales."""

@@ -1,0 +1,116 @@
+"""The first values of a unit's flat buffers: rank 0's parameters, brought to all ranks and rounded chunk by chunk.
+
+A 16-bit unit so takes the buffers that stay, and one chunk, beside the parameters as they were built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zero.core import comm
+from zero.core.mesh import Mesh
+from zero.core.owner import owner_of
+from zero.kernels.remainder import write_remainder, write_rounded
+from zero.plan.layout import Span
+from zero.plan.units import UnitPlan
+
+# Elements that travel at a time: few enough to be small beside a model, enough to keep a GPU and a network busy.
+_CHUNK = {"cpu": 1 << 20}
+_CHUNK_ELSEWHERE = 1 << 24
+
+
+@torch.no_grad()
+def initial_values(
+    params: Sequence[nn.Parameter],
+    plan: UnitPlan,
+    mesh: Mesh,
+    own: Span,
+    dtype: torch.dtype,
+    device: torch.device,
+    remainder: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rank 0's values of `params` in a flat buffer [plan.layout.numel] of `dtype`, with zeros between them; collective.
+
+    And the `tensor` [own.numel] of the `Master` of the shard `own`: fp32 values, or with `remainder` (bf16 only) int16
+    remainders, made from the values before they are rounded; None where the unit is frozen or has no 16-bit dtype.
+    A parameter built under `zero.Init` is fetched from its ranks, one at a time, is not sent again, and has no values
+    of its own afterwards.
+    """
+    full = torch.zeros(plan.layout.numel, dtype=dtype, device=device)
+    if not plan.requires_grad or dtype.itemsize >= 4:
+        _fill(full, params, plan, mesh)
+        return full, None
+    master = torch.zeros(own.numel, dtype=torch.int16 if remainder else torch.float32, device=device)
+    for start, exact in _exact_chunks(params, plan, mesh, device):
+        span = Span(start, exact.numel())
+        _write(exact, full.narrow(0, *span))
+        common = span.intersect(own)
+        if common.numel:
+            at = common.start - own.start
+            _write(exact.narrow(0, common.start - start, common.numel), master.narrow(0, at, common.numel))
+    return full, master
+
+
+def _write(exact: torch.Tensor, out: torch.Tensor) -> None:
+    """fp32 values into a flat buffer: as the dtype of `out` keeps them, int16 standing for remainders."""
+    if out.dtype == torch.bfloat16:
+        write_rounded(exact, out)
+    elif out.dtype == torch.int16:
+        write_remainder(exact, out)
+    else:
+        out.copy_(exact)
+
+
+def _fill(full: torch.Tensor, params: Sequence[nn.Parameter], plan: UnitPlan, mesh: Mesh) -> None:
+    """Rank 0's values straight into the buffer, which is what the parameters are trained or kept in."""
+    places = [full.narrow(0, *span) for span in plan.layout.spans.values()]
+    unequal = [place for param, place in zip(params, places, strict=True) if not _copy_to(param, place, mesh)]
+    for place in [full] if len(unequal) == len(places) else unequal:
+        _broadcast(place, mesh, plan.name)
+
+
+def _exact_chunks(
+    params: Sequence[nn.Parameter], plan: UnitPlan, mesh: Mesh, device: torch.device
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rank 0's values in fp32 by where they begin in the flat buffer; each is overwritten by the next."""
+    layout = plan.layout
+    if any(owner_of(param) is not None for param in params):
+        for param, span in zip(params, layout.spans.values(), strict=True):
+            exact = torch.empty(span.numel, dtype=torch.float32, device=device)
+            if not _copy_to(param, exact, mesh):
+                _broadcast(exact, mesh, plan.name)
+            yield span.start, exact
+        return
+    chunk = min(layout.numel, _CHUNK.get(device.type, _CHUNK_ELSEWHERE))
+    memory = torch.empty(chunk, dtype=torch.float32, device=device)
+    by_name = dict(zip(layout.spans, params, strict=True))
+    for start in range(0, layout.numel, chunk):
+        exact = memory[: min(chunk, layout.numel - start)]
+        if _is_source(mesh):
+            exact.zero_()
+            for part in layout.fragments(Span(start, exact.numel())):
+                values = by_name[part.name].detach().reshape(-1)
+                exact.narrow(0, part.at, part.numel).copy_(values.narrow(0, part.start, part.numel))
+        _broadcast(exact, mesh, plan.name)
+        yield start, exact
+
+
+def _copy_to(param: nn.Parameter, place: torch.Tensor, mesh: Mesh) -> bool:
+    """Copy a parameter's values to its place [numel]; True if all ranks have the same ones, else only rank 0 does."""
+    owner = owner_of(param)
+    if owner is not None:  # of a model under construction
+        return owner.unit.hand_over(place.view(param.shape))
+    if _is_source(mesh):
+        place.view(param.shape).copy_(param.detach())
+    return False
+
+
+def _is_source(mesh: Mesh) -> bool:
+    return mesh.data.rank == 0
+
+
+def _broadcast(values: torch.Tensor, mesh: Mesh, unit: str) -> None:
+    comm.broadcast(values, 0, mesh.data, unit)
