@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
 from zero.data.position import Partition, Position
-from zero.data.samplers import MicroBatchSampler, RankBatchSampler, RankSampler, SeededDataset
+from zero.data.samplers import RankBatchSampler, RankSampler, SeededDataset
 
 _END = object()
 
@@ -40,7 +40,7 @@ class Loader:
         sampler: indices of *this rank*, instead of the DistributedSampler: what it yields is taken as it is.
         seed: of the shuffle and of the workers.
         pin_memory, num_workers: as in torch's DataLoader.
-        together: ranks take turns by whole batches instead of samples (`MicroBatchSampler`): this many of all
+        together: ranks take turns by whole batches instead of samples (`RankSampler`): this many of all
             ranks, a multiple of world_size, are one optimizer step, and a pass has whole steps only.
 
     Attributes:
@@ -106,14 +106,14 @@ class Loader:
         self._here = self._next = self._partition.begin(0)
         self._loads = 0  # positions loaded so far; a pass that was begun before the last one is over
 
-    def _own_sampler(self) -> Sampler:
-        partition, rank, drop_last = self._partition, self._rank, self._drop_last
+    def _own_sampler(self) -> RankSampler:
+        partition = self._partition
         if not partition.samples:
             raise ValueError("dataset: wanted at least one sample, got an empty one")
-        if not partition.together:
-            return RankSampler(self.dataset, partition.world_size, rank, shuffle=True, seed=partition.seed)
-        size, together, world_size = partition.batch_size, partition.together, partition.world_size
-        return MicroBatchSampler(partition.samples, size, together, rank, world_size, drop_last, partition.seed)
+        turns: dict[str, Any] = {}
+        if partition.together:
+            turns = {"size": self.batch_size, "together": partition.together, "drop_last": self._drop_last}
+        return RankSampler(self.dataset, partition.world_size, self._rank, partition.seed, **turns)
 
     @property
     def epoch(self) -> int:

@@ -14,66 +14,52 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler,
 
 
 class RankSampler(DistributedSampler):
-    """torch's `DistributedSampler`, from any place of its shuffled order on: sample by sample, rank by rank.
+    """The samples of one rank, from any place of the shuffled order of torch's `DistributedSampler` on.
 
-    It pads at the end of the order with the beginning of it.
+    Ranks take turns by `size` samples: turn number k goes to rank k % world_size. `together` turns, a multiple of
+    world_size, make a step. The order is padded to whole steps with its own beginning, or cut to them with `drop_last`.
+    With the defaults, which are those of `DistributedSampler`, the ranks take turns sample by sample. With `size` that
+    of a micro-batch and `together` the micro-batches of an optimizer step, what a step sees does not depend on the
+    number of ranks.
 
-    start: samples of the order that were handed out before, to whatever ranks there were.
-    """
-
-    start = 0
-
-    def __iter__(self) -> Iterator[int]:
-        count = len(self.dataset)
-        order = _shuffled(count, self.seed + self.epoch)
-        start, world_size = self.start, self.num_replicas
-        for at in range(start + self.rank, start + self.left(start) * world_size, world_size):
-            yield order[at % count]
-
-    def left(self, start: int) -> int:
-        """How many samples each rank gets from `start` on."""
-        return -(-max(0, len(self.dataset) - start) // self.num_replicas)
-
-
-class MicroBatchSampler(Sampler):
-    """The micro-batches of indices of one rank: number k of the shuffled order goes to rank k % world_size.
-
-    `together` of them, a multiple of world_size, are one optimizer step. The order is padded to whole steps with its
-    own beginning, or cut to them with `drop_last`. So what a step sees does not depend on the number of ranks, which
-    it does where ranks take turns sample by sample. The shuffle is that of torch's `DistributedSampler`.
-
-    start: samples of the order that were handed out before; steps are counted from there.
+    start: samples of the order that were handed out before, to whatever ranks there were; steps are counted from there.
     """
 
     start = 0
 
     def __init__(
-        self, samples: int, size: int, together: int, rank: int, world_size: int, drop_last: bool, seed: int
+        self,
+        dataset: Dataset,
+        world_size: int,
+        rank: int,
+        seed: int,
+        *,
+        size: int = 1,
+        together: int | None = None,
+        drop_last: bool = False,
     ) -> None:
-        self.samples, self.size, self.together = samples, size, together
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+        super().__init__(dataset, world_size, rank, shuffle=True, seed=seed)
+        self.size, self.together = size, together or world_size
         self.drop_last = drop_last
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle for this pass."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return self.left(0)
 
     def left(self, start: int) -> int:
-        """How many micro-batches each rank gets from `start` on."""
-        rest, whole = max(0, self.samples - start), self.size * self.together
-        steps = rest // whole if self.drop_last else -(-rest // whole)
-        return steps * self.together // self.world_size
+        """How many samples each rank gets from `start` on."""
+        return self._steps(start) * self.size * self.together // self.num_replicas
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = _shuffled(self.samples, self.seed + self.epoch)
-        start = self.start
-        for batch in range(self.rank, self.left(start) * self.world_size, self.world_size):
-            first = start + batch * self.size
-            yield [order[at % self.samples] for at in range(first, first + self.size)]
+    def _steps(self, start: int) -> int:
+        left, step = max(0, len(self.dataset) - start), self.size * self.together
+        return left // step if self.drop_last else -(-left // step)
+
+    def __iter__(self) -> Iterator[int]:
+        count, start = len(self.dataset), self.start
+        order = _shuffled(count, self.seed + self.epoch)
+        for turn in range(self.rank, self._steps(start) * self.together, self.num_replicas):
+            first = start + turn * self.size
+            for at in range(first, first + self.size):
+                yield order[at % count]
 
 
 class SeededIndices(list):
@@ -96,7 +82,7 @@ class RankBatchSampler(Sampler):
         self.start = self.skip = 0
         self.seed = (0, 0)
         self.sampler = sampler
-        self._shared = isinstance(sampler, RankSampler | MicroBatchSampler)
+        self._shared = isinstance(sampler, RankSampler)
         self._size, self._drop_last = size, drop_last
         self._rank, self._world_size = rank, world_size
 
@@ -105,8 +91,6 @@ class RankBatchSampler(Sampler):
 
     def left(self, start: int) -> int:
         """How many batches each rank gets from `start` on; TypeError if the user's sampler does not know."""
-        if isinstance(self.sampler, MicroBatchSampler):
-            return self.sampler.left(start)
         samples = self.sampler.left(start) if self._shared else max(0, len(self.sampler) - start)
         return samples // self._size if self._drop_last else -(-samples // self._size)
 
@@ -115,10 +99,8 @@ class RankBatchSampler(Sampler):
         if self._shared:
             self.sampler.start = start
         indices = self.sampler if self._shared else itertools.islice(iter(self.sampler), start, None)
-        batched = isinstance(self.sampler, MicroBatchSampler)
-        batches = indices if batched else BatchSampler(indices, self._size, self._drop_last)
-        distance = self._size if batched else 1  # of this rank's first sample from that of the next rank
-        for number, batch in enumerate(batches):
+        distance = self.sampler.size if self._shared else 1  # of this rank's first sample from that of the next rank
+        for number, batch in enumerate(BatchSampler(indices, self._size, self._drop_last)):
             if number < skip:
                 continue
             seeded = SeededIndices(batch)
