@@ -233,7 +233,7 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
     made = {}
     if dist.get_rank() == 0:
         watchdog = Watchdog(0)
-        watchdog.start((0, 1), pairs["a"], (), 60.0, False)
+        watchdog.start((0, 1), pairs["a"], 60.0, False)
         watchdog.close()
     for seed in (1, 2):
         for name, group in reversed(mine.items()):

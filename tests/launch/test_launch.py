@@ -300,8 +300,10 @@ def test_port_that_is_taken():
             plan(request(master_port=port), gpus=0)
 
 
-@pytest.mark.parametrize("args", [["run", "--help"], ["--help"], ["schema"], ["run", "nope.py"]])
-def test_nothing_that_starts_no_process_imports_torch(args):
+@pytest.mark.parametrize(
+    "args", [["run", "--help"], ["--help"], ["schema"], ["run", "nope.py"], ["run", "--no_python", "true"]]
+)
+def test_what_starts_ranks_without_a_gpu_or_none_at_all_imports_no_torch(args):
     code = (
         "import sys\nfrom zero.__main__ import main\n"
         f"try: main({args!r})\nexcept SystemExit: pass\n"
@@ -344,3 +346,40 @@ def test_version(capsys):
         main(["--version"])
     assert caught.value.code in (0, None)
     assert capsys.readouterr().out.startswith("zero ")
+
+
+def test_what_torchs_record_writes_is_the_message(zero, script):
+    path = script(
+        """
+        import os
+        from torch.distributed.elastic.multiprocessing.errors import record
+        names = ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+                 "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        assert [os.environ[name] for name in names] == ["0", "0", "False", "1", "1", "1"]
+        @record
+        def main():
+            raise ValueError("written by record")
+        main()
+        """
+    )
+    ended = zero("run", "--num_gpus", "1", path)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert re.fullmatch(r"zero run: rank 0 failed .* \(pid \d+\): ValueError: written by record", last)
+
+
+def test_a_log_folder_that_cannot_be_made_is_said_before_anything_starts(zero, tmp_path, script):
+    (tmp_path / "file").touch()
+    ended = zero("run", "--num_gpus", "1", "--log_dir", str(tmp_path / "file"), script("print('ran')"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.endswith(
+        f"zero run: error: --log_dir: cannot make a folder in {tmp_path / 'file'}: File exists\n"
+    )
+
+
+def test_a_long_line_of_a_rank_stays_one_line_and_a_bar_that_moves_becomes_lines(zero, tmp_path, script):
+    text = "import os; os.write(1, b'x' * 3_000_000 + b' 50%'); os.write(1, bytes([13]) + b'100%' + bytes([13, 10]))"
+    ended = zero("run", "--num_gpus", "1", "--log_dir", str(tmp_path / "logs"), script(text))
+    assert ended.stdout == f"[rank 0]: {'x' * 3_000_000} 50%\n[rank 0]: 100%\n"
+    (log,) = (tmp_path / "logs").rglob("stdout.log")
+    assert log.read_bytes() == b"x" * 3_000_000 + b" 50%\r100%\r\n"

@@ -103,6 +103,17 @@ def test_a_slow_reader_is_waited_for_and_the_nodes_still_hear_from_us(two: Hosts
     assert (status, len(out)) == (0, 50_000_000)
 
 
+def test_a_reader_that_does_not_read_does_not_keep_a_job_that_is_stopped(two: Hosts) -> None:
+    two.host("n1", "echo up; head -c 50000000 /dev/zero | tr '\\0' '\\n'")
+    two.host("n2", OBEYS)
+    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__patience=0.5)
+    read_until(process.stdout, b"up\n")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT) == 143
+    assert two.nothing_left()
+    process.communicate()
+
+
 @pytest.mark.parametrize(("name", "letter"), [("SIGINT", "I"), ("SIGTERM", "T"), ("SIGHUP", "T"), ("SIGQUIT", "T")])
 def test_a_signal_reaches_every_node(two: Hosts, name: str, letter: str) -> None:
     for host in ("n1", "n2"):

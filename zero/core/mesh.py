@@ -117,23 +117,50 @@ def make_mesh(
     watchdog, native = Watchdog(ranks[rank]), backend == "nccl"
     data = Axis(group, size, rank, native, watchdog, ranks)
     point = Axis(None, 1, 0, native, watchdog, (ranks[rank],))
-    shard_size = (shard_size or size) if sharding.optim else 1
-    mesh = Mesh(*_two(data, point, shard_size, timeout), data)
-    if secondary_size > 1:
-        across, secondary = _two(data, point, secondary_size, timeout)[::-1]
-        mesh = Mesh(mesh.shard, mesh.replica, data, secondary, across)
-    if size > 1:
-        if device.type != "cpu" and not native and rank == 0:
-            logger.warning("%s", slow_backend(device, backend))
-        _start(watchdog, mesh, timeout)
-        watchdog.order = [] if check_order else None
-    return mesh
+    if size == 1:
+        return Mesh(data, point, data)
+    if device.type != "cpu" and not native and rank == 0:
+        logger.warning("%s", slow_backend(device, backend))
+    watchdog.start(ranks, group, timeout, native)
+    try:
+        watchdog.store.renumber(_agreed_number(data, shard_size, secondary_size))
+        shard, replica = _two(data, point, (shard_size or size) if sharding.optim else 1, timeout)
+        secondary, across = _two(data, point, secondary_size, timeout) if secondary_size > 1 else (None, None)
+    except BaseException:
+        watchdog.close()
+        raise
+    watchdog.order = [] if check_order else None
+    return Mesh(shard, replica, data, secondary, across)
+
+
+def _agreed_number(data: Axis, shard_size: int, secondary_size: int) -> int:
+    """The highest number that a rank has for the engine that is being made.
+
+    A rank may have begun one that others never came to; and ranks of one group may be in different other ones. Raises
+    RuntimeError where the ranks differ in the sizes: they would make different process groups, and wait for each other.
+    """
+    watchdog, sizes = data.watchdog, {"shard_size": shard_size, "zero_hpz_partition_size": secondary_size}
+    mine = [watchdog.number, *sizes.values(), *(-size for size in sizes.values())]
+    highest = torch.tensor(mine, device=local_device() if data.native else "cpu")
+    with watchdog.call(Phase.INITIALIZE):
+        collective = watchdog.begin("comparison")
+        with watchdog.sending(collective):
+            work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=data.group, async_op=True)
+        watchdog.wait((work,), collective)
+        number, *most = highest.tolist()
+        for (name, size), high, low in zip(sizes.items(), most, most[len(sizes) :], strict=False):
+            if high != -low:
+                raise RuntimeError(
+                    f"the ranks do not initialize the same engine: {name} is {size} on rank {data.ranks[data.rank]}, "
+                    f"and from {-low} to {high} on all"
+                )
+    return number
 
 
 def _two(data: Axis, point: Axis, inner: int, timeout: float) -> tuple[Axis, Axis]:
     """The axis along `inner` consecutive ranks, and the one across such groups; makes process groups where needed."""
     if inner in (1, data.size):
-        return (data, point) if inner > 1 or data.size == 1 else (point, data)
+        return (point, data) if inner == 1 else (data, point)
     grid = Grid(data.size, {"dp_replicate": data.size // inner, "dp_shard": inner})
     return tuple(_subgroup(data, grid.lists(name), timeout) for name in ("dp_shard", "dp_replicate"))
 
@@ -148,34 +175,9 @@ def _subgroup(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> A
     else:  # ranks outside of the group know nothing of it
         options |= {"backend": dist.get_backend_config(data.group), "use_local_synchronization": True}
         group = dist.new_group([data.ranks[place] for place in own], **options)
+    data.watchdog.own(group)
     ranks = tuple(data.ranks[place] for place in own)
     return Axis(group, len(own), own.index(data.rank), data.native, data.watchdog, ranks)
-
-
-def _start(watchdog: Watchdog, mesh: Mesh, timeout: float) -> None:
-    data = mesh.data
-    axes = [axis for axis in (mesh.shard, mesh.replica, mesh.secondary, mesh.across) if axis is not None]
-    own = [axis.group for axis in axes if axis.group not in (None, data.group)]
-    watchdog.start(data.ranks, data.group, own, timeout, data.native)
-    try:
-        watchdog.store.renumber(_highest(watchdog, data.group, data.native))
-    except BaseException:
-        watchdog.close()
-        raise
-
-
-def _highest(watchdog: Watchdog, group: dist.ProcessGroup, native: bool) -> int:
-    """The highest number that a rank of the group has for the engine that is being made.
-
-    A rank may have begun one that others never came to; and ranks of one group may be in different other ones.
-    """
-    number = torch.tensor(watchdog.number, device=local_device() if native else "cpu")
-    with watchdog.call(Phase.INITIALIZE):
-        collective = watchdog.begin("comparison")
-        with watchdog.sending(collective):
-            work = dist.all_reduce(number, dist.ReduceOp.MAX, group=group, async_op=True)
-        watchdog.wait((work,), collective)
-    return int(number)
 
 
 def mesh_of_one() -> Mesh:

@@ -179,7 +179,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         self._status.check_not_destroyed()
         how = (batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers)
-        return make_loader(self._config, self.device, dataset, *how)
+        return make_loader(self._config, self.device, self._sharded.mesh.data.rank, dataset, *how)
 
     def check(
         self,
@@ -206,7 +206,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         from zero.engine.check import here
 
         report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
-        if self.global_rank == 0:
+        if self._sharded.mesh.data.rank == 0:
             print(report, flush=True)
         return report
 

@@ -25,7 +25,8 @@ from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, take_b
 from zero.data import Loader
 from zero.engine.agreement import description
 from zero.engine.arguments import resolve_config
-from zero.engine.check.order import make_plain, order_of_environment
+from zero.engine.check.order import Order, make_plain, order_of_environment
+from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
@@ -59,6 +60,7 @@ def initialize(
     config: str | PathLike | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | PathLike | Mapping[str, Any] | None = None,
+    device_mesh: Any = None,
 ) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
     """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), as DeepSpeed does.
 
@@ -72,34 +74,32 @@ def initialize(
     needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound to that optimizer, or a callable of the
     optimizer that is returned.
     training_data: a dataset, from which each rank's loader of micro-batches is made.
+    mesh_param or device_mesh: the data-parallel ranks: torch's DeviceMesh of one dimension, or of two, replicas and
+    then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.
+    mpu: Megatron's object, whose data-parallel group is taken; instead of a mesh.
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
-    _check(model, mpu=mpu, mesh_param=mesh_param)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
     source = resolve_config(args, config, config_params)
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port, timeout=_group_timeout(source))
-    else:
-        refuse_alone(distributed_port)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    _join(source, dist_init_required, distributed_port)
+    data = data_ranks(mesh_param, device_mesh, mpu)
     handed = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
     order = order_of_environment()
-    settings = load(source, world_size, filled=order is None, stand_ins=handed)
-    if order is not None:
-        settings = load(order.config(settings), world_size, filled=False)
-    if settings.log_level is not None:
-        set_level(settings.log_level)
+    settings = _load(source, data.size, handed, order)
+    over = data.group, data.sharded_over(settings)
     if order is not None and order.plain:
         engine: Any = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
         engine.lr_scheduler = _make_scheduler(lr_scheduler, engine.optimizer, settings)
-        loader = _loader(training_data, collate_fn, settings, engine.device)
+        loader = _loader(training_data, collate_fn, settings, engine.device, data.rank)
     else:
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
         # Before the model is touched: what these refuse must leave it as it was, for the call that puts it right.
         scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
         device = local_device()
-        loader = _loader(training_data, collate_fn, settings, device)
-        engine = _make_engine(model, zero_optimizer, groups, settings, device)
+        loader = _loader(training_data, collate_fn, settings, device, data.rank)
+        engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
         engine.lr_scheduler = scheduler
     engine.training_dataloader = loader
     if order is not None:
@@ -107,27 +107,40 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _loader(data: Dataset | None, collate_fn: Any, settings: Config, device: torch.device) -> Loader | None:
-    return None if data is None else make_loader(settings, device, data, collate_fn=collate_fn)
+def _join(source: Any, required: bool | None, port: int) -> None:
+    if required is not False:
+        init_distributed(distributed_port=port, timeout=_group_timeout(source))
+    else:
+        refuse_alone(port)
 
 
-def _check(model: Any, **unsupported: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"initialize({name}=...): only data parallelism is built; pass {name}=None")
+def _load(source: Any, world_size: int, handed: list[str], order: Order | None) -> Config:
+    settings = load(source, world_size, filled=order is None, stand_ins=handed)
+    if order is not None:
+        settings = load(order.config(settings), world_size, filled=False)
+    if settings.log_level is not None:
+        set_level(settings.log_level)
+    return settings
+
+
+def _loader(data: Dataset | None, collate_fn: Any, settings: Config, device: torch.device, rank: int) -> Loader | None:
+    return None if data is None else make_loader(settings, device, rank, data, collate_fn=collate_fn)
 
 
 def _make_engine(
-    model: nn.Module, zero_optimizer: ZeroOptimizer | None, groups: Groups, settings: Config, device: torch.device
+    model: nn.Module,
+    zero_optimizer: ZeroOptimizer | None,
+    groups: Groups,
+    settings: Config,
+    device: torch.device,
+    over: tuple[dist.ProcessGroup | None, int],
 ) -> Engine:
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
     formats = zero_optimizer.rule.formats if zero_optimizer else Formats()
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
-    sharded = _wrap(model, groups, sharding, device, settings, formats, recomputing)
+    sharded = _wrap(model, groups, sharding, over, device, settings, formats, recomputing)
     if zero_optimizer is not None:
         sharded.reducer.divisor = settings.predivide
         zero_optimizer.bind(sharded, settings.gradient_factor)
@@ -140,6 +153,7 @@ def _wrap(
     model: nn.Module,
     groups: Groups,
     sharding: Sharding,
+    over: tuple[dist.ProcessGroup | None, int],
     device: torch.device,
     settings: Config,
     formats: Formats,
@@ -166,7 +180,8 @@ def _wrap(
         section.stage3_model_persistence_threshold,
         section.offload_param.buffer_count,
     )
-    mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order)
+    zero = settings.zero
+    mesh = make_mesh(sharding, zero.timeout, zero.check_order, *over, settings.secondary_shard_size)
     try:
         with mesh.watchdog.call(Phase.INITIALIZE):
             what = "the ranks do not initialize the same engine"

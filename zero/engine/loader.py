@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from zero.config import Config
@@ -19,6 +18,7 @@ ROUTES = ("train", "eval", "predict")
 def make_loader(
     settings: Config,
     device: torch.device,
+    rank: int,
     dataset: Dataset,
     batch_size: int | None = None,
     route: str = "train",
@@ -27,10 +27,13 @@ def make_loader(
     collate_fn: Callable[..., Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> Loader:
-    """See `Engine.deepspeed_io`. Raises ValueError for what no loader can be made of."""
+    """See `Engine.deepspeed_io`; `rank`: of `settings.world_size` data-parallel ones.
+
+    Raises ValueError for what no loader can be made of.
+    """
     if route not in ROUTES:
         raise ValueError(f"deepspeed_io(route=...): got {route!r}, wanted one of {', '.join(map(repr, ROUTES))}")
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    world_size = settings.world_size
     if route != "train" and data_sampler is None and not isinstance(dataset, IterableDataset):
         data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
     # Under the tree, a step must consist of the same micro-batches whatever the number of ranks.

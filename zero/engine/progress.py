@@ -51,7 +51,7 @@ class Progress:
         self._optimizer = optimizer
         self._counters = counters
         self._device = device
-        self._every = config.steps_per_print if sharded.mesh.global_rank == 0 else math.inf
+        self._every = config.steps_per_print if sharded.mesh.data.rank == 0 else math.inf
         self._seconds: dict[str, float] = {}
 
     def state_nbytes(self) -> StateBytes:

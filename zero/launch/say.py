@@ -1,4 +1,4 @@
-"""What the launcher says itself."""
+"""Lines of the launcher's own."""
 
 import sys
 

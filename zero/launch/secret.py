@@ -1,4 +1,4 @@
-"""The secret of a job: who has it belongs to the job, and what is signed with it comes from there.
+"""The secret of a job, with which its launchers and ranks sign what they send to each other.
 
 `zero run` makes one for each job. The launchers of the hosts get it on the stdin of ssh, or in the environment that
 Slurm and MPI hand on; the ranks have it in theirs. It stands on no command line and in no file.
@@ -19,18 +19,18 @@ _PATIENCE = 60.0  # seconds for the launcher to hand it over
 
 
 def new() -> str:
-    """A secret that nobody can guess."""
+    """A new random secret."""
     return os.urandom(32).hex()
 
 
 def signature(secret: bytes, *parts: bytes) -> bytes:
-    """What only who has `secret` can make of these parts, which are told apart by their lengths."""
+    """The HMAC of `parts` with `secret` as its key; the parts are separated by their lengths."""
     text = b"".join(b"%d:%b" % (len(part), part) for part in parts)
     return hmac.digest(secret, text, "sha256").hex().encode()
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Whether two signatures are the same; how long that takes does not say where they differ."""
+    """Whether two signatures are the same, compared in constant time."""
     return hmac.compare_digest(one, other)
 
 

@@ -84,7 +84,7 @@ class Updates:
     def _update(self, update: Update) -> Any:
         unit, placement = update.unit, update.unit.placement
         self._read_ahead()
-        with unit.acquired(written=True, step=True):
+        with unit.acquired(changed=True, step=True, in_update=True):
             self._ahead.remove(unit)
             self._read_ahead()  # meanwhile others may have been written
             self.on_update("update", unit.plan.name)

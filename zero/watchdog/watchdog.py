@@ -43,29 +43,27 @@ class Watchdog:
         self._detector: HangDetector | None = None
         self._close: weakref.finalize | None = None
 
-    def start(
-        self,
-        ranks: tuple[int, ...],
-        group: dist.ProcessGroup,
-        own: Sequence[dist.ProcessGroup],
-        timeout: float,
-        native: bool,
-    ) -> None:
+    def start(self, ranks: tuple[int, ...], group: dist.ProcessGroup, timeout: float, native: bool) -> None:
         """Watch the waits of this engine from now on.
 
-        ranks: the global ranks that share the engine, all of `group`; own: groups inside of it that were made for this
-        engine, and are destroyed when it ends; timeout: in seconds; native: a wait cannot be ended from outside.
+        ranks: the global ranks that share the engine, all of `group`; timeout: in seconds; native: a wait cannot be
+        ended from outside.
         """
+        groups = self._groups = [group]
         self.store = StatusStore(self.status, ranks)
-        self._detector = HangDetector(self.status, self.store, (group, *own), timeout, native)
+        self._detector = HangDetector(self.status, self.store, groups, timeout, native)
         for thread in (self.store, self._detector):
             thread.start()
         # The threads know `status` but not us, so that an engine nobody holds any more takes them along.
         parts = (os.getpid(), self.status, self.store, self._detector)
         at_exit = partial(_end, *parts, Phase.ENDED)
         atexit.register(at_exit)
-        self._close = weakref.finalize(self, _forget, at_exit, own, *parts)
+        self._close = weakref.finalize(self, _forget, at_exit, groups, *parts)
         self._close.atexit = False
+
+    def own(self, group: dist.ProcessGroup) -> None:
+        """A process group was made for this engine alone: its waits are ended, too, and it is destroyed at the end."""
+        self._groups.append(group)
 
     @property
     def number(self) -> int:
@@ -186,9 +184,9 @@ def _end(pid: int, status: RankStatus, store: StatusStore, detector: HangDetecto
         time.sleep(OUTLIVES)  # the store goes with this process, and nobody could read the reason
 
 
-def _forget(at_exit: Callable[[], None], own: Sequence[dist.ProcessGroup], *parts: object) -> None:
+def _forget(at_exit: Callable[[], None], groups: Sequence[dist.ProcessGroup], *parts: object) -> None:
     atexit.unregister(at_exit)
     _end(*parts, Phase.DESTROYED)
-    for group in own:
+    for group in groups[1:]:
         with contextlib.suppress(ValueError):  # the default group was destroyed, and it with that
             dist.destroy_process_group(group)

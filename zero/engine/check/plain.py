@@ -159,7 +159,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Loader:
         """See `Engine.deepspeed_io`."""
-        return make_loader(self._config, self.device, dataset, *args, **kwargs)
+        return make_loader(self._config, self.device, self.global_rank, dataset, *args, **kwargs)
 
     def destroy(self) -> None:
         """Nothing to do."""

@@ -2,8 +2,6 @@
 
 import argparse
 
-COMMANDS = ("consolidate", "verify", "import-deepspeed")
-
 _FOLDER = "a checkpoint, or the folder that it was saved to, whose file `latest` then names the checkpoint"
 _CONSOLIDATE = """Write the model of a checkpoint as one safetensors file, or in the layout of Hugging Face.
 

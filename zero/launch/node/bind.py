@@ -1,4 +1,4 @@
-"""The first moments of a rank: bind it to its cores, see to it that it ends with its launcher, and run the program.
+"""What a rank runs first: it binds the process to its cores, has it end with its launcher, and becomes the program.
 
 A file that is run by its path, with nothing imported but what Python has loaded anyway, so that it costs little.
 """

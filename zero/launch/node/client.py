@@ -1,4 +1,4 @@
-"""One host at the rendezvous of a job's hosts: it tells what happens here, and hears what was decided."""
+"""One host at the rendezvous of a job's hosts: it sends what happens here, and receives what was decided."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Attempt(NamedTuple):
 
 
 class RendezvousClient:
-    """A host's side. A thread does all that could wait; the others look at what it has seen last.
+    """A host's side. Its thread does all that could block; other threads read its attributes.
 
     where: the address and the port by which the other hosts know the first one. server: on the first host.
 

@@ -1,4 +1,4 @@
-"""One connection between the launchers of two hosts: signed messages, and when the other was last heard.
+"""One connection between the launchers of two hosts: signed messages, and when the last one came.
 
 Both ends first send a random number as a line of its own. A key is made of both numbers and the job's secret, and every
 line after that is a signature and a message in JSON; the signature covers the key, which end it is and the number of

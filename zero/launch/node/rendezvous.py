@@ -29,8 +29,8 @@ from zero.launch.node.outcome import Failure, Outcome
 
 TICK = 0.1
 HEARTBEAT = 1.0  # seconds between two heartbeats
-SETTLE = 1.0  # seconds between the first failure that is told and the outcome; its cause may come later
-REMIND = 30.0  # seconds between two lines about those who have not
+SETTLE = 1.0  # seconds between the first failure and the outcome; its cause may come later
+REMIND = 30.0  # seconds between two lines about hosts that are waited for
 _LINGER = 2.0  # seconds for the hosts to take the last message
 _UNKNOWN = 256  # connections of whom nothing is known yet; the oldest goes
 

@@ -49,6 +49,7 @@ class ProcessGroup:
         self.processes = processes
         self.outputs = outputs
         self.stopped_by: int | None = None
+        self._started: list[Process] = []
         self._running: list[Process] = []
         self._signals = [] if signals is None else signals
         self._agenda: list[tuple[float, Callable[[], None]]] = []
@@ -84,6 +85,7 @@ class ProcessGroup:
             try:
                 for process in self.processes:
                     process.start()
+                    self._started.append(process)
                     self._running.append(process)
                     for stream in process.streams:
                         self._selector.register(stream.fd, selectors.EVENT_READ, (process, stream))
@@ -134,7 +136,7 @@ class ProcessGroup:
     def _each(self, action: Callable[[Process], None]) -> None:
         if self._descendants is not None:
             self._descendants.note()  # before the processes end and theirs are nobody's
-        for process in self._running:
+        for process in self._started:  # those that have ended, too: what they left may hold a pipe
             action(process)
 
     def _give_up(self) -> None:

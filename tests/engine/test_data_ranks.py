@@ -1,0 +1,137 @@
+"""The ranks that data parallelism spans: torch's DeviceMesh, sizes, Megatron's mpu, and what contradicts the JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, config, make_net
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import TensorDataset
+
+import zero
+from zero.core.mpu import GridGroups
+from zero.plan.grid import Grid
+
+
+def shape_of(settings: dict[str, Any], **arguments: Any) -> list[tuple[int, ...]]:
+    """The global ranks along each axis of an engine that these arguments make."""
+    engine, *_ = zero.initialize(model=make_net(), config=settings, **arguments)
+    mesh = engine._sharded.mesh
+    engine.destroy()
+    return [mesh.shard.ranks, mesh.replica.ranks, mesh.data.ranks]
+
+
+def shapes() -> list[list[tuple[int, ...]]]:
+    """One engine per way to say (2, 2), and one dimension."""
+    settings, names = config(3, 4), ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    ways = [{"mesh_param": (2, 2)}, {"device_mesh": dict(zip(names, (2, 2), strict=True))}, {"device_mesh": mesh}]
+    ways += [{"mesh_param": init_device_mesh("cpu", (2, 2))}]
+    found = [shape_of(settings, **way) for way in ways]
+    found.append(shape_of(config(3, 4, zero={"shard_size": 2})))
+    settings = config(3, 4)
+    settings["zero_optimization"]["mics_shard_size"] = 2
+    found += [shape_of(settings), shape_of(settings, mesh_param=(2, 2))]
+    return [*found, shape_of(config(3, 4), device_mesh=init_device_mesh("cpu", (4,)))]
+
+
+def test_all_ways_to_say_two_replicas_of_two_shards(pool):
+    for rank, found in enumerate(pool.run(4, shapes)):
+        base, place = rank // 2 * 2, rank % 2
+        *pairs, line = found
+        assert pairs == [[(base, base + 1), (place, place + 2), (0, 1, 2, 3)]] * 7
+        assert line == [(0, 1, 2, 3), (rank,), (0, 1, 2, 3)]
+
+
+def refusals() -> list[str]:
+    """What is said of each of these, on all ranks alike and before anything is sent."""
+    names = ("dp_replicate", "dp_shard")
+    hpz = config(3, 4)
+    hpz["zero_optimization"]["zero_hpz_partition_size"] = 2
+    cases = [
+        (config(3, 4), {"mesh_param": (3, 2)}),
+        (config(0, 4), {"mesh_param": (2, 2)}),
+        (config(3, 4, zero={"shard_size": 4}), {"mesh_param": (2, 2)}),
+        (config(3, 4, zero={"shard_size": 1}), {"device_mesh": init_device_mesh("cpu", (2, 2))}),
+        (hpz, {"mesh_param": (2, 2)}),
+        (config(3, 4), {"mesh_param": (2, 2), "device_mesh": init_device_mesh("cpu", (2, 2))}),
+        (config(3, 4), {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}),
+        (config(3, 4), {"device_mesh": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *names))}),
+        (config(3, 4), {"device_mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])}),
+        (config(3, 4), {"mesh_param": {"dp_shard": 2, "tp": 2}}),
+        (config(3, 2, gradient_clipping=1.0), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
+    ]
+    said = []
+    for settings, arguments in cases:
+        with pytest.raises(ValueError) as error:
+            zero.initialize(model=make_net(), config=settings, **arguments)
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    return said
+
+
+def test_contradictions_are_refused_with_the_numbers(pool):
+    wanted = [
+        "ConfigError: mesh_param: dp_replicate 3 x dp_shard 2 = 6 ranks, but there are 4",
+        "ConfigError: mesh_param=(2, 2): got 2 ranks to cut state over with zero_optimization.stage 0",
+        "ConfigError: zero.shard_size: got 4, and mesh_param=(2, 2) cuts state over 2 ranks; keep one of the two",
+        "ConfigError: zero.shard_size: got 1, and device_mesh of shape (2, 2) cuts state over 2 ranks",
+        "ConfigError: zero_optimization.zero_hpz_partition_size: got 2, and mesh_param=(2, 2) cuts state over 2 of 4",
+        "ValueError: got mesh_param and device_mesh, which say the same; pass one of them",
+        "ValueError: device_mesh: got a mesh of dimensions 'dp', 'tp'; wanted the data-parallel ones",
+        "ValueError: device_mesh: got a mesh of dimensions 'pp', 'dp_replicate', 'dp_shard'; wanted",
+        "ValueError: device_mesh: got ranks in the order [0, 2, 1, 3]; wanted them ascending, shards innermost",
+        "ValueError: mesh_param: got {'dp_shard': 2, 'tp': 2}; only the axes dp_replicate and dp_shard can be larger",
+        "ConfigError: mpu: got 2 ranks for one replica of the model; the gradient norm and the check for overflow",
+    ]
+    for said in pool.run(4, refusals):
+        for text, start in zip(said, wanted, strict=True):
+            assert text.startswith(start), text
+
+
+def differing() -> str:
+    size = 2 if dist.get_rank() == 0 else 4
+    with pytest.raises(RuntimeError) as error:
+        zero.initialize(model=make_net(), config=config(3, 4, zero={"shard_size": size}))
+    return str(error.value)
+
+
+def test_ranks_that_cut_over_different_numbers_are_told(pool):
+    wanted = "the ranks do not initialize the same engine: shard_size is {} on rank {}, and from 0 to 2 on all"
+    for rank, said in enumerate(pool.run(4, differing)):
+        assert said == wanted.format(0 if rank else 2, rank)
+
+
+def beside_each_other() -> dict[str, Any]:
+    """Ranks 0, 2 and ranks 1, 3 train a model each, with Megatron's groups for tp 2; batches by data-parallel rank."""
+    groups = GridGroups(Grid(4, {"tp": 2}))
+    settings = config(2, 2)
+    data = TensorDataset(torch.arange(8))
+    engine, _, loader, _ = zero.initialize(model=make_net(), config=settings, mpu=groups, training_data=data)
+    seen = sorted(int(index) for (part,) in loader for index in part)
+    tp, place = dist.get_rank() % 2, groups.get_data_parallel_rank()
+    for step in range(3):
+        tokens, targets = batch(step + 100 * tp, 4)
+        part = slice(place * 2, place * 2 + 2)
+        engine.backward(engine(tokens[part], targets[part]))
+        engine.step()
+    sizes = (engine.train_batch_size(), engine.dp_world_size, engine.global_rank)
+    state = engine._consolidated_16bit_state_dict() is not None
+    params = [param.detach().clone() for param in engine.module.parameters()]
+    engine.destroy()
+    return {"params": params, "seen": seen, "sizes": sizes, "state": state}
+
+
+def test_engines_of_megatrons_groups_train_beside_each_other(pool):
+    ranks = pool.run(4, beside_each_other)
+    for first, second in ((0, 2), (1, 3)):
+        assert all(map(torch.equal, ranks[first]["params"], ranks[second]["params"]))
+        assert sorted(ranks[first]["seen"] + ranks[second]["seen"]) == list(range(8)), "each sample once in a group"
+        assert [ranks[first]["state"], ranks[second]["state"]] == [True, False]
+    assert not all(map(torch.equal, ranks[0]["params"], ranks[1]["params"]))
+    for rank, found in enumerate(ranks):
+        assert found["sizes"] == (4, 2, rank)
+
+

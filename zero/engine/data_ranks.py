@@ -1,0 +1,141 @@
+"""The ranks that an engine's data parallelism spans: all, those of a mesh, or those of Megatron's `mpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero.config import Config, ConfigError
+from zero.plan.grid import DATA, Grid, GridError
+
+_NOT_DATA = {"pp", "pipe", "pipeline", "cp", "sp", "sequence", "sequence_parallel", "context", "tp", "tensor", "ep"}
+_MODEL_PARALLEL = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+
+
+class DataRanks(NamedTuple):
+    """Data parallelism as the arguments of a call say it.
+
+    group: its process group, None for the default one, or where there is none;
+    size, rank: of the group, and this process's place in it;
+    shard_size: the number of consecutive ranks that state is cut over, 0 where no argument says it;
+    source: the argument that says it, for messages;
+    model_parallel: the ranks of one replica of the model.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    shard_size: int = 0
+    source: str = ""
+    model_parallel: int = 1
+
+    def sharded_over(self, settings: Config) -> int:
+        """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
+
+        So too where what `mpu` says contradicts the config.
+        """
+        stage = settings.zero_optimization.stage
+        wrong = []
+        if self.shard_size > 1 and stage == 0:
+            wrong.append(
+                f"{self.source}: got {self.shard_size} ranks to cut state over with zero_optimization.stage 0, where "
+                "every rank keeps all state; set the stage to 1, 2 or 3"
+            )
+        wrong += [
+            f"{key}: got {size}, and {self.source} cuts state over {self.shard_size} ranks; keep one of the two"
+            for key, size in settings.shard_sizes.items()
+            if self.shard_size not in (0, size)
+        ]
+        if self.shard_size not in (0, self.size) and settings.secondary_shard_size > 1:
+            wrong.append(
+                f"zero_optimization.zero_hpz_partition_size: got {settings.secondary_shard_size}, and {self.source} "
+                f"cuts state over {self.shard_size} of {self.size} ranks; it is for state that is cut over all of them"
+            )
+        if self.model_parallel > 1 and (settings.gradient_clipping or settings.scales_loss):
+            wrong.append(
+                f"mpu: got {self.model_parallel} ranks for one replica of the model; the gradient norm and the check "
+                "for overflow see the data-parallel group only; set gradient_clipping to 0 and train in bf16 or fp32"
+            )
+        if wrong:
+            raise ConfigError(wrong)
+        return self.shard_size or settings.shard_size
+
+
+def data_ranks(mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None) -> DataRanks:
+    """What the arguments of one call say; collective where a mesh needs a process group of its own.
+
+    Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
+    """
+    arguments = {"mesh_param": mesh_param, "device_mesh": device_mesh, "mpu": mpu}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"got {' and '.join(given)}, which say the same; pass one of them")
+    known = dist.is_initialized()
+    world, rank = (dist.get_world_size(), dist.get_rank()) if known else (1, 0)
+    if not given:
+        return DataRanks(None, world, rank)
+    ((name, value),) = given.items()
+    if name == "mpu":
+        return _of_mpu(value)
+    if isinstance(value, DeviceMesh):
+        return _of_device_mesh(value, name)
+    return DataRanks(None, world, rank, _sizes(value, name, world), f"{name}={value!r}")
+
+
+def _of_mpu(mpu: Any) -> DataRanks:
+    asked = getattr(mpu, "get_data_parallel_group", None)
+    if not callable(asked):
+        raise ValueError(f"mpu: got a {type(mpu).__name__}; wanted an object with get_data_parallel_group()")
+    group = asked()
+    found = (getattr(mpu, name, None) for name in _MODEL_PARALLEL)
+    return _of_group(group, "mpu", 0, next((int(size()) for size in found if callable(size)), 1))
+
+
+def _of_group(group: dist.ProcessGroup, source: str, shard_size: int, model_parallel: int = 1) -> DataRanks:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"{source}: its data-parallel group does not hold this process (rank {dist.get_rank()})")
+    return DataRanks(group, dist.get_world_size(group), rank, shard_size, source, model_parallel)
+
+
+def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and _NOT_DATA & {str(dim).lower() for dim in names}):
+        what = f"dimensions {', '.join(map(repr, names))}" if names else f"{mesh.ndim} dimensions"
+        raise ValueError(
+            f"{name}: got a mesh of {what}; wanted the data-parallel ones, replicas and then shards: "
+            'mesh["dp_replicate", "dp_shard"], or one dimension'
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"{name}: its ranks {ranks} do not hold this process (rank {dist.get_rank()})")
+    if ranks != sorted(ranks):
+        raise ValueError(f"{name}: got ranks in the order {ranks}; wanted them ascending, shards innermost")
+    source = f"{name} of shape {tuple(mesh.shape)}"
+    shard_size = mesh.shape[1] if mesh.ndim == 2 else 0
+    if len(ranks) == dist.get_world_size():
+        return _of_group(dist.group.WORLD, source, shard_size)
+    # Ranks outside of the mesh know nothing of its group.
+    group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(ranks, use_local_synchronization=True)
+    return _of_group(group, source, shard_size)
+
+
+def _sizes(value: Any, name: str, world: int) -> int:
+    """The size of a shard group, from (replicas, shards) or a mapping from names of axes to sizes."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        value = dict(zip(DATA, value, strict=True))
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{name}: got {value!r}; wanted a DeviceMesh, (replicas, shards), or a mapping such as "
+            '{"dp_replicate": 2, "dp_shard": 4}'
+        )
+    try:
+        grid = Grid(world, dict(value))
+    except GridError as error:
+        raise ConfigError([f"{name}: {error}"]) from None
+    if grid.size(*DATA) != world:
+        raise ValueError(f"{name}: got {value!r}; only the axes {' and '.join(DATA)} can be larger than 1")
+    return grid.size("dp_shard")
