@@ -192,7 +192,7 @@ class Zero(Section):
 
     units: Texts = Field(default_factory=list)
     """Class names or path patterns (fnmatch on the module path) of the modules that become one unit each;
-    default: found by itself from repeated blocks."""
+    default: the repeated blocks of the model."""
     shard_size: integer(-1) = 0
     """The number of ranks that state is cut over, at stages 1 to 3; each group of that many consecutive ranks holds a
     replica of all of it. A divisor of the world size; 0 and -1 are all ranks."""
