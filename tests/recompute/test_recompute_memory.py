@@ -33,7 +33,7 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
-        self._parameters = {unit.memory for unit in engine._sharded.units}
+        self._parameters = {storage_id(unit.buffer.full) for unit in engine._sharded.units}
         self._found: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
