@@ -52,7 +52,7 @@ class Hosts:
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.folder = folder
-        self.mark = f"CREW_{uuid.uuid4().hex}"
+        self.mark = f"HOSTS_{uuid.uuid4().hex}"
         (folder / "bin").mkdir()
         (folder / "hosts").mkdir()
         self.program("ssh", _SSH)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.launch.errors import LaunchError
 from zero.launch.hosts import hostfile, nodelist
 from zero.launch.hosts.selection import Choice, select
 from zero.launch.hosts.world import Host, numbered
+from zero.launch.messages import LaunchError
 
 NAMES = ("a", "b", "worker-0", "worker-1", "worker-10", "n1.cluster", "fe80::1", "0")
 POOL = hostfile.parse("a slots=4\nb slots=2\nc slots=1\n", "H")

@@ -20,10 +20,10 @@ from zero.__main__ import main
 from zero.launch import backends
 from zero.launch.args import run as args
 from zero.launch.args.hosts import LAUNCHERS
-from zero.launch.errors import LaunchError
 from zero.launch.hosts import hostfile
 from zero.launch.hosts.world import Host, World, decode
 from zero.launch.job import MOST_BYTES, Job
+from zero.launch.messages import LaunchError
 
 WORLD = World((Host("n1", ("0", "1")), Host("n3", ("2",))))
 SSH = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"]

@@ -18,9 +18,9 @@ import pytest
 from ports import free_port
 
 from zero.launch.contract import LOST
-from zero.launch.errors import LaunchError
 from zero.launch.hosts.addresses import interface
 from zero.launch.hosts.world import Host, World
+from zero.launch.messages import LaunchError
 from zero.launch.node import rendezvous
 from zero.launch.node.client import RendezvousClient
 from zero.launch.node.connection import Connection

@@ -47,7 +47,7 @@ def test_ranks_say_their_places_on_the_launchers_stdout_and_one_that_fails_ends_
     places = job.started(4)
     assert places == {0: "n1 0 2 4", 1: "n1 1 2 4", 2: "n2 0 1 4", 3: "n3 0 1 4"}
     only_ranks_have_the_secret(hosts, 4)
-    # Nobody can come to the meeting any more; the store of the ranks will listen where the other hosts have come to.
+    # Nobody can join the rendezvous any more; the store of the ranks will listen where the other hosts have come to.
     listening = hosts.run("ss", "-ltnH", host="n1").stdout.splitlines()
     assert [line.split()[3] for line in listening] == ["10.77.0.1:22"]
     addresses = [hosts.rank(rank).environment["MASTER_ADDR"] for rank in range(4)]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero.launch.args.run import Request
-from zero.launch.errors import LaunchError
 from zero.launch.hosts import environment as variables
 from zero.launch.hosts import hostfile, nodelist, selection
 from zero.launch.hosts.world import Host, World, decode
+from zero.launch.messages import LaunchError
 
 PORT = 29500  # what torchrun and DeepSpeed take; a free one cannot be looked for on another host
 MOST_BYTES = 128 * 1024 - 1  # of one argument of a program: MAX_ARG_STRLEN of Linux, less the zero at its end

@@ -11,7 +11,7 @@ import os
 import select
 from collections.abc import Mapping
 
-from zero.launch.errors import LaunchError
+from zero.launch.messages import LaunchError
 
 VARIABLE = "ZERO_SECRET"
 _LINE = 128  # bytes of stdin within which a secret ends

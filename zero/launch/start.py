@@ -11,9 +11,9 @@ from zero.launch.args.run import Request
 from zero.launch.hosts.addresses import is_this_machine
 from zero.launch.hosts.world import World
 from zero.launch.job import Job, job_of
+from zero.launch.messages import say
 from zero.launch.node.runner import run as run_node
 from zero.launch.remote import job_runner, preflight
-from zero.launch.say import say
 
 
 def run(request: Request) -> int:

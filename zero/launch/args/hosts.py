@@ -7,9 +7,9 @@ import shlex
 from dataclasses import dataclass, fields
 
 from zero.launch.args.deepspeed import about_launcher
-from zero.launch.errors import LaunchError
 from zero.launch.hosts.hostfile import DEFAULT
 from zero.launch.hosts.selection import Choice
+from zero.launch.messages import LaunchError
 
 LAUNCHERS = ("ssh", "pdsh", "slurm", "openmpi", "mpich")
 BY_SSH = ("ssh", "pdsh")  # the others start processes by daemons of their own

@@ -11,8 +11,8 @@ from pathlib import Path
 from zero.launch.args import deepspeed as deepspeed_args
 from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, host_flags, port
 from zero.launch.args.hosts import add_arguments as add_host_arguments
-from zero.launch.errors import LaunchError as LaunchError
 from zero.launch.hosts import cores, selection
+from zero.launch.messages import LaunchError as LaunchError
 
 _ABOUT = """Run a training script with one process per GPU of this machine, or with N processes on the CPU; or, with
 a hostfile, with one process for each slot of its hosts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zero.launch.errors import LaunchError
+from zero.launch.messages import LaunchError
 
 _SPAN = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.launch.errors import LaunchError, raise_all
+from zero.launch.messages import LaunchError, raise_all
 from zero.launch.secret import VARIABLE
 
 # What steers the communication, Python, torch and which kernels round, and so has to be the same on every host. What

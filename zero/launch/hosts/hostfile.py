@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zero.launch.errors import LaunchError, raise_all
 from zero.launch.hosts.world import Host, numbered
+from zero.launch.messages import LaunchError, raise_all
 
 DEFAULT = "/job/hostfile"
 MOST = 1024  # more processes on one host is a slip of the finger, and would be started in earnest

@@ -6,9 +6,9 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from zero.launch.errors import LaunchError, listed
 from zero.launch.hosts.hostfile import MOST
 from zero.launch.hosts.world import Host, numbered
+from zero.launch.messages import LaunchError, listed
 
 LIST = "SLURM_JOB_NODELIST"
 _MOST_HOSTS = 65536

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.launch.errors import LaunchError, listed, raise_all
 from zero.launch.hosts.world import Host
+from zero.launch.messages import LaunchError, listed, raise_all
 
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WANTED = "wanted host, host:slot,slot or host:first-last, with @ between hosts, such as worker-0@worker-1:0,2"

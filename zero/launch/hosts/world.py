@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero.launch.errors import LaunchError
+from zero.launch.messages import LaunchError
 
 
 @dataclass(frozen=True)

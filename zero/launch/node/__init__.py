@@ -1,1 +1,1 @@
-"""What runs on each host: torch's agent, and the meeting with those of the other hosts."""
+"""The launcher on one host: its plan, its ranks, and the rendezvous with the other hosts."""

@@ -16,11 +16,11 @@ from zero.launch.args.run import Request
 from zero.launch.contract import LOST, SILENCE
 from zero.launch.hosts.addresses import INTERFACE, interface
 from zero.launch.hosts.world import World
+from zero.launch.messages import say as say_on_stderr
 from zero.launch.node.connection import Connection, readable
 from zero.launch.node.outcome import Failure, Outcome
 from zero.launch.node.plan import Plan
 from zero.launch.node.rendezvous import HEARTBEAT, REMIND, TICK, RendezvousServer, Terms
-from zero.launch.say import say as say_on_stderr
 from zero.launch.secret import VARIABLE
 
 _TRY = 2.0  # seconds for one attempt to connect

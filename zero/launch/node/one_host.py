@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from zero.launch import secret
 from zero.launch.args.run import Request
-from zero.launch.errors import LaunchError
 from zero.launch.hosts.addresses import INTERFACE, free_port, loopback
+from zero.launch.messages import LaunchError
 from zero.launch.node import outcome
 from zero.launch.node.client import Attempt
 from zero.launch.node.outcome import Failure, Outcome

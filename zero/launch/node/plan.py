@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.launch.args.run import LaunchError, Request
-from zero.launch.errors import listed
 from zero.launch.hosts import cores, selection
 from zero.launch.hosts import environment as variables
 from zero.launch.hosts.addresses import free_port, is_this_machine, port_problem
 from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
 from zero.launch.job import node_of, note_of_files
+from zero.launch.messages import listed
 from zero.launch.node import bind
 
 THREADS = "OMP_NUM_THREADS"

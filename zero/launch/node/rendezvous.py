@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zero.launch.contract import SILENCE
-from zero.launch.errors import LaunchError, listed
 from zero.launch.hosts.addresses import free_port, own_address
 from zero.launch.hosts.world import World
+from zero.launch.messages import LaunchError, listed
 from zero.launch.node import outcome
 from zero.launch.node.connection import Connection, readable
 from zero.launch.node.outcome import Failure, Outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zero.launch.args.run import Request
 from zero.launch.contract import LOST
-from zero.launch.errors import LaunchError
+from zero.launch.messages import LaunchError, say
 from zero.launch.node.client import Attempt, RendezvousClient, client
 from zero.launch.node.heartbeat import HeartbeatReader, take_stdin
 from zero.launch.node.one_host import OneHost
@@ -22,7 +22,6 @@ from zero.launch.process.descendants import Descendants
 from zero.launch.process.group import ProcessGroup, caught
 from zero.launch.process.output import OutputPump, prefixed
 from zero.launch.process.process import Command, Process
-from zero.launch.say import say
 
 _POLL = 0.02
 _ANSWER = 1.5  # seconds for the first host to answer

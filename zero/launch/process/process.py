@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 from zero.launch.contract import INTERRUPT, TERMINATE
-from zero.launch.errors import LaunchError
+from zero.launch.messages import LaunchError
 from zero.launch.process.output import LineBuffer
 from zero.launch.secret import VARIABLE
 

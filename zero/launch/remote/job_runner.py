@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from zero.launch import backends, secret
 from zero.launch.contract import CLOSED_PIPE, LOST, NO_CONNECTION
-from zero.launch.errors import LaunchError
 from zero.launch.job import Job
+from zero.launch.messages import LaunchError
 from zero.launch.process.descendants import Descendants
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.output import OutputPump

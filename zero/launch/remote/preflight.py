@@ -14,8 +14,8 @@ from typing import Any
 from zero.launch.args.hosts import BY_SSH
 from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
-from zero.launch.errors import listed, raise_all
 from zero.launch.job import Job
+from zero.launch.messages import listed, raise_all
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.process import Command, Process
 from zero.launch.remote import probe

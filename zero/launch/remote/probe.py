@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from zero.launch.args.run import check_script
-from zero.launch.errors import LaunchError
 from zero.launch.hosts import addresses
+from zero.launch.messages import LaunchError
 
 MARK = "zero_probe"  # so that nothing that a login prints is taken for the answer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from zero.launch.args.ssh import SshRequest
 from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
-from zero.launch.errors import LaunchError, listed
 from zero.launch.hosts import hostfile, selection
+from zero.launch.messages import LaunchError, listed
 from zero.launch.process.group import ProcessGroup
 from zero.launch.process.output import OutputPump, prefixed
 from zero.launch.process.process import Command, Process

@@ -1,4 +1,6 @@
-"""What the launcher says when it cannot do what was asked."""
+"""What the launcher says: errors before anything starts, and lines of its own on stderr."""
+
+import sys
 
 
 class LaunchError(ValueError):
@@ -15,3 +17,10 @@ def listed(words: list[str] | tuple[str, ...], most: int = 16) -> str:
     """`words` with commas between them, and the number of those left out when they are many."""
     left_out = len(words) - most
     return ", ".join(words[:most]) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+def say(text: str) -> None:
+    """One line of the launcher's own, on stderr."""
+    # One write, as several launchers may share a terminal.
+    sys.stderr.write(f"zero run: {text}\n")
+    sys.stderr.flush()
