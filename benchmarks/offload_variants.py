@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from variants import ADAMW, Setup, gpt
 
 import zero
-from zero.optim.clip import Says, global_norm
+from zero.optim.norm import RankFlags, global_norm
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Ours(Driven):
         }
         self.engine, *_ = zero.initialize(model=sizes.made(sizes.device), config=config)
         self.update = Update()
-        updates = self.engine.optimizer._updates
+        updates = self.engine.optimizer._updater
         if updates is not None:
             updates.on_update = self.update.seen
 
@@ -101,7 +101,7 @@ class Ours(Driven):
     def norm(self) -> None:
         """Compute the global norm once, outside of a step."""
         sharded = self.engine._sharded
-        global_norm(sharded.trained, sharded.mesh, Says(0))
+        global_norm(sharded.trained, sharded.mesh, RankFlags(0))
 
     def close(self) -> None:
         self.settle()

@@ -77,7 +77,7 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
         if param.requires_grad:
             found[f"exact {name}"] = safe_get_full_fp32_param(param)
             unit = param._zero_owner.unit
-            wide, numbers = engine.optimizer.rule.keys(unit, engine.optimizer.param_groups[unit.plan.group])
+            wide, numbers = engine.optimizer.shard_optimizer.keys(unit, engine.optimizer.param_groups[unit.plan.group])
             for key in (*wide, *numbers):
                 found[f"{key} {name}"] = torch.as_tensor(safe_get_full_optimizer_state(param, key))
     return found

@@ -177,7 +177,7 @@ def check_live(device: torch.device, formula: Formula, form: str, numel: int = 1
 
 def check_clip(device: torch.device) -> None:
     """norm, factor and found_inf against zero/optim/clip.py."""
-    from zero.optim.clip import clip_factor
+    from zero.optim.norm import clip_factor
 
     live = Live(device)
     for total, mean, limit in itertools.product(

@@ -31,13 +31,13 @@ def as_on_a_gpu(wanted: bool = True) -> Iterator[None]:
 def slow_down(engine: Any) -> None:
     """Have each update of the host take its time, so that what does not wait for it is too early."""
     if engine.optimizer.host_threads:
-        update = engine.optimizer.rule.update
+        update = engine.optimizer.shard_optimizer.update
 
         def slow(*args: Any, **kwargs: Any) -> None:
             time.sleep(0.004)
             update(*args, **kwargs)
 
-        engine.optimizer.rule.update = slow
+        engine.optimizer.shard_optimizer.update = slow
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

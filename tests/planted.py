@@ -25,7 +25,7 @@ from zero.engine.check.course import rows_of
 from zero.engine.check.here import Here
 from zero.engine.check.recording import Outcome
 from zero.engine.check.runs import Kind, Run
-from zero.optim.clip import global_norm
+from zero.optim.norm import global_norm
 
 STEPS = 2
 
@@ -213,7 +213,7 @@ def _rate_of_group(engine: Any, patch: pytest.MonkeyPatch) -> None:
 def _correction(engine: Any, patch: pytest.MonkeyPatch) -> None:
     def change(step: int, before: torch.Tensor) -> None:
         unit = _unit(engine)
-        engine.optimizer.rule.set_number(unit, engine.optimizer.param_groups[unit.plan.group], "step", step)
+        engine.optimizer.shard_optimizer.set_number(unit, engine.optimizer.param_groups[unit.plan.group], "step", step)
 
     _after_update(engine, change)
 

@@ -255,7 +255,7 @@ def engine_only(stage: int) -> bool:
     net = make_net()
     made = make(stage, net)
     between_steps(made[0])
-    rule = made[1].rule
+    rule = made[1].shard_optimizer
     dead = [weakref.ref(made[0]), weakref.ref(made[1]), weakref.ref(rule)]
     del made, rule
     alive()

@@ -17,7 +17,7 @@ from models import config, make_net, share
 from torch import nn
 
 import zero
-from zero.optim.fused import FusedRule
+from zero.optim.fused import FusedShardOptimizer
 
 STEPS = 4
 SPOILT = 2  # the step that is tried once in vain first
@@ -128,16 +128,16 @@ def half_updated(stage: int, kind: type[BaseException]) -> dict[str, Any]:
     net = make_net()
     engine, *_ = zero.initialize(model=net, config=config(stage, 2))
     one_step(engine, 0)
-    update, calls = FusedRule.update, []
+    update, calls = FusedShardOptimizer.update, []
 
-    def second_raises(rule: FusedRule, *args: Any) -> None:
+    def second_raises(rule: FusedShardOptimizer, *args: Any) -> None:
         calls.append(None)
         if len(calls) == 2:
             raise kind("no more memory")
         update(rule, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedRule, "update", second_raises)
+        patch.setattr(FusedShardOptimizer, "update", second_raises)
         with pytest.raises(kind):
             one_step(engine, 1)
     said = []

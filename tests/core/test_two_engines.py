@@ -173,8 +173,8 @@ def test_engines_together(pool, name):
 def _after(last: Any, first: Any) -> None:
     """Have the next updates of the engine `last` wait for those of the engine `first`."""
     over, name = threading.Event(), first._sharded.trained[-1].plan.name
-    first.optimizer._updates.on_update = lambda what, unit: over.set() if (what, unit) == ("done", name) else None
-    last.optimizer._updates.on_update = lambda what, unit: over.wait(60) if what == "update" else None
+    first.optimizer._updater.on_update = lambda what, unit: over.set() if (what, unit) == ("done", name) else None
+    last.optimizer._updater.on_update = lambda what, unit: over.wait(60) if what == "update" else None
 
 
 def beside_the_loop(held: bool) -> list[torch.Tensor]:

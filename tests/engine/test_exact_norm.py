@@ -17,7 +17,7 @@ from models import Net, batch, config, make_net
 from torch import nn
 
 import zero
-from zero.optim import exact_norm
+from zero.optim import norm as norms
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NEAR = st.floats(-2.0, 2.0, width=32)
@@ -25,11 +25,11 @@ NEAR = st.floats(-2.0, 2.0, width=32)
 
 def norm(parts: list[torch.Tensor]) -> float:
     """The norm as ranks find it that hold one part each."""
-    bound = max(exact_norm.largest_of([part]) for part in parts)
+    bound = max(norms.largest_of([part]) for part in parts)
     if bound == 0:
         return 0.0
     exponent = math.frexp(bound)[1]
-    return exact_norm.norm_of(sum(exact_norm.sum_of_squares([part], exponent) for part in parts), exponent)
+    return norms.norm_of(sum(norms.sum_of_squares([part], exponent) for part in parts), exponent)
 
 
 def fp32(value: float) -> float:
@@ -61,8 +61,8 @@ def test_chunks_and_wide_ranges_do_not_matter(seed):
 
 
 def test_a_whole_chunk_of_largest_elements_fits():
-    values = torch.full((exact_norm.CHUNK + 3,), 1.0 - 2.0**-24)
-    assert norm([values]) == pytest.approx(math.sqrt(exact_norm.CHUNK + 3) * (1.0 - 2.0**-24), rel=1e-15)
+    values = torch.full((norms.CHUNK + 3,), 1.0 - 2.0**-24)
+    assert norm([values]) == pytest.approx(math.sqrt(norms.CHUNK + 3) * (1.0 - 2.0**-24), rel=1e-15)
 
 
 @pytest.mark.parametrize("scale", [2.0**-149, 1.0, fp32(3e38)])

@@ -125,7 +125,7 @@ def final(moments: str, optimizer: tuple[str, dict] = ADAMW, **more: Any) -> tup
 
 def formats_of(engine: Any) -> dict[str, set[str]]:
     """The formats of the moments of every parameter."""
-    rule, (group,) = engine.optimizer.rule, engine.optimizer.param_groups
+    rule, (group,) = engine.optimizer.shard_optimizer, engine.optimizer.param_groups
     found: dict[str, set[str]] = {}
     for unit in engine._sharded.trained:
         for run, moments in rule.states(unit, group).runs:

@@ -46,7 +46,7 @@ def hit_master(engine: Any) -> None:
 
 def hit_moment(engine: Any) -> None:
     unit = unit_of(engine)
-    for name, held, tensor in engine.optimizer.rule.tensors(unit):
+    for name, held, tensor in engine.optimizer.shard_optimizer.tensors(unit):
         if name == "exp_avg_sq" and tensor.numel() == held.numel:
             flip(tensor, unit.plan.layout.spans[NAME].start - held.start + 3, 1)
 

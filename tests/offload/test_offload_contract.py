@@ -337,8 +337,8 @@ def test_nothing_grows(pool, stage, places):
 def forked() -> str:
     """What a forked child gets to hear when it reads while the host updates."""
     engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, zero_optimization={"stage": 1, **OPTIMIZER}))
-    update, over = engine.optimizer.rule.update, threading.Event()
-    engine.optimizer.rule.update = lambda *args, **kwargs: over.wait(60) and update(*args, **kwargs)
+    update, over = engine.optimizer.shard_optimizer.update, threading.Event()
+    engine.optimizer.shard_optimizer.update = lambda *args, **kwargs: over.wait(60) and update(*args, **kwargs)
     step(engine, 0)
     here, there = os.pipe()
     if os.fork() == 0:

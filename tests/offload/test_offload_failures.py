@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fail_at_second(engine: Any) -> None:
-    update, calls = engine.optimizer.rule.update, []
+    update, calls = engine.optimizer.shard_optimizer.update, []
 
     def second_raises(*args: Any, **kwargs: Any) -> None:
         calls.append(None)
@@ -40,7 +40,7 @@ def fail_at_second(engine: Any) -> None:
             raise OSError(28, "No space left on device")
         update(*args, **kwargs)
 
-    engine.optimizer.rule.update = second_raises
+    engine.optimizer.shard_optimizer.update = second_raises
 
 
 def said_by(call: Any, *args: Any) -> str:
@@ -136,7 +136,7 @@ from models import batch, config, make_net
 how, world = sys.argv[1], int(sys.argv[2])
 section = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 engine, *_ = zero.initialize(model=make_net(), config=config(1, world, zero_optimization=section))
-rank, update = engine.global_rank, engine.optimizer.rule.update
+rank, update = engine.global_rank, engine.optimizer.shard_optimizer.update
 
 interrupted = threading.Event()
 
@@ -148,7 +148,7 @@ def slow(*args, **kwargs):
     interrupted.wait(240 if how == "interrupt" else 0.3)
     update(*args, **kwargs)
 
-engine.optimizer.rule.update = slow
+engine.optimizer.shard_optimizer.update = slow
 signal.signal(signal.SIGINT, interrupt)
 tokens, targets = (part[2 * rank : 2 * rank + 2] for part in batch(0, 2 * world))
 engine.backward(engine(tokens, targets))
@@ -207,14 +207,14 @@ def slow_on_one_rank(stops: bool) -> list[float]:
     engine, *_ = zero.initialize(model=make_net(), config=config(3, dist.get_world_size(), **section))
     found = [step(engine, number).item() for number in range(2)]
     engine.optimizer.settle()
-    update, reached = engine.optimizer.rule.update, threading.Event()
+    update, reached = engine.optimizer.shard_optimizer.update, threading.Event()
 
     def held_up(unit: Any, *args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 1 and unit.plan.name == "blocks.2":
             reached.wait(60)
         update(unit, *args, **kwargs)
 
-    engine.optimizer.rule.update = held_up
+    engine.optimizer.shard_optimizer.update = held_up
     step(engine, 2)
 
     def leave(*args: Any) -> None:

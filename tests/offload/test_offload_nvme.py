@@ -78,7 +78,7 @@ def order_of_events(folder: str) -> list[tuple[str, str]]:
                 for buffer in list(pool.buffers):
                     pool.wait(buffer)
 
-    engine.optimizer._updates.on_update = update_seen
+    engine.optimizer._updater.on_update = update_seen
     pool.on_request = lambda what, unit: seen.append((what, unit))
     step(engine, 1)
     engine.optimizer.settle()
@@ -124,7 +124,7 @@ def hidden_files(folder: str) -> tuple[list[str], list[int], tuple[int, ...], bo
         opened.append(open_files(folder))
         listed += os.listdir(folder)
     unit = engine._sharded.trained[0]
-    shapes = tuple(len(tensor) for _, _, tensor in engine.optimizer.rule.tensors(unit))
+    shapes = tuple(len(tensor) for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit))
     drive = engine._sharded.offload.swap_files["optimizer"]
     engine.destroy()
     return listed, opened, shapes, drive._file._descriptor is None

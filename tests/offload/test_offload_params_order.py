@@ -143,7 +143,7 @@ def held_up(folder: str, param: dict[str, Any]) -> tuple[bool, list[float]]:
         if what == "update" and unit == "blocks.2" and holding:
             waited.append(ran.wait(20))
 
-    engine.optimizer._updates.on_update = hold
+    engine.optimizer._updater.on_update = hold
     engine.module.blocks[0].register_forward_hook(lambda *_: ran.set())
     for index in range(5):
         if index == 2:  # from here on it is known what comes

@@ -53,7 +53,7 @@ def names_of(engine: Any) -> list[str]:
 def orders(stage: int) -> tuple[list[str], list[tuple[str, str]]]:
     """Names of the units, and what the updates of three steps did."""
     engine, seen = engine_of(stage), []
-    engine.optimizer._updates.on_update = lambda what, unit: seen.append((what, unit))
+    engine.optimizer._updater.on_update = lambda what, unit: seen.append((what, unit))
     for step in range(3):
         micro_step(engine, step)
     engine.optimizer.settle()
@@ -78,7 +78,7 @@ def overlaps(stage: int) -> tuple[list[float], bool]:
         if (what, unit) == ("update", last):
             in_time.append(begun.wait(GUARD))
 
-    engine.optimizer._updates.on_update = held_up
+    engine.optimizer._updater.on_update = held_up
     losses = [micro_step(engine, 0)]
     # Behind our own hook, that waits for what the module reads.
     engine.module.blocks[0].norm.register_forward_pre_hook(lambda module, args: begun.set())
@@ -133,7 +133,7 @@ def later_rate(offload: bool) -> dict[str, torch.Tensor]:
     """Parameters after two steps; the rate is changed right after the first one, whose updates wait for that."""
     engine, changed = engine_of(2, offload=offload), threading.Event()
     if offload:
-        engine.optimizer._updates.on_update = lambda what, unit: changed.wait(GUARD)
+        engine.optimizer._updater.on_update = lambda what, unit: changed.wait(GUARD)
     micro_step(engine, 0)
     engine.optimizer.param_groups[0]["lr"] = 0.5
     changed.set()
@@ -156,7 +156,7 @@ def norms_at_updates(clipping: float) -> tuple[list[float], list[float], list[fl
         if (what, unit) == ("update", first):
             found.append(engine.get_global_grad_norm())
 
-    engine.optimizer._updates.on_update = look
+    engine.optimizer._updater.on_update = look
     for step in range(3):
         losses.append(micro_step(engine, step))
         norms.append(engine.get_global_grad_norm())

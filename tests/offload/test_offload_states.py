@@ -46,7 +46,7 @@ def alive(engine: Any) -> int:
     found = {}
     for unit in engine._sharded.units:
         tensors = [unit.full, unit.shard, unit.master.tensor, unit.gradients.flat, unit.gradients.shard]
-        for tensor in [*tensors, *(tensor for _, _, tensor in engine.optimizer.rule.tensors(unit))]:
+        for tensor in [*tensors, *(tensor for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit))]:
             if tensor is not None:
                 found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(found.values())

@@ -32,10 +32,10 @@ from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.log import rank_zero, set_level
 from zero.memory.swap_file import Requests
-from zero.optim.client import client_rule
-from zero.optim.fused import ShardOptimizer, make_rule
 from zero.optim.lr import build_scheduler
+from zero.optim.make import make_shard_optimizer, shard_optimizer_of
 from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.shard_optimizer import ShardOptimizer
 from zero.plan.formats import Formats
 from zero.plan.order import Limits
 from zero.plan.placement import Where
@@ -138,7 +138,7 @@ def _make_engine(
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
-    formats = zero_optimizer.rule.formats if zero_optimizer else Formats()
+    formats = zero_optimizer.shard_optimizer.formats if zero_optimizer else Formats()
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     sharded = _wrap(model, groups, sharding, over, device, settings, formats, recomputing)
     if zero_optimizer is not None:
@@ -239,22 +239,23 @@ def _make_optimizer(
         return None, []
     groups = _groups(model, model_parameters)
     if client is None:
-        given = settings.optimizer
-        rule: ShardOptimizer = make_rule(given.type, dict(given.params or {}), settings.compute_dtype)
+        section = settings.optimizer
+        params = dict(section.params or {})
+        shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype)
     else:
         client = _client_optimizer(client, groups)
-        rule = client_rule(client, settings.zero_allow_untested_optimizer)
+        shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
         groups = [group for group in client.param_groups if group["params"]]
-    if settings.zero_optimization.offload_optimizer.device == "nvme" and not rule.foreseen:
+    if settings.zero_optimization.offload_optimizer.device == "nvme" and not shard_optimizer.foreseen:
         raise ValueError(
             "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "
             "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "
             "'optimizer' (without torch_adam, maximize and the like), or use device 'cpu'"
         )
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
-    made = ZeroOptimizer(groups, rule, settings.gradient_clipping, check, make_loss_scaler(settings))
+    made = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, make_loss_scaler(settings))
     return made, made.param_groups
 
 

@@ -120,7 +120,7 @@ class StateOffload:
             if "hp_params" in names and master is not unit.shard:
                 yield master.untyped_storage()
             if "optim_states" in names:
-                yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.rule.tensors(unit))
+                yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.shard_optimizer.tensors(unit))
             yield from _gradient_storages(unit, names)
 
 

@@ -152,7 +152,7 @@ class Replicas:
             return
         if unit.master.rounding is not None:
             yield "the master", unit.window, unit.master.tensor
-        yield from self._optimizer.rule.tensors(unit)
+        yield from self._optimizer.shard_optimizer.tensors(unit)
 
     def _of_buffers(self) -> Sheet:
         left_out = self._own_buffers or set()

@@ -1,33 +1,20 @@
-"""How one unit's shard is updated: one of our fused formulas, or any element-wise optimizer of `torch.optim`."""
+"""Adam, AdamW, Lion, SGD and Adagrad on the shards of units, each in one fused pass."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from zero.config.optimizers import ARGUMENTS, Arguments, torch_reason
+from zero.config.optimizers import Arguments
 from zero.core.unit import Unit
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
-from zero.log import rank_zero
-from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
-from zero.optim.torch_rule import TorchShardOptimizer
+from zero.optim.shard_optimizer import Group, Kept
 from zero.plan.formats import Formats, Run, runs
 from zero.plan.layout import Fragment, Span, round_up
-
-# These look at whole matrices or at the whole model, which a shard is not.
-NOT_ELEMENTWISE = {
-    "Adafactor": "it factors the second moment over rows and columns of whole matrices",
-    "LBFGS": "it needs a closure and inner products over the whole model",
-    "Muon": "it orthogonalizes whole matrices",
-    "SparseAdam": "it needs sparse gradients, and gradients here are dense",
-}
 
 
 def _adam(group: Group, decoupled: bool) -> Adam:
@@ -76,7 +63,7 @@ class States(NamedTuple):
         return sum(moment.nbytes for _, moments in self.runs for moment in moments)
 
 
-class FusedRule:
+class FusedShardOptimizer:
     """Adam, AdamW, Lion, SGD and Adagrad, each in one fused pass over the shard (zero/kernels/step.py).
 
     `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.
@@ -217,47 +204,3 @@ class FusedRule:
     def forget(self) -> None:
         """See `ShardOptimizer.forget`."""
         self._states.clear()
-
-
-def make_rule(kind: str, params: dict[str, Any], compute_dtype: str) -> ShardOptimizer:
-    """The rule that `optimizer.type` and `optimizer.params` of the JSON name; raises ValueError by JSON path."""
-    reason = torch_reason(kind, params)
-    if reason is None:
-        arguments = ARGUMENTS[kind.lower()].model_validate(params)
-        return FusedRule(kind.lower(), arguments, compute_dtype)
-    if kind.lower() in ARGUMENTS:
-        rank_zero(logging.INFO, "optimizer %s runs as torch's own class, because %s", kind, reason)
-        kind, params = _torch_arguments(kind.lower(), params)
-    if kind in NOT_ELEMENTWISE:
-        raise ValueError(
-            f"optimizer.type: '{kind}' cannot run on shards: {NOT_ELEMENTWISE[kind]}; "
-            "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
-        )
-    found = getattr(torch.optim, kind, None)
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
-        torchs = sorted(name for name, value in vars(torch.optim).items() if _is_optimizer(value))
-        known = ["Adam", "AdamW", "Lion", *torchs]
-        near = difflib.get_close_matches(kind, known, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
-        raise ValueError(f"optimizer.type: unknown optimizer '{kind}'{hint} Known: {', '.join(dict.fromkeys(known))}")
-    try:
-        return TorchShardOptimizer(found, params)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer.params: torch.optim.{kind} refuses {params}: {error}") from error
-
-
-def _torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of torch's class for one of ours, without the arguments that only ours has."""
-    decoupled = kind == "adamw" or params.get("adam_w_mode", True)
-    name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}[kind]
-    ours = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "zero")
-    return name, {key: value for key, value in params.items() if key not in ours}
-
-
-def _is_optimizer(value: Any) -> bool:
-    return (
-        inspect.isclass(value)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-        and value.__name__ not in NOT_ELEMENTWISE
-    )

@@ -13,12 +13,10 @@ import torch
 
 from zero.core.sharded_module import ShardedModule
 from zero.log import rank_zero
-from zero.memory.threads import host_threads
-from zero.optim.clip import Says, clip_factor, global_norm
-from zero.optim.exact_norm import exact_norm
-from zero.optim.fused import ShardOptimizer
+from zero.optim.norm import RankFlags, clip_factor, exact_norm, global_norm
 from zero.optim.scaler import LossScaler
-from zero.optim.updates import Update, Updates, last_words, snapshot
+from zero.optim.shard_optimizer import ShardOptimizer
+from zero.optim.updates import UnitUpdater
 from zero.watchdog.hang_report import ranks_text
 
 
@@ -36,12 +34,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        rule: ShardOptimizer,
+        shard_optimizer: ShardOptimizer,
         clipping: float,
         check_overflow: bool,
         loss_scaler: LossScaler | None = None,
     ) -> None:
-        self.rule = rule
+        self.shard_optimizer = shard_optimizer
         self.loss_scaler = loss_scaler or LossScaler()
         self.overflow = False
         self.grad_norm: float | None = None
@@ -51,8 +49,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharded: ShardedModule | None = None
         self._mean = 1.0
         self._updating = False
-        self._updates: Updates | None = None  # of units that the host updates
-        super().__init__(groups, dict(rule.defaults))
+        self._updater: UnitUpdater | None = None
+        super().__init__(groups, dict(shard_optimizer.defaults))
 
     def bind(self, sharded: ShardedModule, mean: float) -> None:
         """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
@@ -62,11 +60,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             unit.optimizer = weakref.ref(self)
         sharded.reducer.scale = self.loss_scale
         sharded.reducer.finite.enabled = self._check_overflow
-        if self._updates is None and any(unit.placement.updated_on_host for unit in sharded.trained):
-            self._updates = Updates(self.rule, host_threads())
-            last_words(sharded.trained)
-            for unit in sharded.trained:
-                self.rule.begin(unit, self.param_groups[unit.plan.group])
+        if self._updater is None:
+            self._updater = UnitUpdater(self.shard_optimizer, sharded.trained, self.param_groups)
 
     @property
     def updating(self) -> bool:
@@ -76,12 +71,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def failure(self) -> RuntimeError | None:
         """Says of an update beside the training loop that it failed, naming unit and rank, and with what; or None."""
-        return self._updates.failure if self._updates is not None else None
+        return self._updater.failure if self._updater is not None else None
 
     @property
     def host_threads(self) -> int:
         """How many threads the host's updates use; 0 where the host updates nothing."""
-        return self._updates.threads if self._updates is not None else 0
+        return self._updater.threads if self._updater is not None else 0
 
     def settle(self) -> None:
         """Wait until no update runs beside us any more; raises what one of them raised."""
@@ -90,14 +85,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def finish(self) -> None:
         """Wait for the last update, whether it fails or not, and take no step any more."""
-        if self._updates is not None:
-            self._updates.close()
+        if self._updater is not None:
+            self._updater.close()
             for unit in self._sharded.trained:
                 unit.masters.abandon_update()
 
     def waited(self) -> float | None:
         """Seconds that the training loop has waited for updates since the last call; None where there are none."""
-        return None if self._updates is None else self._updates.waits.take()
+        return self._updater.waits.take() if self.host_threads else None
 
     @property
     def loss_scale(self) -> float:
@@ -179,9 +174,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if wait:
             self.finish()
-        self._sharded = self._updates = None
+        self._sharded = self._updater = None
         if wait:
-            self.rule.forget()
+            self.shard_optimizer.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -203,21 +198,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = self.gradient_factor
         norm_of = exact_norm if sharded.numerics.tree else global_norm
         held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
-        says = (Says.LATE if sharded.reducer.late else Says(0)) | (Says.HELD if held else Says(0))
-        found = norm_of(sharded.trained, sharded.mesh, says)
-        if ranks := found.ranks(Says.HELD):
+        flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
+        flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
+        norm = norm_of(sharded.trained, sharded.mesh, flags)
+        if ranks := norm.ranks(RankFlags.GATHERED_PARAMETERS):
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
-        if found.ranks(Says.LATE):
+        if norm.ranks(RankFlags.LATE_GRADIENTS):
             sharded.reducer.reduce_late()
-            found = norm_of(sharded.trained, sharded.mesh, Says(0))
-        norm = found.value * factor
-        self.overflow = self._check_overflow and not math.isfinite(norm)
-        self.grad_norm = norm
+            norm = norm_of(sharded.trained, sharded.mesh, RankFlags(0))
+        self.grad_norm = norm.value * factor
+        self.overflow = self._check_overflow and not math.isfinite(self.grad_norm)
         if self.overflow:
             self._skip(sharded)
         else:
-            self._update(sharded, factor * clip_factor(norm, self._clipping))
+            self._update(factor * clip_factor(self.grad_norm, self._clipping))
             sharded.drop_gradients()
             self.loss_scaler.update(False)
         sharded.reducer.scale = self.loss_scale
@@ -231,7 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
         trained = self._sharded.trained if self._sharded is not None else []
         here = [unit for unit in trained if not unit.placement.updated_on_host]
-        return sum(self.rule.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
+        return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     def _skip(self, sharded: ShardedModule) -> None:
         """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
@@ -243,41 +238,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{error} With loss scale {self.loss_scale:g}, {place}.") from None
         rank_zero(logging.WARNING, "step skipped: %s%s", place, f"; {change}" if change else "")
 
-    def _update(self, sharded: ShardedModule, factor: float) -> None:
+    def _update(self, factor: float) -> None:
         for group in self.param_groups:
-            self.rule.check(group)  # a wrong hyperparameter must not leave half of the units updated
+            self.shard_optimizer.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
-        deferred = self._submit(sharded, factor)
-        for unit in sharded.trained:
-            if unit.placement.updated_on_host:
-                continue
-            unit.invalidate()  # before the values change: a full copy that is being read must be complete
-            grad = unit.gradients.shard
-            with unit.acquired(changed=True, step=True):
-                grad = grad.to(unit.placement.update_device)
-                self.rule.update(unit, grad, self.param_groups[unit.plan.group], factor)
-                unit.masters.publish()
-            unit.publish()  # travels while the next unit is updated
-        for unit in sharded.trained:
-            if unit.stays_full and not (unit.placement.updated_on_host and deferred):
-                unit.gather()
-                unit.wait()
+        self._updater.run(self.param_groups, factor)
         self._updating = False
-
-    def _submit(self, sharded: ShardedModule, factor: float) -> bool:
-        """Start the updates that the host computes; whether what follows them may happen beside the training loop.
-
-        Where it may not, the caller gathers: no thread beside the loop can keep the ranks' order of collectives.
-        """
-        away = [unit for unit in sharded.trained if unit.placement.updated_on_host]
-        if not away:
-            return False
-        deferred = not sharded.mesh.shard.ordered
-        updates = []
-        for unit in away:
-            unit.invalidate()
-            group = snapshot(self.param_groups[unit.plan.group])
-            updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, deferred))
-        for update, pending in zip(updates, self._updates.submit(updates), strict=True):
-            update.unit.masters.defer(pending)
-        return deferred

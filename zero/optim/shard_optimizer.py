@@ -31,11 +31,11 @@ class ShardOptimizer(Protocol):
     def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
         """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
 
-        The state must be lent. `threads`: how many compute it on a CPU; default torch's.
+        The state must be acquired. `threads`: how many compute it on a CPU; default torch's.
         """
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """Bytes of the optimizer state that the rule keeps for the unit, master not counted."""
+        """Bytes of the optimizer state that is kept for the unit, master not counted."""
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """All tensors of the unit's state that exist, as they are kept: name, elements of the shard, and the tensor."""
@@ -56,7 +56,7 @@ class ShardOptimizer(Protocol):
         """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
-        """All states of a fragment of the shard as they are kept, views to read and write while the state is lent.
+        """All states of a fragment of the shard as they are kept, views to read and write while the state is acquired.
 
         The last block of one in 8 bit is whole, so it may have elements behind the fragment, which are padding.
         Empty where the state does not exist yet; those called `make` exist afterwards.
@@ -65,7 +65,7 @@ class ShardOptimizer(Protocol):
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
         """Make the states of a fragment what the first step begins with; of the whole unit, numbers too, without one.
 
-        The state must be lent.
+        The state must be acquired.
         """
 
     def forget(self) -> None:

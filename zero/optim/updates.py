@@ -1,13 +1,14 @@
-"""Optimizer steps that run beside the training loop: one unit after the other, in the order of their next use.
+"""Updates the units of a step, each where its state rests: on the device at once, on the host beside the training loop.
 
-The host's update of one unit reads its state ahead, computes, shows the new parameters to the device and writes the
-state back, while the loop goes on with the next forward; that waits for each unit when it comes to it. The numbers are
-those of a step that nobody overlaps.
+The host's update of one unit reads its state ahead, computes, copies the new parameters to the device and writes the
+state back, while the loop goes on with the next forward, which waits for each unit when it comes to it. The numbers are
+those of a step that nothing overlaps.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import os
 import sys
@@ -21,58 +22,94 @@ import torch
 from zero.core.unit import Unit
 from zero.log import logger
 from zero.memory.pending_update import PendingUpdate, Waits
-from zero.optim.fused import ShardOptimizer
+from zero.memory.threads import host_threads
+from zero.optim.shard_optimizer import Group, ShardOptimizer
 
 
 class Update(NamedTuple):
-    """One unit's part of a step. It keeps the gradient alive, and what the hyperparameters were at the step."""
+    """One unit's part of a step. It keeps the gradient alive, and the hyperparameters as they were at the step."""
 
     unit: Unit
     grad: torch.Tensor
-    group: Mapping[str, Any]
+    group: Group
     factor: float
-    publish: bool  # to send the new parameters to the other ranks
+    publish: bool = False  # to send the new parameters to the other ranks as soon as they are there
 
 
-class Updates:
-    """A thread that takes updates in order; after one that failed it refuses the rest.
+class UnitUpdater:
+    """Runs the updates of all units. The host's run in order in one thread; after one that failed it refuses the rest.
 
-    failure: RuntimeError that names the unit of the first failed update and says what that raised, or None;
-    threads: how many compute one update;
-    waits:   what the training loop has waited for updates;
-    on_update: called with (what, unit name) as updates go through "update" and "done"; for tests and measurements.
+    failure:   RuntimeError that names the unit of the first update of the host that failed, and why; or None;
+    threads:   how many compute one update of the host; 0 where it updates nothing;
+    waits:     what the training loop has waited for updates;
+    on_update: called with (what, unit name) as the host's updates go through "update" and "done"; for tests and
+               measurements.
     """
 
-    def __init__(self, rule: ShardOptimizer, threads: int) -> None:
+    def __init__(self, optimizer: ShardOptimizer, units: Sequence[Unit], groups: Sequence[Group]) -> None:
         self.failure: RuntimeError | None = None
-        self.threads = threads
+        self.threads = host_threads() if any(unit.placement.updated_on_host for unit in units) else 0
         self.waits = Waits()
         self.on_update: Callable[[str, str], None] = _ignore
-        self._rule = rule
-        # One thread: it ends when nobody holds us any more.
-        self._worker = ThreadPoolExecutor(1, "zero-updates")
-        self._ahead: list[Unit] = []  # units whose state is wanted soon, in order
-        self._all: list[Unit] = []  # of the last step
+        self._optimizer = optimizer
+        self._units = units
+        self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
+        self._next: list[Unit] = []  # units whose state is needed soon, in order
+        self._submitted: list[Unit] = []  # in the last step
+        if self.threads:
+            send_before_exit(units)
+            for unit in units:
+                optimizer.begin(unit, groups[unit.plan.group])
 
-    def submit(self, updates: Sequence[Update]) -> list[PendingUpdate]:
-        """Have these run; each promise is of the event after which the device has the result."""
-        self._all = [update.unit for update in updates]
-        self._ahead += self._all
-        process = os.getpid()
-        return [PendingUpdate(self._worker.submit(self._run, update), process, self.waits) for update in updates]
+    def run(self, groups: Sequence[Group], factor: float) -> None:
+        """Update every unit once, with gradient = `factor` x the reduced one, and bring it to all who keep it."""
+        if not self._units:
+            return
+        # Where ranks must begin collectives in one order, no thread beside the loop can send parameters.
+        publish = not self._units[0].mesh.shard.ordered
+        updates = []
+        for unit in self._units:
+            if unit.placement.updated_on_host:
+                unit.invalidate()
+                group = copy_hyperparameters(groups[unit.plan.group])
+                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, publish))
+        self._submit(updates)
+        for unit in self._units:
+            if not unit.placement.updated_on_host:
+                unit.invalidate()  # before the values change: a full copy that is being read must be complete
+                self._compute(Update(unit, unit.gradients.shard, groups[unit.plan.group], factor))
+                unit.publish()  # travels while the next unit is updated
+        for unit in self._units:
+            if unit.stays_full and not (unit.placement.updated_on_host and publish):
+                unit.gather()
+                unit.wait()
 
     def close(self) -> None:
-        """Wait until all have run, whether they failed or not."""
+        """Wait until all updates have run, whether they failed or not."""
         self._worker.shutdown(wait=True)
 
+    def _submit(self, updates: Sequence[Update]) -> None:
+        """Have the host run these; each unit waits for its own."""
+        self._submitted = [update.unit for update in updates]
+        self._next += self._submitted
+        pending = [PendingUpdate(self._worker.submit(self._run, each), os.getpid(), self.waits) for each in updates]
+        for update, result in zip(updates, pending, strict=True):
+            update.unit.masters.defer(result)
+
     @torch.no_grad()
-    def _run(self, update: Update) -> Any:
+    def _run(self, update: Update) -> torch.cuda.Event | None:
+        """One update of the host, in its thread; returns an event after which the device has the result."""
         unit, rank = update.unit, update.unit.mesh.global_rank
         if self.failure is not None:
             # Not chained: each unit would keep the memory alive that the frames of the first failure refer to.
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
         try:
-            return self._update(update)
+            self._read_ahead()
+            self._compute(update)
+            if update.publish:
+                unit.publish(after_update=True)
+            self.on_update("done", unit.plan.name)
+            return unit.placement.copies.record_event()
         except BaseException as error:
             text = f"the update of unit '{unit.plan.name}' failed on rank {rank} with {type(error).__name__}: {error}"
             self.failure = RuntimeError(text)
@@ -81,56 +118,54 @@ class Updates:
             unit.mesh.watchdog.fail(self.failure)
             raise self.failure from error
 
-    def _update(self, update: Update) -> Any:
+    def _compute(self, update: Update) -> None:
+        """Compute one update where the unit's state is used, and show the new parameters to the device."""
         unit, placement = update.unit, update.unit.placement
-        self._read_ahead()
+        on_host = placement.updated_on_host
         with unit.acquired(changed=True, step=True, in_update=True):
-            self._ahead.remove(unit)
-            self._read_ahead()  # meanwhile others may have been written
-            self.on_update("update", unit.plan.name)
+            if on_host:
+                self._next.remove(unit)
+                self._read_ahead()  # meanwhile others may have been written
+                self.on_update("update", unit.plan.name)
             grad = update.grad.to(placement.update_device)
-            self._rule.update(unit, grad, update.group, update.factor, self.threads)
-            with placement.copies.entered():
+            self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
+            with placement.copies.entered() if on_host else contextlib.nullcontext():
                 unit.masters.publish()
-        if update.publish:
-            unit.publish(after_update=True)
-        self.on_update("done", unit.plan.name)
-        return placement.copies.record_event()
 
     def _read_ahead(self) -> None:
-        """Begin to bring the state of as many units as there is room for, in order; behind the last one the first."""
-        for later in (*self._ahead, *self._all):
-            if not later.placement.state_store.fetch():
+        """Start to read the state of as many units as there is room for, in order; behind the last one the first."""
+        for unit in (*self._next, *self._submitted):
+            if not unit.placement.state_store.fetch():
                 break
 
 
-def snapshot(group: Mapping[str, Any]) -> dict[str, Any]:
+def copy_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group as they are now; schedulers write into tensors and lists, too."""
-    given = {key: value for key, value in group.items() if key != "params"}
-    tensors = {key: value.detach().clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
-    return copy.deepcopy({key: value for key, value in given.items() if key not in tensors}) | tensors
+    values = {key: value for key, value in group.items() if key != "params"}
+    tensors = {key: value.detach().clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+    return copy.deepcopy({key: value for key, value in values.items() if key not in tensors}) | tensors
 
 
-def last_words(units: Sequence[Unit]) -> None:
+def send_before_exit(units: Sequence[Unit]) -> None:
     """Before this process ends by itself, have its last parameters reach those ranks that still want to read them.
 
     The messages of a process that is gone are lost with it. One that dies of an exception does not wait for others.
     """
-    held = [weakref.ref(unit) for unit in units]
+    refs = [weakref.ref(unit) for unit in units]
     owner = os.getpid()
 
-    def speak() -> None:
+    def send() -> None:
         if owner != os.getpid() or getattr(sys, "last_value", None) is not None:
             return
-        for unit in filter(None, (ref() for ref in held)):
+        for unit in filter(None, (ref() for ref in refs)):
             try:
                 unit.wait_sent()
             except RuntimeError:
                 return  # others are gone, or the update has failed: nobody waits for anything of ours
 
-    atexit.register(speak)
-    weakref.finalize(units[0], atexit.unregister, speak).atexit = False
+    atexit.register(send)
+    weakref.finalize(units[0], atexit.unregister, send).atexit = False
 
 
 def _ignore(what: str, unit: str) -> None:
-    """The default of `Updates.on_update`."""
+    """The default of `UnitUpdater.on_update`."""

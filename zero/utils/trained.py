@@ -30,31 +30,31 @@ class TrainedParam(NamedTuple):
 
     def is_number(self, key: str) -> bool:
         """Whether state `key` is one number."""
-        return key in self.optimizer.rule.keys(self.owner.unit, self.group)[1]
+        return key in self.optimizer.shard_optimizer.keys(self.owner.unit, self.group)[1]
 
     def number(self, key: str) -> int | float:
         """State `key`, one number."""
-        return self.optimizer.rule.number(self.owner.unit, self.group, key)
+        return self.optimizer.shard_optimizer.number(self.owner.unit, self.group, key)
 
     def set_number(self, key: str, value: float) -> None:
         """Replace state `key`, one number."""
-        self.optimizer.rule.set_number(self.owner.unit, self.group, key, value)
+        self.optimizer.shard_optimizer.set_number(self.owner.unit, self.group, key, value)
 
     def read(self, key: str) -> torch.Tensor:
         """This rank's piece of state `key`, fp32 [n]."""
         unit, part = self.owner.unit, piece(self.owner)
         if not part.numel:
             return torch.empty(0, dtype=torch.float32, device=unit.full.device)
-        return self.optimizer.rule.read(unit, self.group, key, part)
+        return self.optimizer.shard_optimizer.read(unit, self.group, key, part)
 
     def write(self, key: str, values: torch.Tensor) -> None:
         """Replace this rank's piece of state `key` by `values`, fp32 [n] on the device."""
         if values.numel():
-            self.optimizer.rule.write(self.owner.unit, self.group, key, piece(self.owner), values)
+            self.optimizer.shard_optimizer.write(self.owner.unit, self.group, key, piece(self.owner), values)
 
     def key_error(self, what: str, key: str) -> ValueError | None:
         """The error for a state that the optimizer does not have, or None."""
-        tensors, numbers = self.optimizer.rule.keys(self.owner.unit, self.group)
+        tensors, numbers = self.optimizer.shard_optimizer.keys(self.owner.unit, self.group)
         if key in tensors or key in numbers:
             return None
         known = ", ".join((*tensors, *numbers)) or "none"

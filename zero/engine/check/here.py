@@ -85,7 +85,7 @@ class Here:
         ]
         client = None
         if origin._config.optimizer is None:
-            rule = origin.optimizer.rule
+            rule = origin.optimizer.shard_optimizer
             client = rule._kind(groups, **rule._params)
         if run.kind is not Kind.ENGINE:
             settings = load(raw, origin.world_size, filled=False)

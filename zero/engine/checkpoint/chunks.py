@@ -63,7 +63,7 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]
             found += [form_of(chunk) for chunk in _moments(unit, optimizer, here, base.shape)]
             continue
         # Only rules that know their state beforehand let it rest in files.
-        states = optimizer.rule.states(unit, optimizer.param_groups[unit.plan.group])
+        states = optimizer.shard_optimizer.states(unit, optimizer.param_groups[unit.plan.group])
         runs = (each for run, each in states.runs if run.start <= part.at + shift < run.start + run.numel)
         for name, moment in zip(states.names, next(runs, ()), strict=False):
             found.append(_form(base._replace(kind=name), moment.values.dtype, part.numel))
@@ -79,7 +79,9 @@ def signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:
         return {}
     group = optimizer.param_groups[unit.plan.group]
     first = unit.plan.layout.fragments(unit.window)[:1]
-    return {key: kept.signed for part in first for key, kept in optimizer.rule.kept(unit, group, part).items()}
+    return {
+        key: kept.signed for part in first for key, kept in optimizer.shard_optimizer.kept(unit, group, part).items()
+    }
 
 
 def form_of(chunk: TensorChunk) -> TensorChunk:
@@ -97,7 +99,7 @@ def _blocks(shape: tuple[int, ...]) -> tuple[int]:
 
 def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, shape: tuple[int, ...]) -> Iterator[TensorChunk]:
     group = optimizer.param_groups[unit.plan.group]
-    for name, (moment, _) in optimizer.rule.kept(unit, group, part).items():
+    for name, (moment, _) in optimizer.shard_optimizer.kept(unit, group, part).items():
         yield TensorChunk(name, part.name, part.start, shape, moment.values[: part.numel])
         if moment.scales is not None:
             blocks = -(-part.numel // BLOCK)
@@ -108,9 +110,14 @@ def numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
     """The single numbers of a unit's state; none before a state exists."""
     group = optimizer.param_groups[unit.plan.group]
     first = unit.plan.layout.fragments(unit.window)[:1]
-    if not optimizer.rule.foreseen and not any(optimizer.rule.kept(unit, group, part) for part in first):
+    if not optimizer.shard_optimizer.foreseen and not any(
+        optimizer.shard_optimizer.kept(unit, group, part) for part in first
+    ):
         return {}
-    return {key: optimizer.rule.number(unit, group, key) for key in optimizer.rule.keys(unit, group)[1]}
+    return {
+        key: optimizer.shard_optimizer.number(unit, group, key)
+        for key in optimizer.shard_optimizer.keys(unit, group)[1]
+    }
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

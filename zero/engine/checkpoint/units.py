@@ -61,7 +61,7 @@ def load_unit(
 def restart(unit: Unit, optimizer: ZeroOptimizer) -> None:
     """Have the optimizer begin anew with a unit."""
     with unit.acquired(changed=True):
-        optimizer.rule.restart(unit, optimizer.param_groups[unit.plan.group])
+        optimizer.shard_optimizer.restart(unit, optimizer.param_groups[unit.plan.group])
 
 
 def _load_values(unit: Unit, reader: Reader, name: str, part: Fragment, masters: bool) -> None:
@@ -113,9 +113,9 @@ def _load_moments(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, name: st
     group = optimizer.param_groups[unit.plan.group]
     parameter = reader.index.parameters[name]
     if stateless(parameter):
-        optimizer.rule.restart(unit, group, part)
+        optimizer.shard_optimizer.restart(unit, group, part)
         return
-    for key, (moment, signed) in optimizer.rule.kept(unit, group, part, make=parameter.moments).items():
+    for key, (moment, signed) in optimizer.shard_optimizer.kept(unit, group, part, make=parameter.moments).items():
         stored, scales = parameter.moments[key], parameter.scales.get(key)
         if DTYPES[stored.dtype] == moment.values.dtype and bool(reader.index.signed.get(key, True)) == signed:
             reader.fill(moment.values[: part.numel], stored, part.start, f"{key} of '{name}'")
@@ -142,7 +142,7 @@ def _rounder(target: Moment, signed: bool, start: int, numel: int) -> Callable[[
 
 
 def _load_numbers(unit: Unit, optimizer: ZeroOptimizer, index: Index, names: Iterable[str]) -> None:
-    rule, group = optimizer.rule, optimizer.param_groups[unit.plan.group]
+    rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
     found = [index.parameters[name] for name in names]
     trained = [parameter for parameter in found if not stateless(parameter)]
     if not trained:

@@ -1,0 +1,115 @@
+"""Makes the shard optimizer that the configuration names, or that runs the class of an optimizer of the user."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from typing import Any
+
+import torch
+
+from zero.config.optimizers import ARGUMENTS, torch_reason
+from zero.log import rank_zero
+from zero.optim.fused import FusedShardOptimizer
+from zero.optim.shard_optimizer import ShardOptimizer
+from zero.optim.torch_optimizer import TorchShardOptimizer
+
+# These look at whole matrices or at the whole model, which a shard is not.
+NOT_ELEMENTWISE = {
+    "Adafactor": "it factors the second moment over rows and columns of whole matrices",
+    "LBFGS": "it needs a closure and inner products over the whole model",
+    "Muon": "it orthogonalizes whole matrices",
+    "SparseAdam": "it needs sparse gradients, and gradients here are dense",
+}
+
+
+def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) -> ShardOptimizer:
+    """What `optimizer.type` and `optimizer.params` of the JSON name; raises ValueError by JSON path."""
+    reason = torch_reason(kind, params)
+    if reason is None:
+        arguments = ARGUMENTS[kind.lower()].model_validate(params)
+        return FusedShardOptimizer(kind.lower(), arguments, compute_dtype)
+    if kind.lower() in ARGUMENTS:
+        rank_zero(logging.INFO, "optimizer %s runs as torch's own class, because %s", kind, reason)
+        kind, params = _torch_arguments(kind.lower(), params)
+    if kind in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"optimizer.type: '{kind}' cannot run on shards: {NOT_ELEMENTWISE[kind]}; "
+            "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
+        )
+    classes = _torch_classes()
+    if kind not in classes:
+        names = dict.fromkeys(["Adam", "AdamW", "Lion", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
+        near = difflib.get_close_matches(kind, names, 1)
+        hint = f"; did you mean '{near[0]}'?" if near else "."
+        raise ValueError(f"optimizer.type: unknown optimizer '{kind}'{hint} Known: {', '.join(names)}")
+    try:
+        return TorchShardOptimizer(classes[kind], params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.params: torch.optim.{kind} refuses {params}: {error}") from error
+
+
+def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool) -> ShardOptimizer:
+    """Run the class of `client` on shards, one instance per unit, with the arguments that `client` was made with.
+
+    `untested` allows classes that torch does not have; that such a class works element by element nobody checks.
+    Raises ValueError, by name and with the reason, for one that cannot run so.
+    """
+    kind = type(client)
+    for base in kind.__mro__:
+        if base.__name__ in NOT_ELEMENTWISE:
+            raise ValueError(f"optimizer: {kind.__name__} cannot run on shards: {NOT_ELEMENTWISE[base.__name__]}")
+    if getattr(torch.optim, kind.__name__, None) is not kind and not untested:
+        raise ValueError(
+            f"optimizer: {kind.__name__} is none of torch.optim; if each element of its update depends on that "
+            "element of parameter, gradient and state only, set zero_allow_untested_optimizer to true"
+        )
+    if _has_stepped(client):
+        rank_zero(logging.WARNING, "optimizer: %s has taken steps; its state is not taken over", kind.__name__)
+    arguments = _arguments(client)
+    try:
+        return TorchShardOptimizer(kind, arguments)
+    except Exception as error:
+        raise ValueError(
+            f"optimizer: {kind.__name__} cannot be made anew for each unit as "
+            f"{kind.__name__}(params, **{arguments}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _arguments(client: torch.optim.Optimizer) -> dict[str, Any]:
+    """The arguments of the constructor, from `defaults` or the attribute of the same name."""
+    kind = type(client)
+    parameters = list(inspect.signature(kind).parameters.values())[1:]  # the first are the parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(client.defaults)
+    missing = [each.name for each in parameters if each.name not in client.defaults and not hasattr(client, each.name)]
+    if missing:
+        raise ValueError(
+            f"optimizer: {kind.__name__} keeps {missing} of its constructor neither in `defaults` nor as attributes, "
+            "so it cannot be made anew for each unit; let it do one of the two"
+        )
+    names = [each.name for each in parameters]
+    return {name: client.defaults[name] if name in client.defaults else getattr(client, name) for name in names}
+
+
+def _has_stepped(client: torch.optim.Optimizer) -> bool:
+    for state in client.state.values():
+        step = state.get("step")
+        if "step" not in state or (step.item() if isinstance(step, torch.Tensor) else step):
+            return True
+    return False
+
+
+def _torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of torch's class for one of ours, without the arguments that only ours has."""
+    decoupled = kind == "adamw" or params.get("adam_w_mode", True)
+    name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}[kind]
+    ours = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "zero")
+    return name, {key: value for key, value in params.items() if key not in ours}
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    base = torch.optim.Optimizer
+    classes = inspect.getmembers(torch.optim, inspect.isclass)
+    return {name: value for name, value in classes if issubclass(value, base) and value is not base}
