@@ -267,14 +267,14 @@ def test_an_update_begun_while_another_thread_waited_for_the_last_is_not_forgott
         unit.wait()
         moved.set()
 
-    unit.defer(PendingUpdate(first, os.getpid(), Waits()))
+    unit.masters.defer(PendingUpdate(first, os.getpid(), Waits()))
     reader = threading.Thread(target=read)
     reader.start()
     assert reached.wait(GUARD)
-    unit.defer(PendingUpdate(second, os.getpid(), Waits()))
+    unit.masters.defer(PendingUpdate(second, os.getpid(), Waits()))
     gone_on.set()
     assert moved.wait(GUARD)
-    assert unit.updating
+    assert unit.masters.updating
     assert not unit.readable
     assert is_released(unit.params[0])
     second.set_result(None)
