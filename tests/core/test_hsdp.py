@@ -1,0 +1,294 @@
+"""HSDP and hpZ: however ranks share state and parameters, they train as stage 3 over all of them does.
+
+Under the tree bit by bit; by default the sums of gradients are rounded in another order. What travels between groups
+of ranks that share state, and between nodes, is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from closeness import allowed, error, twice
+from models import batch, config, make_net, reference
+
+import zero
+from zero.core import comm
+from zero.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+
+SHARDS = (4, 2, 1)  # ranks that state is cut over, of four
+STEPS = 4
+
+
+def settings(stage: int, shard: int, reduce: str = "tree", bf16: bool = False, **more: Any) -> dict[str, Any]:
+    """A JSON for four ranks; `shard` 0: hpZ, with nodes of two ranks."""
+    found = config(
+        stage,
+        4,
+        **{"gradient_clipping": 0.3, "bf16": {"enabled": bf16}, "zero": {"reduce": reduce}, **more},
+    )
+    if shard == 0:
+        found["zero_optimization"]["zero_hpz_partition_size"] = 2
+    elif shard < 4:
+        found["zero"]["shard_size"] = shard
+    return found
+
+
+def step(engine: Any, number: int) -> tuple[float, float]:
+    """Loss and norm of one step on this rank's part of the batch."""
+    rank, micro = dist.get_rank(), 2
+    tokens, targets = batch(number, 4 * micro)
+    part = slice(rank * micro, (rank + 1) * micro)
+    loss = engine(tokens[part], targets[part])
+    engine.backward(loss)
+    engine.step()
+    return loss.item(), engine.get_global_grad_norm()
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def trained(stage: int, shard: int, reduce: str, bf16: bool) -> dict[str, Any]:
+    engine, *_ = zero.initialize(model=make_net(), config=settings(stage, shard, reduce, bf16))
+    mesh = engine._sharded.mesh
+    values = [step(engine, number) for number in range(STEPS)]
+    found = {"values": values, "params": weights(engine), "sizes": (mesh.shard.size, mesh.replica.size)}
+    engine.destroy()
+    return found
+
+
+def on_all_meshes(reduce: str, bf16: bool) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(stage, shard): trained(stage, shard, reduce, bf16) for stage in (1, 2, 3) for shard in SHARDS}
+
+
+def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    same = all(torch.equal(first["params"][name], second["params"][name]) for name in second["params"])
+    return same and first["values"] == second["values"]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_all_meshes_agree_bitwise_under_the_tree(pool, bf16):
+    for found in pool.run(4, on_all_meshes, "tree", bf16):
+        for (stage, shard), run in found.items():
+            assert run["sizes"] == (shard, 4 // shard)
+            assert equal(run, found[3, 4]), f"stage {stage}, state cut over {shard} ranks"
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_all_meshes_are_as_near_to_the_truth_by_default(pool, bf16):
+    wanted = settings(3, 4, "ranks", bf16)
+    exact = reference(make_net(), 4, wanted, torch.float64, STEPS)["params"]
+    plain = twice(lambda: reference(make_net(), 4, wanted, torch.float32, STEPS, bf16)["params"])
+    if bf16:
+        plain = [{name: value.bfloat16() for name, value in params.items()} for params in plain]
+    for found in pool.run(4, on_all_meshes, "ranks", bf16):
+        for run in found.values():
+            assert error(run["params"], exact) <= allowed(exact, *plain)
+
+
+# --- the norm -----------------------------------------------------------------------------------------------
+
+
+def norms() -> list[tuple[float, float]]:
+    """Per mesh and way to add up: the engine's norm, and that of all gradients put together, in fp64."""
+    found = []
+    for reduce in ("ranks", "tree"):
+        for shard in SHARDS:
+            engine, *_ = zero.initialize(model=make_net(), config=settings(2, shard, reduce))
+            tokens, targets = batch(0, 8)
+            part = slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
+            engine.backward(engine(tokens[part], targets[part]))
+            grads = [safe_get_full_grad(param).double() for param in engine.module.parameters()]
+            engine.step()
+            whole = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+            found.append((engine.get_global_grad_norm(), whole))
+            engine.destroy()
+    return found
+
+
+def test_the_norm_counts_each_element_once_on_any_mesh(pool):
+    for found in pool.run(4, norms):
+        for ours, whole in found:
+            assert abs(ours - whole) <= 1e-12 * whole
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def moved(folder: str, save: int, load: int, bf16: bool) -> list[bool]:
+    """Train two steps on one mesh, save, and go on with two on another: as two more on the first."""
+    engine, *_ = zero.initialize(model=make_net(), config=settings(3, save, bf16=bf16))
+    for number in range(2):
+        step(engine, number)
+    engine.save_checkpoint(folder)
+    wanted = [step(engine, number) for number in range(2, 4)], weights(engine)
+    engine.destroy()
+    engine, *_ = zero.initialize(model=make_net(seed=8), config=settings(3, load, bf16=bf16))
+    engine.load_checkpoint(folder)
+    found = [step(engine, number) for number in range(2, 4)], weights(engine)
+    engine.destroy()
+    return [found[0] == wanted[0], all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("save", "load"), [(4, 2), (2, 1), (1, 4), (2, 4), (2, 0), (0, 1)])
+def test_checkpoints_go_from_any_mesh_to_any_other(pool, tmp_path, save, load, bf16):
+    assert pool.run(4, moved, str(tmp_path), save, load, bf16) == [[True, True]] * 4
+
+
+# --- what is sent -------------------------------------------------------------------------------------------
+
+
+def sent(shard: int) -> Counter:
+    """What this rank sends in one step, by (inside a pair of ranks or between, direction of the message)."""
+    engine, *_ = zero.initialize(model=make_net(), config=settings(3, shard))
+    step(engine, 0), step(engine, 1)  # the order of the units is known then
+    counted, send = Counter(), dist.isend
+
+    def count(tensor: torch.Tensor, group: Any, group_dst: int, tag: int) -> dist.Work:
+        peer = dist.get_process_group_ranks(group)[group_dst]
+        direction = ("gather", "reduce", "reduce")[(tag - comm.FIRST_TAG) % comm.TAGS % 3]
+        where = "inside" if peer // 2 == dist.get_rank() // 2 else "between"
+        counted[where, direction, "messages"] += 1
+        counted[where, direction, "elements"] += tensor.numel()
+        return send(tensor, group=group, group_dst=group_dst, tag=tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", count)
+        step(engine, 2)
+    units = engine._sharded.units
+    counted["numel"], counted["units"] = sum(unit.plan.layout.numel for unit in units), len(units)
+    engine.destroy()
+    return counted
+
+
+def test_only_sums_of_shards_travel_between_groups(pool):
+    full, pairs = pool.run(4, sent, 4), pool.run(4, sent, 2)
+    for all_ranks, two in zip(full, pairs, strict=True):
+        numel, units = two["numel"], two["units"]
+        assert two["between", "gather", "elements"] == 0, "parameters are gathered inside a group"
+        # Of the rank's half of each gradient, half is sent to be summed, and the sum of the other half is sent back.
+        assert two["between", "reduce", "elements"] == numel // 2
+        assert two["between", "reduce", "messages"] == 2 * units
+        assert all_ranks["between", "gather", "elements"] > 0
+        assert all_ranks["between", "reduce", "elements"] == numel // 2  # two ranks' quarters
+
+
+def test_between_nodes_each_unit_is_gathered_once_a_step(pool):
+    stage3, hpz = pool.run(4, sent, 4), pool.run(4, sent, 0)
+    for without, found in zip(stage3, hpz, strict=True):
+        numel, units = found["numel"], found["units"]
+        assert found["between", "gather", "messages"] == units
+        assert found["between", "gather", "elements"] == numel // 4
+        assert without["between", "gather", "elements"] > 2 * numel // 4, "to two ranks there, and for some units twice"
+        assert found["inside", "gather", "elements"] >= numel // 2
+
+
+# --- reports of others --------------------------------------------------------------------------------------
+
+
+def llama() -> nn.Module:
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
+    import transformers as hf
+
+    torch.manual_seed(5)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+
+
+def reported(hpz: int, precision: dict[str, Any], offload: bool, checkpointing: bool) -> list[tuple[float, ...]]:
+    """A llama as the reports train it: losses of six steps, of evaluations between them, and norms."""
+    model = llama()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()
+    found = config(3, 4, gradient_clipping=1.0, **precision)
+    found["zero_optimization"]["zero_hpz_partition_size"] = hpz
+    if offload:
+        place = {"device": "cpu", "pin_memory": True}
+        found["zero_optimization"] |= {"offload_optimizer": place, "offload_param": place}
+    engine, *_ = zero.initialize(model=model, config=found)
+    values = []
+    for number in range(6):
+        generator = torch.Generator().manual_seed(10 * dist.get_rank() + number % 2)
+        tokens = torch.randint(3, 64, (2, 12), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            after = engine(input_ids=tokens, labels=tokens).loss.item()
+        engine.train()
+        values.append((loss.item(), after, engine.get_global_grad_norm()))
+    engine.destroy()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("precision", "offload", "checkpointing"),
+    [
+        ({"bf16": {"enabled": True}}, False, True),  # 5059: loss 0 from the third step on; 5030: no step ends
+        ({"bf16": {"enabled": True}}, True, False),  # 6926: the loss stays what it was, the norm 0
+        ({"fp16": {"enabled": True, "initial_scale_power": 8}}, True, False),
+    ],
+    ids=["DeepSpeed 5059 and 5030", "DeepSpeed 6926 in bf16", "DeepSpeed 6926 in fp16"],
+)
+def test_what_others_report_of_hpz(pool, precision, offload, checkpointing):
+    """DeepSpeed issues 5059 (zero loss), 5030 (hang) and 6926 (stuck loss), each as its reporter trains."""
+    without = pool.run(4, reported, 1, precision, offload, checkpointing)
+    found = pool.run(4, reported, 2, precision, offload, checkpointing)
+    assert found == without, "hpZ changes no bit"
+    for values in found:
+        losses = [loss for loss, _, _ in values]
+        assert losses[-2] < losses[0]
+        assert losses[-1] < losses[1]
+        assert all(loss > 0.1 and after > 0.1 and 0 < norm < math.inf for loss, after, norm in values)
+
+
+# --- values that are changed between steps ------------------------------------------------------------------
+
+
+def changed(shard: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], list[list[float]]]:
+    """Values written in every way that there is, by another rank than the first, with steps between."""
+    engine, *_ = zero.initialize(model=make_net(), config=settings(3, shard))
+    params = dict(engine.module.named_parameters())
+    first, second, *_ = params.values()
+    values, seen = [step(engine, 0)], []
+    with zero.GatheredParameters(first, modifier_rank=3):
+        if dist.get_rank() == 3:
+            first.data.mul_(1.5)
+    with zero.GatheredParameters(first):
+        seen.append(first.flatten()[:3].tolist())
+    values.append(step(engine, 1))
+    safe_set_full_fp32_param(second, torch.full(second.shape, 0.25))
+    with zero.GatheredParameters(second):
+        seen.append(second.flatten()[:3].tolist())
+    values.append(step(engine, 2))
+    tokens, targets = batch(3, 8)
+    part = slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
+    engine.backward(engine(tokens[part], targets[part]))
+    safe_set_full_grad(first, torch.ones(first.shape))
+    engine.step()
+    engine.offload_states()
+    engine.reload_states()
+    values.append(step(engine, 4))
+    found = values, weights(engine), seen
+    engine.destroy()
+    return found
+
+
+def test_values_written_between_steps_reach_all_ranks(pool):
+    wanted, params, seen = pool.run(4, changed, 4)[0]
+    for shard in (2, 1, 0):
+        for rank, (values, found, shown) in enumerate(pool.run(4, changed, shard)):
+            assert all(torch.equal(found[name], params[name]) for name in params)
+            assert shown == seen
+            assert rank or values == wanted
