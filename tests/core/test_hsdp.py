@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from closeness import allowed, error, twice
 from models import batch, config, make_net, reference
+from torch import nn
 
 import zero
 from zero.core import comm
