@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -49,13 +49,15 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = _tensors(params)
-        _check_rank(modifier_rank)
+        _check_rank(modifier_rank, range(dist.get_world_size() if dist.is_initialized() else 1))
         found = [owner for owner in map(owner_of, given) if owner is not None] if enabled else []
         # By identity: two engines may hold parameters of the same name and index.
         owners = {(id(owner.unit), owner.index): owner for owner in found}
         # One order on all ranks, whatever order an engine's parameters were given in.
         self._owners = sorted(owners.values(), key=lambda owner: (owner.unit.index, owner.index))
         self._units = list({id(owner.unit): owner.unit for owner in self._owners}.values())
+        for unit in self._units:
+            _check_rank(modifier_rank, unit.mesh.data.ranks)
         self._modifier_rank = modifier_rank
         self._were_full: list[bool] = []
         self._versions: list[int] = []
@@ -114,16 +116,15 @@ class GatheredParameters:
         """Have the modifier's values on all ranks; returns what it says of each parameter."""
         if not self._owners:
             return states
-        mesh = self._units[0].mesh
-        axes, device = (mesh.shard, mesh.replica), local_device() if mesh.shard.native else torch.device("cpu")
-        said = torch.tensor(states, dtype=torch.uint8, device=device)
-        for axis in axes:
-            comm.broadcast(said, self._modifier_rank, axis)
+        axis = self._units[0].mesh.data
+        source = axis.ranks.index(self._modifier_rank)
+        said = torch.tensor(states, dtype=torch.uint8, device=local_device() if axis.native else torch.device("cpu"))
+        comm.broadcast(said, source, axis)
         states = said.tolist()
         for owner, state, before in zip(self._owners, states, self._before, strict=True):
             owner.unit.edited.remove(owner.index)
             # Values travel in any case: what is written through `param.data` leaves no trace in the version.
-            owner.unit.overwrite(owner.index, self._modifier_rank, None if state == _WRITTEN else before)
+            owner.unit.overwrite(owner.index, source, None if state == _WRITTEN else before)
         return states
 
     def _complain(self, states: list[int], wrong: list[str | None]) -> None:
@@ -164,9 +165,8 @@ def _tensors(params: nn.Parameter | Iterable[nn.Parameter]) -> list[torch.Tensor
     return given
 
 
-def _check_rank(rank: int | None) -> None:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
-        raise ValueError(
-            f"GatheredParameters(modifier_rank=...): got {rank!r}; wanted a rank from 0 to {world_size - 1}, or None"
-        )
+def _check_rank(rank: int | None, ranks: Sequence[int]) -> None:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank not in ranks):
+        line = list(ranks) == list(range(len(ranks)))
+        wanted = f"a rank from 0 to {len(ranks) - 1}" if line else f"one of the engine's ranks {list(ranks)}"
+        raise ValueError(f"GatheredParameters(modifier_rank=...): got {rank!r}; wanted {wanted}, or None")

@@ -378,6 +378,5 @@ def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh, dtype: t
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
-                for axis in (mesh.shard, mesh.replica):
-                    if buffer.numel():
-                        comm.broadcast(buffer, 0, axis, "buffers")
+                if buffer.numel():
+                    comm.broadcast(buffer, 0, mesh.data, "buffers")

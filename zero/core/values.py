@@ -41,9 +41,7 @@ def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequ
         [mark, -mark, problem is not None, *flags], dtype=torch.float64, device=owner.unit.full.device
     )
     mesh = owner.unit.mesh
-    for axis in (mesh.shard, mesh.replica):
-        values = comm.gather_scalars(values, axis, "arguments").amax(0)
-    highest, lowest, bad, *found = values.tolist()
+    highest, lowest, bad, *found = comm.gather_scalars(values, mesh.data, "arguments").amax(0).tolist()
     if problem is not None:
         raise problem
     if highest != -lowest:
@@ -81,8 +79,7 @@ def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
 def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:
     """The `values` of rank 0, on its own storage and on the parameter's device; collective."""
     values = values.detach().to(owner.unit.full.device, copy=True).contiguous()
-    for axis in (owner.unit.mesh.shard, owner.unit.mesh.replica):
-        comm.broadcast(values, 0, axis)
+    comm.broadcast(values, 0, owner.unit.mesh.data)
     return values
 
 

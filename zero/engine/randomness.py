@@ -28,8 +28,7 @@ class Randomness:
         self._device = device
         seed = torch.initial_seed()
         words = torch.tensor([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], device=device)
-        for axis in (mesh.shard, mesh.replica):
-            comm.broadcast(words, 0, axis, "random seed")
+        comm.broadcast(words, 0, mesh.data, "random seed")
         self._base: list[int] = words.tolist()
         self._place = (-1, -1)  # optimizer step and micro-batch of this rank that the last forward belonged to
         self._forwards = 0  # of that micro-batch

@@ -209,8 +209,7 @@ class Weights:
         """Raise on all ranks when one has a problem; collective."""
         mesh = self._sharded.mesh
         bad = torch.tensor([float(problem is not None)], dtype=torch.float64, device=self._device)
-        for axis in (mesh.shard, mesh.replica):
-            bad = comm.gather_scalars(bad, axis, "outcome of writing").amax(0)
+        bad = comm.gather_scalars(bad, mesh.data, "outcome of writing").amax()
         if problem is not None:
             raise kind(problem)
         if bad.item():
