@@ -12,7 +12,7 @@ from pathlib import Path
 from zero.checkpoint import folder as folders
 from zero.checkpoint.consolidate import consolidate
 from zero.checkpoint.model_files import size_of
-from zero.checkpoint.verify import load_index, rubbish, verify
+from zero.checkpoint.verify import rubbish, verify
 
 
 def run(given: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def _consolidate(given: argparse.Namespace) -> int:
         files = consolidate(folder, out, given.dtype, limit, given.hf, progress)
     for path in files:
         print(f"{path}: {path.stat().st_size} bytes")
-    index = load_index(folder)
+    index = folders.load_index(folder)
     if index.excluded:
         print(f"not in it, as frozen parameters were left out of the checkpoint: {', '.join(index.excluded)}")
     if index.stripped and given.dtype == "fp32":
@@ -83,7 +83,7 @@ def _verify_one(folder: Path) -> bool:
         print(f"{folder}: {problem}")
     if problems:
         return False
-    index = load_index(folder)
+    index = folders.load_index(folder)
     nbytes = sum(index.files.values())
     step = index.shared.get("global_steps", "unknown") if isinstance(index.shared, dict) else "unknown"
     print(

@@ -57,14 +57,18 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def read_index(folder: Path) -> Index:
-    """The index of one checkpoint; raises Damaged for one that is not whole as far as sizes tell."""
+def load_index(folder: Path) -> Index:
+    """The index, whatever is in the files; raises Damaged where there is none that can be read."""
     path = folder / INDEX
     try:
-        text = path.read_bytes()
+        return Index.of_json(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise Damaged(f"{folder} holds no whole checkpoint: {INDEX}, which is written last, is not there") from None
-    index = Index.of_json(text, str(path))
+
+
+def read_index(folder: Path) -> Index:
+    """The index of one checkpoint; raises Damaged for one that is not whole as far as sizes tell."""
+    index = load_index(folder)
     problems = index.problems()
     for name, nbytes in index.files.items():
         try:

@@ -22,6 +22,8 @@ LINGERS = 10.0  # seconds that the first rank, with which the store may go, wait
 GONE = 2.0  # the same where it has found that one of them does not come
 SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
+STOPPED = 10.0  # seconds between two looks from which on this process was stopped, and cannot judge others by them
+ALIKE = 2.0  # seconds within which ranks have stopped together
 SURE = 3.0  # seconds for which there must be a reason to give up
 KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "OSError": OSError}
 
@@ -117,11 +119,16 @@ class StoreBarrier:
     def _await(self, phase: str, timeout: float, in_call: bool) -> list[Any]:
         """The values that are expected; raises RuntimeError that says who does not get on."""
         store, rank = self._store, self.ranks[self.rank]
-        began = said = time.monotonic()
+        began = said = looked = time.monotonic()
         since = 0.0
         while (received := store.messages.wait(0.2)) is None:
             now = time.monotonic()
-            missing, silent = store.messages.missing()
+            if now - looked > STOPPED:
+                began = now
+            looked = now
+            quiet = {other: now - max(began, store.moved_at(other)) for other in store.messages.missing()}
+            silent = max(quiet.values(), default=0.0)
+            missing = [other for other, seconds in quiet.items() if silent - seconds <= ALIKE]
             if not missing:
                 continue
             who = f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'}"

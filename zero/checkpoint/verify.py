@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
+from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import contents
 
@@ -20,9 +20,11 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
     """
     folder = Path(folder)
     try:
-        index = load_index(folder)
+        index = folders.load_index(folder)
     except Damaged as error:
         return [str(error)]
+    except OSError as error:
+        return [f"{folder / folders.INDEX} cannot be read: {error}"]
     moved = progress(sum(index.files.values()))
     found = index.problems()
     headers = {}
@@ -37,23 +39,11 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
     return found
 
 
-def load_index(folder: Path) -> Index:
-    """The index, whatever is in the files; raises Damaged where there is none that can be read."""
-    path = folder / folders.INDEX
-    try:
-        return Index.of_json(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        problem = f"{folder} holds no whole checkpoint: {folders.INDEX}, which is written last, is not there"
-        raise Damaged(problem) from None
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from None
-
-
 def rubbish(folder: str | Path) -> list[str]:
     """Names in the folder that belong to no checkpoint, such as what a save that was killed has left."""
     folder = Path(folder)
     try:
-        known = {folders.INDEX, *load_index(folder).files}
+        known = {folders.INDEX, *folders.load_index(folder).files}
     except Damaged:
         known = {folders.INDEX}
     return sorted(path.name for path in folder.iterdir() if path.name not in known)

@@ -14,7 +14,6 @@ from zero.watchdog.signed_store import SignedStore
 POLL = (0.005, 0.25)  # seconds between two looks at the store, at first and after a while
 SHARE = 0.5  # seconds after which a turn makes way for this rank's record
 LARGEST = 4 << 20  # bytes of one value; the store takes 8 MiB
-ALIKE = 2.0  # seconds within which ranks have stopped together
 
 
 class Message(NamedTuple):
@@ -40,7 +39,6 @@ class Messages:
         self._unread: list[str] = []  # keys that not all have read
         self._expected: dict[str, int] = {}  # key -> the rank that puts it down
         self._received: dict[str, bytes] = {}
-        self._moved: dict[int, tuple[int, float]] = {}  # progress of the ranks that are waited for, and when it changed
 
     def post(self, key: str, value: Any, readers: int = 1) -> None:
         """Send a value that JSON holds."""
@@ -52,10 +50,8 @@ class Messages:
 
     def expect(self, keys: Mapping[str, int]) -> None:
         """Look for these from now on, each from the rank that it names."""
-        now = time.monotonic()
         with self._state:
             self._expected, self._received = dict(keys), {}
-            self._moved = dict.fromkeys(keys.values(), (-1, now))
         self._hurry()
 
     def wait(self, seconds: float) -> list[Any] | None:
@@ -76,13 +72,10 @@ class Messages:
             self._expected, self._received, self.open = {}, {}, False
         self._wake()
 
-    def missing(self) -> tuple[list[int], float]:
-        """The ranks whose message is missing and that made no progress longest, and for how many seconds."""
-        now = time.monotonic()
+    def missing(self) -> list[int]:
+        """The ranks whose message is missing."""
         with self._state:
-            since = {rank: self._moved[rank][1] for key, rank in self._expected.items() if key not in self._received}
-        oldest = min(since.values(), default=now)
-        return [rank for rank, at in since.items() if at - oldest <= ALIKE], now - oldest
+            return [rank for key, rank in self._expected.items() if key not in self._received]
 
     @property
     def waiting(self) -> bool:
@@ -93,18 +86,6 @@ class Messages:
     def busy(self) -> bool:
         """Whether there is anything to look for in the store."""
         return bool(self._posted or self._unread or self.waiting)
-
-    def observe(self, progress: Mapping[int, int], anew: bool) -> bool:
-        """Whether a rank that is waited for has made progress; `anew`: nobody has looked for a while."""
-        now, changed = time.monotonic(), False
-        with self._state:
-            for rank in (rank for key, rank in self._expected.items() if key not in self._received):
-                before = self._moved[rank][0]
-                current = progress.get(rank, before)
-                if anew or current != before:
-                    self._moved[rank] = (current, now)
-                    changed = changed or current != before
-        return changed
 
     def turn(self, store: SignedStore, each: bool) -> None:
         """Put down what is posted, and take what has come; `each`: look for every message, not only for all at once."""

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -97,6 +98,10 @@ class StatusStore(threading.Thread):
         """Whether the store goes when this process does."""
         return self._store.keeper == self._status.rank
 
+    def moved_at(self, rank: int) -> float:
+        """time.monotonic() of when a rank's progress was seen to change; -inf for a rank that was never seen."""
+        return self._records.moved_at.get(rank, -math.inf)
+
     def ask(self) -> None:
         """Tell the others that this rank waits."""
         self._asked += 1
@@ -144,11 +149,7 @@ class StatusStore(threading.Thread):
             self._due = now + max(period, len(self.ranks) / WRITES * period)
             self._write()
             if wanted:
-                anew = now - self.read_at > STOPPED
                 self._records.read(self._store, f"{self.prefix}status/", self.silence)
-                progress = {rank: seen.record.progress for rank, (seen, _) in self._records.seen.items()}
-                if self.messages.observe(progress, anew) and self._status.rank == self.ranks[0]:
-                    self._status.progress += 1  # all wait for this rank, and see that it waits for one that gets on
         if self.messages.busy:
             self.messages.turn(self._store, each=due)
         self._answered = time.monotonic()
@@ -160,6 +161,9 @@ class StatusStore(threading.Thread):
         elif not status.failing:
             self._fault = 0
         record = status.record(time.monotonic_ns(), self._fault)
+        if status.rank == self.ranks[0]:  # for which all wait: they see that those get on for which it waits
+            others = (seen.record.progress for seen, _ in self._records.seen.values())
+            record = replace(record, progress=sum(others, record.progress))
         self._store.set(f"{self.prefix}status/{status.rank}", record.to_json().encode())
         asked = self._asked
         self.asks = self._store.add(self.prefix + "asks", asked - self._told)
@@ -172,11 +176,13 @@ class StatusStore(threading.Thread):
 class RecordReader:
     """The records of other ranks as they were read last.
 
-    seen:    by rank, with the time at which the beat changed; read_at: time.monotonic() of the last reading.
+    seen:     by rank, with the time at which the beat changed;
+    moved_at: by rank, the time at which the progress changed; read_at: time.monotonic() of the last reading.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.seen: dict[int, tuple[Seen, float]] = {}
+        self.moved_at: dict[int, float] = {}
         self.read_at = -math.inf
         self._ranks = tuple(ranks)
         self._prefix = ""
@@ -201,5 +207,7 @@ class RecordReader:
             # A gap in our own readings says nothing about the others: count only from when we look again.
             known = before is not None and before[0].record.beat == record.beat and now - self.read_at < silence
             since = before[1] if known else now
+            if before is None or before[0].record.progress != record.progress or now - self.read_at > STOPPED:
+                self.moved_at[rank] = now
             self.seen[rank] = (Seen(record, now - since), since)
         self.read_at = now
