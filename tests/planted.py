@@ -20,9 +20,8 @@ from torch import nn
 import zero
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
-from zero.engine.check import here
-from zero.engine.check.course import rows_of
-from zero.engine.check.here import Here
+from zero.engine.check.compare import compare_runs
+from zero.engine.check.in_process import InProcessCheck, undisturbed
 from zero.engine.check.recording import Outcome
 from zero.engine.check.runs import Kind, Run
 from zero.optim.norm import global_norm
@@ -318,17 +317,17 @@ def _verdicts(model: str, form: str, seed: int, stage: int, plants: list[Plant |
     dtype = next(param.dtype for param in made.parameters())
     batches = [_batch(model, seed, number, dtype) for number in range(STEPS * accumulation)]
     try:
-        with here._apart():
+        with undisturbed(engine.device):
             torch.manual_seed(seed)
-            check = Here(engine, engine._initialize, batches, lambda model, one: loss_of(model(*one)))
+            check = InProcessCheck(engine, engine._initialize, batches, lambda model, one: loss_of(model(*one)))
             runs = [Run(Kind.ENGINE, accumulation, STEPS, stage)] * len(plants)
-            rows = rows_of(runs, accumulation, STEPS, _planting(check, iter(plants)), [])
+            rows = compare_runs(runs, accumulation, STEPS, _planting(check, iter(plants)), [])
     finally:
         engine.destroy()
     return [row.verdict for row in rows]
 
 
-def _planting(check: Here, plants: Iterator[Plant | None]) -> Callable[[Run, Outcome | None], Outcome]:
+def _planting(check: InProcessCheck, plants: Iterator[Plant | None]) -> Callable[[Run, Outcome | None], Outcome]:
     """What trains, with an error of `plants` in each run of the engine."""
 
     def train(run: Run, lead: Outcome | None) -> Outcome:

@@ -25,9 +25,9 @@ from torch import nn
 
 import zero
 from zero.config import load
-from zero.core.reducer import Reducer
+from zero.core.unit import Unit
+from zero.engine.check.assigned import AssignedRun, make_plain
 from zero.engine.check.compare import Yardstick, judge
-from zero.engine.check.order import Order, make_plain
 from zero.engine.check.plain import PlainEngine, Step
 from zero.engine.check.recording import Outcome, Recorder
 from zero.engine.check.runs import Kind, Run
@@ -117,15 +117,15 @@ def test_training_goes_on_as_if_there_had_been_no_check(pool, stage, more):
 
 def corrupted() -> tuple[bool, list[str], str]:
     """One unit's gradient of rank 1 is a little too large whenever the core reduces it."""
-    fire = Reducer._fire
+    reduce = Unit.reduce
 
-    def wrong(reducer: Reducer, unit: Any) -> None:
+    def wrong(unit: Unit, leaf: Any) -> None:
         if dist.get_rank() == 1 and unit.plan.name == "blocks.1":
             unit.gradients.flat.mul_(1.001)
-        fire(reducer, unit)
+        reduce(unit, leaf)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "_fire", wrong)
+        patch.setattr(Unit, "reduce", wrong)
         sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         return checked(make_net(), share(0), 1, sgd, steps=1, stages=(1, 3), accumulations=(1,))
 
@@ -231,7 +231,7 @@ def test_wrong_arguments_are_named():
 
 def begin_of(engine: Any) -> dict[str, int]:
     recorder = Recorder(engine)
-    recorder.look_at_begin()
+    recorder.record_begin()
     return recorder.begin
 
 
@@ -257,11 +257,11 @@ def test_runs_that_begin_with_other_weights_are_not_compared():
 
 
 def built_for_a_plain_run() -> bool:
-    def plain() -> Order:
-        return Order(Run(Kind.PLAIN, 1, 1), Path("/nowhere"))
+    def plain() -> AssignedRun:
+        return AssignedRun(Run(Kind.PLAIN, 1, 1), Path("/nowhere"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero.engine.init.order_of_environment", plain)
+        patch.setattr("zero.engine.init.assigned_run", plain)
         with zero.Init():
             built = make_net()
     return all(torch.equal(*pair) for pair in zip(built.parameters(), make_net().parameters(), strict=True))

@@ -13,13 +13,13 @@ from zero.core.sharded_module import DTYPES
 from zero.engine.progress import momentum_of
 
 
-def _key(path: str) -> Callable[[Any], Any]:
-    """A method that answers with a key of the configuration, None where a section above it is not there."""
+def _key(path: str, meaning: str = "") -> Callable[[Any], Any]:
+    """A method that returns a key of the configuration, None where a section above it is not there."""
 
     def value(self: Any) -> Any:
         return functools.reduce(lambda here, name: getattr(here, name, None), path.split("."), self._config)
 
-    value.__doc__ = f"The key `{path}`."
+    value.__doc__ = f"{meaning or 'The key'} `{path}`."
     return value
 
 
@@ -42,6 +42,19 @@ class DeepSpeedGetters:
     global_samples = _counter("global_samples")
     micro_steps = _counter("micro_steps")
     skipped_steps = _counter("skipped_steps")
+
+    train_batch_size = _key("train_batch_size", "Samples per optimizer step over all ranks:")
+    train_micro_batch_size_per_gpu = _key("train_micro_batch_size_per_gpu", "Samples per forward on one rank:")
+    gradient_accumulation_steps = _key("gradient_accumulation_steps", "Micro-batches per optimizer step:")
+    zero_optimization_stage = _key("zero_optimization.stage", "The ZeRO stage, 0 to 3:")
+    zero_gather_16bit_weights_on_model_save = _key("zero_optimization.stage3_gather_16bit_weights_on_model_save")
+    fp16_enabled = _key("fp16.enabled", "Whether parameters are fp16:")
+    bfloat16_enabled = _key("bf16.enabled", "Whether parameters are bf16:")
+    torch_autocast_enabled = _key("torch_autocast.enabled", "Whether the forward runs under torch.autocast:")
+    gradient_clipping = _key(
+        "gradient_clipping", "The largest global gradient norm that is not clipped, 0 for no clipping:"
+    )
+    steps_per_print = _key("steps_per_print", "Optimizer steps between progress lines, inf for none:")
 
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
     bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
@@ -109,18 +122,6 @@ class DeepSpeedGetters:
         """This process among those of its host, as its launcher says."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward on one rank."""
-        return self._config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._config.gradient_accumulation_steps
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
@@ -129,10 +130,6 @@ class DeepSpeedGetters:
         """Whether anything is cut at all."""
         return self._config.zero_optimization.stage > 0
 
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3."""
-        return self._config.zero_optimization.stage
-
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether reduced gradients are cut (stages 2 and 3)."""
         return self._config.zero_optimization.stage >= 2
@@ -140,22 +137,6 @@ class DeepSpeedGetters:
     def zero_optimization_partition_weights(self) -> bool:
         """Whether parameters are cut between uses (stage 3)."""
         return self._config.zero_optimization.stage >= 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """The key `stage3_gather_16bit_weights_on_model_save`."""
-        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self._config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self._config.bf16.enabled
-
-    def torch_autocast_enabled(self) -> bool:
-        """Whether the forward runs under torch.autocast."""
-        return self._config.torch_autocast.enabled
 
     def amp_enabled(self) -> bool:
         """Always False: there is no apex here."""
@@ -168,14 +149,6 @@ class DeepSpeedGetters:
     def loss_scale(self) -> float:
         """The loss scale of the configuration: 0 when it is dynamic, 1 outside fp16. Now: `optimizer.loss_scale`."""
         return float(self._config.fp16.loss_scale) if self._config.scales_loss else 1.0
-
-    def gradient_clipping(self) -> float:
-        """The largest global gradient norm that is not clipped; 0 means no clipping."""
-        return self._config.gradient_clipping
-
-    def steps_per_print(self) -> float:
-        """Optimizer steps between progress lines; inf for none."""
-        return self._config.steps_per_print
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """The dtype of torch.autocast around the forward; None where it is off."""

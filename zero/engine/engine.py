@@ -203,9 +203,9 @@ class Engine(DeepSpeedGetters, nn.Module):
         that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._status.check()
-        from zero.engine.check import here
+        from zero.engine.check import in_process
 
-        report = here.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
+        report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
         if self._sharded.mesh.data.rank == 0:
             print(report, flush=True)
         return report

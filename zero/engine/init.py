@@ -17,7 +17,7 @@ from zero.core.deferred_param import DeferredParam, Rest
 from zero.core.joining import init_distributed
 from zero.core.mesh import local_device, make_mesh, mesh_of_one
 from zero.core.owner import owner_of
-from zero.engine.check.order import order_of_environment
+from zero.engine.check.assigned import assigned_run
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "only data parallelism over all ranks is built; leave it out"
@@ -119,8 +119,8 @@ class Init:
             builder.finish(failed=kind is not None)
 
     def _builder(self) -> Builder:
-        order = order_of_environment()
-        if order is not None and order.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
+        assigned = assigned_run()
+        if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
             return Builder(mesh_of_one(), self._rest, self._dtype)
         return Builder(make_mesh(Sharding(optim=True, grads=True, params=True)), self._rest, self._dtype)
 

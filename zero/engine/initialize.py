@@ -18,21 +18,22 @@ from zero.config.read import read
 from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
-from zero.core.mesh import MARGIN, MAX_TIMEOUT, local_device, make_mesh
+from zero.core.mesh import MARGIN, MAX_TIMEOUT, Mesh, local_device, make_mesh
 from zero.core.offload import OffloadSettings
+from zero.core.owner import owner_of
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, take_back, wrap
+from zero.core.unit import Unit
 from zero.data import Loader
 from zero.engine.agreement import description
-from zero.engine.arguments import resolve_config
-from zero.engine.check.order import Order, make_plain, order_of_environment
+from zero.engine.arguments import Groups, client_optimizer, make_scheduler, parameter_groups, resolve_config
+from zero.engine.check.assigned import AssignedRun, assigned_run, make_plain
 from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.log import rank_zero, set_level
 from zero.memory.swap_file import Requests
-from zero.optim.lr import build_scheduler
 from zero.optim.make import make_shard_optimizer, shard_optimizer_of
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
@@ -42,8 +43,6 @@ from zero.plan.placement import Where
 from zero.plan.sharding import Sharding
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
-
-Groups = list[dict[str, Any]]
 
 
 def initialize(
@@ -86,24 +85,24 @@ def initialize(
     _join(source, dist_init_required, distributed_port)
     data = data_ranks(mesh_param, device_mesh, mpu)
     handed = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
-    order = order_of_environment()
-    settings = _load(source, data.size, handed, order)
+    assigned = assigned_run()
+    settings = _load(source, data.size, handed, assigned)
     over = data.group, data.sharded_over(settings)
-    if order is not None and order.plain:
-        engine: Any = make_plain(model, optimizer, model_parameters, settings, order.run.kind)
-        engine.lr_scheduler = _make_scheduler(lr_scheduler, engine.optimizer, settings)
+    if assigned is not None and assigned.plain:
+        engine: Any = make_plain(model, optimizer, model_parameters, settings, assigned.run.kind)
+        engine.lr_scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
         loader = _loader(training_data, collate_fn, settings, engine.device, data.rank)
     else:
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
         # Before the model is touched: what these refuse must leave it as it was, for the call that puts it right.
-        scheduler = _make_scheduler(lr_scheduler, zero_optimizer, settings)
+        scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
         device = local_device()
         loader = _loader(training_data, collate_fn, settings, device, data.rank)
         engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
         engine.lr_scheduler = scheduler
     engine.training_dataloader = loader
-    if order is not None:
-        order.watch(engine)
+    if assigned is not None:
+        assigned.watch(engine)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -114,10 +113,10 @@ def _join(source: Any, required: bool | None, port: int) -> None:
         refuse_alone(port)
 
 
-def _load(source: Any, world_size: int, handed: list[str], order: Order | None) -> Config:
-    settings = load(source, world_size, filled=order is None, stand_ins=handed)
-    if order is not None:
-        settings = load(order.config(settings), world_size, filled=False)
+def _load(source: Any, world_size: int, handed: list[str], assigned: AssignedRun | None) -> Config:
+    settings = load(source, world_size, filled=assigned is None, stand_ins=handed)
+    if assigned is not None:
+        settings = load(assigned.config(settings), world_size, filled=False)
     if settings.log_level is not None:
         set_level(settings.log_level)
     return settings
@@ -140,11 +139,23 @@ def _make_engine(
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
     formats = zero_optimizer.shard_optimizer.formats if zero_optimizer else Formats()
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
-    sharded = _wrap(model, groups, sharding, over, device, settings, formats, recomputing)
-    if zero_optimizer is not None:
-        sharded.reducer.divisor = settings.predivide
-        zero_optimizer.bind(sharded, settings.gradient_factor)
-    engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
+    mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order, *over, settings.secondary_shard_size)
+    sharded = None
+    try:
+        with mesh.watchdog.call(Phase.INITIALIZE):
+            sharded = _wrap(model, groups, sharding, mesh, device, settings, formats, recomputing)
+            if zero_optimizer is not None:
+                sharded.reducer.divisor = settings.predivide
+                zero_optimizer.bind(sharded, settings.gradient_factor)
+            engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
+    except BaseException:
+        recomputing.undo()
+        if sharded is not None:
+            sharded.dissolve(mesh.watchdog.broken)
+        else:
+            _unwrap(model, mesh)
+        mesh.watchdog.close()
+        raise
     engine._progress.log_start()
     return engine
 
@@ -153,7 +164,7 @@ def _wrap(
     model: nn.Module,
     groups: Groups,
     sharding: Sharding,
-    over: tuple[dist.ProcessGroup | None, int],
+    mesh: Mesh,
     device: torch.device,
     settings: Config,
     formats: Formats,
@@ -180,25 +191,31 @@ def _wrap(
         section.stage3_model_persistence_threshold,
         section.offload_param.buffer_count,
     )
-    zero = settings.zero
-    mesh = make_mesh(sharding, zero.timeout, zero.check_order, *over, settings.secondary_shard_size)
-    try:
-        with mesh.watchdog.call(Phase.INITIALIZE):
-            what = "the ranks do not initialize the same engine"
-            refused = refusals(model, bool(groups), sharding.params or places.enabled)
-            agree(refused or description(model, groups, settings), mesh.data, device, what)
-            if refused:
-                raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
-            if names := in_channels_last(model):
-                text = "%d parameter(s) in channels_last, the first '%s', become contiguous; inputs may stay"
-                rank_zero(logging.WARNING, text, len(names), names[0])
-            take_back(model)
-            recomputing.apply(model)
-            return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
-    except BaseException:
-        recomputing.undo()
-        mesh.watchdog.close()
-        raise
+    what = "the ranks do not initialize the same engine"
+    refused = refusals(model, bool(groups), sharding.params or places.enabled)
+    agree(refused or description(model, groups, settings), mesh.data, device, what)
+    if refused:
+        raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
+    if names := in_channels_last(model):
+        text = "%d parameter(s) in channels_last, the first '%s', become contiguous; inputs may stay"
+        rank_zero(logging.WARNING, text, len(names), names[0])
+    take_back(model)
+    recomputing.apply(model)
+    return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
+
+
+def _unwrap(model: nn.Module, mesh: Mesh) -> None:
+    """Give the parameters of units on `mesh`, whose engine could not be made, storage of their own again.
+
+    Together with the other ranks where they come here, too; else what only they hold of a parameter that is cut is NaN.
+    """
+    owners = [owner for owner in map(owner_of, model.parameters()) if owner is not None]
+    units = {id(owner.unit): owner.unit for owner in owners if isinstance(owner.unit, Unit) and owner.unit.mesh is mesh}
+    for unit in units.values():
+        try:
+            unit.dissolve(mesh.watchdog.broken)
+        except RuntimeError:  # another rank has given up, or does not come here
+            unit.dissolve(alone=True)
 
 
 def _places(settings: Config) -> OffloadSettings:
@@ -237,13 +254,13 @@ def _make_optimizer(
 ) -> tuple[ZeroOptimizer | None, Groups]:
     if client is None and settings.optimizer is None:
         return None, []
-    groups = _groups(model, model_parameters)
+    groups = parameter_groups(model, model_parameters)
     if client is None:
         section = settings.optimizer
         params = dict(section.params or {})
         shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype)
     else:
-        client = _client_optimizer(client, groups)
+        client = client_optimizer(client, groups)
         shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
@@ -255,66 +272,5 @@ def _make_optimizer(
             "'optimizer' (without torch_adam, maximize and the like), or use device 'cpu'"
         )
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
-    made = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, make_loss_scaler(settings))
-    return made, made.param_groups
-
-
-def _client_optimizer(client: Any, groups: Groups) -> torch.optim.Optimizer:
-    """The user's optimizer: the object that was given, or what the callable made."""
-    if isinstance(client, torch.optim.Optimizer):
-        return client
-    if not callable(client):
-        raise ValueError(f"initialize(optimizer=...): got a {type(client).__name__}; wanted an optimizer or a callable")
-    # `groups` are copies; whether the user thinks in groups shows in what other keys they have.
-    in_groups = any(group.keys() != {"params"} for group in groups)
-    made = client(groups if in_groups else [param for group in groups for param in group["params"]])
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(f"initialize(optimizer=...): the callable made a {type(made).__name__}; wanted an optimizer")
-    return made
-
-
-def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
-    """Parameter groups as new dicts, without parameters that need no gradient; raises ValueError if none is left."""
-    items = list(model.parameters() if given is None else given)
-    if not all(isinstance(item, dict) for item in items):
-        items = [{"params": items}]
-    names = {param: name for name, param in model.named_parameters()}
-    groups, seen = [], {}
-    for index, item in enumerate(items):
-        params = item["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        for param in params:
-            if not isinstance(param, torch.Tensor):
-                raise ValueError(f"model_parameters: group {index} holds a {type(param).__name__}; wanted parameters")
-        kept = [param for param in dict.fromkeys(params) if param.requires_grad]
-        for param in kept:
-            if seen.setdefault(param, index) != index:
-                name = names.get(param, f"of shape {tuple(param.shape)}")
-                raise ValueError(f"model_parameters: parameter '{name}' is in groups {seen[param]} and {index}")
-        if kept:
-            groups.append({**item, "params": kept})
-    if not groups:
-        raise ValueError("model_parameters: no parameter requires a gradient, so there is nothing to optimize")
-    return groups
-
-
-def _make_scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) -> Any:
-    if given is not None:
-        if callable(given):
-            return given(optimizer)
-        bound = getattr(getattr(given, "optimizer", None), "param_groups", None)
-        ours = optimizer.param_groups if optimizer is not None else []
-        if bound is not None and not any(group is own for group in bound for own in ours):
-            raise ValueError(
-                f"initialize(lr_scheduler=...): {type(given).__name__} is bound to an optimizer that is not the one "
-                "that trains, so it would change nothing; give that optimizer too, or a callable of the optimizer"
-            )
-        if not hasattr(given, "step"):
-            raise ValueError(
-                f"initialize(lr_scheduler=...): got a {type(given).__name__}; wanted a scheduler, which has step(), or "
-                "a callable of the optimizer"
-            )
-        return given
-    if settings.scheduler is None or settings.scheduler.type is None or optimizer is None:
-        return None
-    return build_scheduler(optimizer, settings.scheduler.type, dict(settings.scheduler.params or {}))
+    optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, make_loss_scaler(settings))
+    return optimizer, optimizer.param_groups

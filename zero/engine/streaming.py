@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,34 +48,26 @@ class _Walk:
     """Gathers units in one order on all ranks, each once, and releases the one before."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._ahead = list({id(unit): unit for unit in units}.values())
-        self._block: GatheredParameters | None = None
+        self._gathered = _gathered(list({id(unit): unit for unit in units}.values()))
         self._at: Unit | None = None
 
     def reach(self, unit: Unit) -> None:
-        """Make `unit`, which must not lie behind, the one that is whole."""
+        """Go on to `unit`, which no unit that was reached before lies behind."""
         while self._at is not unit:
-            self._step()
+            self._at = next(self._gathered, None)
+            if self._at is None:
+                raise RuntimeError(f"unit '{unit.plan.name}' was asked for after the last one was gathered")
 
     def finish(self) -> None:
         """Gather what nobody has asked for, as the other ranks do it, and release the last."""
-        while self._ahead:
-            self._step()
-        self._leave()
+        for _ in self._gathered:
+            pass
 
-    def _step(self) -> None:
-        self._leave()
-        if not self._ahead:
-            raise RuntimeError("a unit was asked for after the last one was gathered")
-        self._at = self._ahead.pop(0)
-        block = GatheredParameters(self._at.params)
-        block.__enter__()
-        self._block = block
 
-    def _leave(self) -> None:
-        block, self._block, self._at = self._block, None, None
-        if block is not None:
-            block.__exit__(None, None, None)
+def _gathered(units: list[Unit]) -> Iterator[Unit]:
+    for unit in units:
+        with GatheredParameters(unit.params):
+            yield unit
 
 
 def _place(value: torch.Tensor) -> int:

@@ -1,19 +1,21 @@
-"""Judging runs: how far each is from plain torch, and whether rounding explains it."""
+"""Comparing runs: how far each is from plain torch, and whether rounding explains it."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from zero.engine.check.recording import Outcome, Values
-from zero.engine.check.runs import Run
+from zero.engine.check.runs import Kind, Run
 
 _EPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
+Train = Callable[[Run, Outcome | None], Outcome]
+
 _AMPLE = 8  # times what a nudge of one rounding does, or one unit in the last place, passes as rounding
 
 
@@ -50,28 +52,14 @@ class Report:
     def __bool__(self) -> bool:
         return self.ok
 
-    @property
-    def closing(self) -> tuple[str, ...]:
-        """What is said below the table."""
-        return (*self.notes, "All is well." if self.ok else "NOT all is well.")
-
     def __str__(self) -> str:
-        lines = cells(self.rows)
+        lines = [("run", "loss", "gradients", "parameters", "verdict")]
+        lines += [(row.run.name, *map(_text, (row.loss, row.grads, row.params)), row.verdict) for row in self.rows]
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
         texts = ["  ".join([*map(str.ljust, line[:4], widths), line[4]]) for line in lines]
         texts.insert(1, "-" * max(map(len, texts)))
-        return "\n".join(
-            ["Largest differences from plain torch in one step, absolute (relative):", *texts, *self.closing]
-        )
-
-
-def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table as text, its head first."""
-    head = ("run", "loss", "gradients", "parameters", "verdict")
-    return [
-        head,
-        *((row.run.name, _shown(row.loss), _shown(row.grads), _shown(row.params), row.verdict) for row in rows),
-    ]
+        head = "Largest differences from plain torch in one step, absolute (relative):"
+        return "\n".join([head, *texts, *self.notes, "All is well." if self.ok else "NOT all is well."])
 
 
 class Yardstick(NamedTuple):
@@ -105,40 +93,66 @@ def yardstick(plain: Outcome, nudged: Outcome) -> Yardstick | None:
     return Yardstick(loss.absolute if loss is not None else 0.0, grads, statistics.median(shares))
 
 
-def failed(run: Run, why: str) -> Row:
-    """The row of a run that came to nothing."""
-    return Row(run, None, None, None, f"FAILED: {why}", False)
+class Failed(RuntimeError):
+    """A run that could not be carried out, for the reason that is the message."""
 
 
-def judge(run: Run, found: Outcome, beside: Outcome, measure: Yardstick | None) -> Row:
-    """The row of one run of the engine; `beside` is the plain run that took each step from its weights.
+def compare_runs(runs: Iterable[Run], accumulation: int, steps: int, train: Train, notes: list[str]) -> list[Row]:
+    """Judge each of `runs`, all of the engine; raises `Failed` when plain torch does not run.
+
+    train: carries a run out; the other run that it is given, if any, is the one to follow. Runs with the same bits are
+    compared with one run of plain torch; that is PLAIN where they go as it did.
+    """
+    plain = train(Run(Kind.PLAIN, accumulation, steps), None)
+    measure = yardstick(plain, train(Run(Kind.NUDGED, accumulation, steps), plain))
+    references = [(plain.bits, plain)]
+    rows, bits = [], []
+    for run in runs:
+        try:
+            outcome = train(run, None)
+            bits.append(outcome.bits)
+            reference = next((other for known, other in references if known == bits[-1]), None)
+            if reference is None:
+                reference = train(Run(Kind.BESIDE, accumulation, steps, run.stage, run.places), outcome)
+                references.append((bits[-1], reference))
+        except Failed as error:
+            rows.append(Row(run, None, None, None, f"FAILED: {error}", False))
+        else:
+            rows.append(judge(run, outcome, reference, measure))
+    if len(bits) > 1 and bits.count(bits[0]) == len(bits):
+        notes.append(f"The stages that ran agree among themselves in every bit (accumulation {accumulation}).")
+    return rows
+
+
+def judge(run: Run, outcome: Outcome, reference: Outcome, measure: Yardstick | None) -> Row:
+    """The row of one run of the engine; `reference`: the run of plain torch that took each step from its weights.
 
     "within rounding" means: loss and gradients are at most eight times as far off as a nudge of each weight by one unit
     in its last place moves them, or eight such units; and so is what the step made of the gradient, where it does not
     carry rounding any further.
     """
-    wrong = _shape(found, beside) or _begin(found, beside)
+    wrong = _shape(outcome, reference) or _begin(outcome, reference)
     if wrong is None and measure is None:
         wrong = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
-    if wrong is None and found.stray is not None:
-        wrong = f"parameter {found.stray} is not what it is on rank 0"
+    if wrong is None and outcome.stray is not None:
+        wrong = f"parameter {outcome.stray} is not what it is on rank 0"
     if wrong is None:
-        wrong = _first_tensor(found, beside, measure) or _first_number(found, beside, measure)
-    loss = _difference(_flat(found.losses), _flat(beside.losses))
-    alike = _shape(found, beside) is None
-    grads, params = (_largest(found, beside, kind) if alike else None for kind in ("grads", "params"))
+        wrong = _first_tensor(outcome, reference, measure) or _first_number(outcome, reference, measure)
+    loss = _difference(_flat(outcome.losses), _flat(reference.losses))
+    alike = _shape(outcome, reference) is None
+    grads, params = (_largest(outcome, reference, kind) if alike else None for kind in ("grads", "params"))
     if wrong is not None:
         return Row(run, loss, grads, params, f"DIFFERS: {wrong}", False)
     # The norm is a report, and its squares are added up in another order.
-    same = found.bits == beside.bits
+    same = outcome.bits == reference.bits
     return Row(run, loss, grads, params, "same bits" if same else "within rounding", True)
 
 
-def _shape(found: Outcome, beside: Outcome) -> str | None:
-    counts = [[len(losses) for losses in one.losses] for one in (found, beside)]
-    if counts[0] != counts[1] or len(found.norms) != len(beside.norms) or len(found.steps) != len(beside.steps):
-        return f"{counts[0]} losses on the ranks, where plain torch has {counts[1]}"
-    for mine, theirs in zip(found.steps, beside.steps, strict=True):
+def _shape(outcome: Outcome, reference: Outcome) -> str | None:
+    counts = [([len(losses) for losses in one.losses], len(one.norms), len(one.steps)) for one in (outcome, reference)]
+    if counts[0] != counts[1]:
+        return f"{counts[0][0]} losses on the ranks, where plain torch has {counts[1][0]}"
+    for mine, theirs in zip(outcome.steps, reference.steps, strict=True):
         if mine.params.keys() != theirs.params.keys() or mine.grads.keys() != theirs.grads.keys():
             return "the parameters have other names"
         for name, value in mine.params.items():
@@ -147,19 +161,19 @@ def _shape(found: Outcome, beside: Outcome) -> str | None:
     return None
 
 
-def _begin(found: Outcome, beside: Outcome) -> str | None:
+def _begin(outcome: Outcome, reference: Outcome) -> str | None:
     # Said before all else, since everything differs then.
-    for name, value in beside.begin.items():
-        if found.begin.get(name) != value:
+    for name, value in reference.begin.items():
+        if outcome.begin.get(name) != value:
             return f"parameter '{name}' before the first step; does the script seed its random numbers?"
     return None
 
 
-def _first_tensor(found: Outcome, beside: Outcome, measure: Yardstick) -> str | None:
+def _first_tensor(outcome: Outcome, reference: Outcome, measure: Yardstick) -> str | None:
     before: Values = {}
-    for number, (mine, theirs) in enumerate(zip(found.steps, beside.steps, strict=True), 1):
+    for number, (mine, theirs) in enumerate(zip(outcome.steps, reference.steps, strict=True), 1):
         for name, grad in theirs.grads.items():
-            floor = max(measure.share, _EPS[found.dtype]) * _size(grad)
+            floor = max(measure.share, _EPS[outcome.dtype]) * _size(grad)
             if not _distance(mine.grads[name], grad) <= _AMPLE * max(measure.grads[name], floor):  # a NaN is false
                 return f"first in the gradient of '{name}' at step {number}"
         for name, value in theirs.params.items():
@@ -172,10 +186,10 @@ def _first_tensor(found: Outcome, beside: Outcome, measure: Yardstick) -> str | 
     return None
 
 
-def _first_number(found: Outcome, beside: Outcome, measure: Yardstick) -> str | None:
+def _first_number(outcome: Outcome, reference: Outcome, measure: Yardstick) -> str | None:
     for what, mine, theirs, eps, noise in (
-        ("gradient norm", found.norms, beside.norms, _EPS["fp32"], 0.0),
-        ("loss", _flat(found.losses), _flat(beside.losses), _EPS[found.dtype], measure.loss),
+        ("gradient norm", outcome.norms, reference.norms, _EPS["fp32"], 0.0),
+        ("loss", _flat(outcome.losses), _flat(reference.losses), _EPS[outcome.dtype], measure.loss),
     ):
         for one, other in zip(mine, theirs, strict=True):
             if one != other and not abs(one - other) <= _AMPLE * max(noise, eps * abs(other)):
@@ -192,9 +206,9 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return 0.0 if same else _size(one.double() - other.double())
 
 
-def _largest(found: Outcome, beside: Outcome, kind: str) -> Difference:
+def _largest(outcome: Outcome, reference: Outcome, kind: str) -> Difference:
     absolute = relative = 0.0
-    for mine, theirs in zip(found.steps, beside.steps, strict=True):
+    for mine, theirs in zip(outcome.steps, reference.steps, strict=True):
         for name, value in getattr(theirs, kind).items():
             distance, size = _distance(getattr(mine, kind)[name], value), _size(value)
             # Not max(): a NaN must win.
@@ -218,7 +232,7 @@ def _flat(losses: Sequence[Sequence[float]]) -> list[float]:
     return [loss for of_rank in losses for loss in of_rank]
 
 
-def _shown(difference: Difference | None) -> str:
+def _text(difference: Difference | None) -> str:
     if difference is None:
         return "-"
     return "0" if difference.absolute == 0 else f"{difference.absolute:.1e} ({difference.relative:.0e})"

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import Config
+from zero.core.sharded_module import DTYPES
 from zero.data import Loader
+from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.check.runs import Kind
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.loader import make_loader
 from zero.engine.progress import Counters
 
-Groups = list[dict[str, Any]]
 Values = dict[str, torch.Tensor]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NUDGE = 1e-6  # of a gradient, to see whether the update makes more of it
 
 
@@ -69,7 +69,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._norm: float | None = None
         self._sums: dict[nn.Parameter, torch.Tensor | None] = {}
         self._broadcast()
-        self.masters = self._make_masters(_DTYPES[settings.compute_dtype])
+        self.masters = self._make_masters(DTYPES[settings.compute_dtype])
 
     def bind(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Take the optimizer of the module's parameters; it gets the masters in their place."""
@@ -112,6 +112,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """See `Engine.step`."""
+        counters = self._counters
         if self.is_gradient_accumulation_boundary():
             self._reduce()
             grads = self._grads()
@@ -123,12 +124,12 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
             self.optimizer.zero_grad()
             self.last = Step(grads, self.weights(), slack)
             self._load()
-            self.global_steps += 1
-            self.skipped_steps += not applied
-            self.global_samples += self.train_batch_size()
+            counters.global_steps += 1
+            counters.skipped_steps += not applied
+            counters.global_samples += self.train_batch_size()
             if applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-        self.micro_steps += 1
+        counters.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """See `Engine.is_gradient_accumulation_boundary`."""
@@ -179,7 +180,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         """What forward and backward compute in."""
-        return _DTYPES[self._config.autocast_dtype or self._config.compute_dtype]
+        return DTYPES[self._config.autocast_dtype or self._config.compute_dtype]
 
     @torch.no_grad()
     def _nudge(self) -> None:
@@ -194,7 +195,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def _make_masters(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
         masters = {}
         for name, param in self.module.named_parameters():
-            if dtype != torch.float32 and param.dtype in _DTYPES.values():
+            if dtype != torch.float32 and param.dtype in (torch.float32, torch.bfloat16, torch.float16):
                 if param.requires_grad:
                     masters[name] = nn.Parameter(param.data.float())
                 param.data = param.data.to(dtype)
@@ -238,8 +239,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """One step of the optimizer; returns how far rounding of the gradient would move it, in a run that follows."""
         ends = [self._tried(factor) for factor in (1 - _NUDGE, 1 + _NUDGE)] if self._lead is not None else []
         self.optimizer.step()
-        found = self.weights()
-        return {name: sum((end[name] - value).abs() for end in ends) for name, value in found.items() if ends}
+        after = self.weights()
+        return {name: sum((end[name] - value).abs() for end in ends) for name, value in after.items() if ends}
 
     def _tried(self, factor: float) -> Values:
         """The weights after a step of a gradient `factor` times as large; it leaves everything as it was."""
@@ -261,8 +262,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def _take(self, param: nn.Parameter) -> None:
         """Add a gradient up in the masters' precision, as it lands."""
         grad = param.grad.to(torch.float32)
-        known = self._sums[param]
-        self._sums[param] = grad if known is None else known + grad
+        total = self._sums[param]
+        self._sums[param] = grad if total is None else total + grad
         param.grad = None
 
     def _reduce(self) -> None:
@@ -279,30 +280,16 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self._sums = dict.fromkeys(self._sums)
 
 
-def groups_of(model: nn.Module, given: Iterable[Any] | None) -> Groups:
-    """Parameter groups for torch's optimizers, without parameters that need no gradient."""
-    items = list(model.parameters() if given is None else given)
-    if not all(isinstance(item, dict) for item in items):
-        items = [{"params": items}]
-    groups = []
-    for item in items:
-        params = [item["params"]] if isinstance(item["params"], torch.Tensor) else item["params"]
-        kept = [param for param in dict.fromkeys(params) if param.requires_grad]
-        groups += [{**item, "params": kept}] if kept else []
-    return groups
-
-
 def plain_optimizer(
-    model: nn.Module, client: Any, given: Iterable[Any] | None, settings: Config
+    model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config
 ) -> torch.optim.Optimizer | None:
     """The client's optimizer, or the config's over the model's parameters; ValueError where torch has no such."""
-    if client is not None:
-        params = [param for group in groups_of(model, given) for param in group["params"]]
-        return client if isinstance(client, torch.optim.Optimizer) else client(params)
-    if settings.optimizer is None:
+    if client is None and settings.optimizer is None:
         return None
-    kind, params = settings.optimizer.type, dict(settings.optimizer.params or {})
-    return _maker(kind, params)(groups_of(model, given))
+    groups = parameter_groups(model, model_parameters)
+    if client is not None:
+        return client_optimizer(client, groups)
+    return _maker(settings.optimizer.type, dict(settings.optimizer.params or {}))(groups)
 
 
 def _maker(kind: str, params: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
@@ -321,8 +308,8 @@ def _maker(kind: str, params: dict[str, Any]) -> Callable[[Groups], torch.optim.
     )
     if name == "AdamW":
         params.setdefault("weight_decay", 0.0)  # torch's own default is not ours
-    found = getattr(torch.optim, name)
-    return lambda groups: found(groups, **{key: value for key, value in params.items() if value is not None})
+    maker = getattr(torch.optim, name)
+    return lambda groups: maker(groups, **{key: value for key, value in params.items() if value is not None})
 
 
 class Lion(torch.optim.Optimizer):

@@ -1,8 +1,7 @@
-"""What a run leaves behind to be compared: losses, gradient norms, and the exact weights at the end."""
+"""What is recorded of a run to be compared: losses, gradient norms, and gradients and exact weights of each step."""
 
 from __future__ import annotations
 
-import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +45,7 @@ class Outcome:
 
 
 class Recorder:
-    """Listens to an engine: the loss of each backward; norm, gradient and weights of each step.
+    """Records an engine: the loss of each backward; norm, gradient and weights of each step.
 
     Losses are what `engine.backward` got; where it is never called, what the engine returned.
     """
@@ -59,12 +58,12 @@ class Recorder:
         self._returned: list[float] = []
         self._backward, self._step = engine.backward, engine.step
         # On the object, in front of the methods of its class: the user's loop must not see a difference.
-        engine.backward, engine.step = self._heard_backward, self._heard_step
-        engine.register_forward_hook(self._heard_forward)
+        engine.backward, engine.step = self._record_backward, self._record_step
+        engine.register_forward_hook(self._record_forward)
         self.after_step: Any = None
         self.begin: dict[str, int] = {}
 
-    def look_at_begin(self) -> None:
+    def record_begin(self) -> None:
         """Remember the weights of now, as the model computes with them: masters may hold more; collective."""
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.engine._config.compute_dtype, torch.float32)
         self.begin = hashes({name: value.to(dtype) for name, value in weights(self.engine).items()})
@@ -78,21 +77,21 @@ class Recorder:
     def dtype(self) -> str:
         """The coarsest of the dtypes that losses and gradients are computed, sent and added up in."""
         settings = self.engine._config
-        found = {settings.compute_dtype, settings.autocast_dtype, settings.communication_data_type}
-        found.add(settings.data_types.grad_accum_dtype)
-        return next((dtype for dtype in ("bf16", "fp16") if dtype in found), "fp32")
+        dtypes = {settings.compute_dtype, settings.autocast_dtype, settings.communication_data_type}
+        dtypes.add(settings.data_types.grad_accum_dtype)
+        return next((dtype for dtype in ("bf16", "fp16") if dtype in dtypes), "fp32")
 
-    def _heard_forward(self, module: Any, args: Any, output: Any) -> None:
+    def _record_forward(self, module: Any, args: Any, output: Any) -> None:
         loss = find_loss(output)
         if loss is not None and loss.requires_grad:
             self._returned.append(float(loss.detach()))
 
-    def _heard_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _record_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(float(loss.detach()))
         return self._backward(loss, *args, **kwargs)
 
-    def _heard_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _record_step(self, *args: Any, **kwargs: Any) -> Any:
         before, plain = self.engine.global_steps, isinstance(self.engine, PlainEngine)
         grads = {} if plain or not self.engine.is_gradient_accumulation_boundary() else gradients(self.engine)
         result = self._step(*args, **kwargs)
@@ -107,28 +106,28 @@ class Recorder:
 
 def find_loss(output: Any) -> torch.Tensor | None:
     """The loss in what a model returned: the scalar itself, `.loss`, `["loss"]` or `[0]`; None if there is none."""
-    found = output
+    loss = output
     if isinstance(output, dict):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif not isinstance(output, torch.Tensor):
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, (tuple, list)) and output:
-            found = output[0]
-    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, (tuple, list)) and output:
+            loss = output[0]
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def weights(engine: Any) -> Values:
     """The exact weights by name, on the CPU: masters where there are such; collective, one unit at a time."""
     if isinstance(engine, PlainEngine):
         return engine.weights()
-    found: Values = {}
+    values: Values = {}
     for unit in engine._sharded.units:
         if unit.master is not None:
-            found |= _whole(unit, unit.exact())
+            values |= _whole(unit, unit.exact())
         else:
             with torch.no_grad(), GatheredParameters(unit.params):
-                found |= {owner_of(param).name: param.detach().cpu().clone() for param in unit.params}
-    return {name: found[name] for name, _ in engine.module.named_parameters()}
+                values |= {owner_of(param).name: param.detach().cpu().clone() for param in unit.params}
+    return {name: values[name] for name, _ in engine.module.named_parameters()}
 
 
 @torch.no_grad()
@@ -137,9 +136,9 @@ def gradients(engine: Any) -> Values:
 
     What the step would reduce first is reduced now.
     """
-    found: Values = {}
+    values: Values = {}
     if engine.optimizer is None:
-        return found
+        return values
     sharded = engine._sharded
     sharded.reducer.before_step()
     late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
@@ -147,8 +146,8 @@ def gradients(engine: Any) -> Values:
         sharded.reducer.reduce_late()
     for unit in sharded.trained:
         whole = _whole(unit, unit.gradients.shard.float())
-        found |= {name: value * engine.optimizer.gradient_factor for name, value in whole.items()}
-    return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
+        values |= {name: value * engine.optimizer.gradient_factor for name, value in whole.items()}
+    return {name: values[name] for name, _ in engine.module.named_parameters() if name in values}
 
 
 def _whole(unit: Unit, own: torch.Tensor) -> Values:
@@ -173,16 +172,14 @@ def hashes(values: Values) -> dict[str, int]:
 def stray(of_ranks: list[dict[str, int]]) -> str | None:
     """The first parameter whose checksum is not the same on all ranks, with the first such rank."""
     for name, wanted in of_ranks[0].items():
-        for rank, found in enumerate(of_ranks):
-            if found.get(name) != wanted:
+        for rank, hashes_there in enumerate(of_ranks):
+            if hashes_there.get(name) != wanted:
                 return f"'{name}' on rank {rank}"
     return None
 
 
 def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
-    """Write this rank's part of the outcome, and on rank 0 the steps; collective."""
-    from safetensors.torch import save_file
-
+    """Write this rank's part of the outcome; rank 0's has the steps."""
     begin: dict[str, int] = {}
     last: dict[str, int] = {}
     steps = [Step({}, {}, {}) for _ in range(max(len(recorder.steps) for recorder in recorders))]
@@ -193,41 +190,33 @@ def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
         for step, own in zip(steps, recorder.steps, strict=False):
             for values, news in zip(step, own, strict=True):
                 values |= {prefix + name: value for name, value in news.items()}
-    for number, step in enumerate(steps if rank == 0 else ()):
-        named = zip(Step._fields, step, strict=True)
-        values = {f"{kind} {name}": value.contiguous() for kind, values in named for name, value in values.items()}
-        save_file(values, folder / f"step{number}.safetensors")
     record = {
         "losses": [loss for recorder in recorders for loss in recorder.losses],
         "norms": [norm for recorder in recorders for norm in recorder.norms],
-        "names": [[list(values) for values in step] for step in steps],
+        "steps": [step._asdict() for step in steps] if rank == 0 else [],
         "hashes": last,
         "dtype": recorders[0].dtype,
         "begin": begin,
     }
-    (folder / f"rank{rank}.json").write_text(json.dumps(record))
+    torch.save(record, folder / f"rank{rank}.pt")
 
 
 def load(folder: Path) -> Outcome | None:
-    """What `save` wrote; None where a rank's part is missing."""
-    from safetensors.torch import load_file
-
-    paths = [folder / f"rank{rank}.json" for rank in range(len(list(folder.glob("rank*.json"))))]
+    """What `save` wrote on all ranks; None where a rank's part is missing."""
+    paths = [folder / f"rank{rank}.pt" for rank in range(len(list(folder.glob("rank*.pt"))))]
     if not paths or not all(path.exists() for path in paths):
         return None
-    records = [json.loads(path.read_text()) for path in paths]
-    first, steps = records[0], []
-    for number, names in enumerate(first["names"]):
-        path = folder / f"step{number}.safetensors"
-        if not path.exists():
-            return None
-        values = load_file(path)
-        # In the model's order, so that "first" means what the user thinks.
-        kinds = zip(Step._fields, names, strict=True)
-        steps.append(Step(*({name: values[f"{kind} {name}"] for name in named} for kind, named in kinds)))
-    losses = [record["losses"] for record in records]
-    strayed = stray([record["hashes"] for record in records])
-    return Outcome(losses, first["norms"], steps, strayed, first["dtype"], first["begin"], folder)
+    records = [torch.load(path, weights_only=True) for path in paths]
+    first = records[0]
+    return Outcome(
+        losses=[record["losses"] for record in records],
+        norms=first["norms"],
+        steps=[Step(**step) for step in first["steps"]],
+        stray=stray([record["hashes"] for record in records]),
+        dtype=first["dtype"],
+        begin=first["begin"],
+        folder=folder,
+    )
 
 
 def _prefix(index: int) -> str:

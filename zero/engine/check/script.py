@@ -13,12 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from zero.engine.check.compare import Report, Row
-from zero.engine.check.course import Failed, rows_of
-from zero.engine.check.order import environment
+from zero.engine.check.assigned import environment
+from zero.engine.check.compare import Failed, Report, Row, compare_runs
 from zero.engine.check.recording import Outcome, load
 from zero.engine.check.runs import Run, check_counts, engine_runs
-from zero.engine.check.table import show
 from zero.launch.args.check import CheckRequest
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
@@ -37,12 +35,12 @@ def run(request: CheckRequest) -> int:
             runs = engine_runs(request.stages, accumulation, request.steps, request.offload)
             train = functools.partial(_outcome, request, Path(folder))
             try:
-                rows += rows_of(runs, accumulation, request.steps, train, notes)
+                rows += compare_runs(runs, accumulation, request.steps, train, notes)
             except Failed:
                 say("there is nothing to compare with, since plain torch does not run the script")
                 return 1
     report = Report(tuple(rows), tuple(notes))
-    show(report)
+    print(report, flush=True)
     return 0 if report.ok else 1
 
 
@@ -57,11 +55,11 @@ def _outcome(request: CheckRequest, folder: Path, one: Run, lead: Outcome | None
     shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
     folder.mkdir()
     status, output = _launch(request, one, folder, lead.folder if lead is not None else None)
-    found = load(folder)
+    outcome = load(folder) if status == 0 else None
     seconds = time.monotonic() - begin
-    if status == 0 and found is not None:
+    if outcome is not None:
         say(f"{one.name}: {seconds:.1f} s")
-        return found
+        return outcome
     why, tail = _why(request, one, folder, status), "\n".join(output.splitlines()[-_TAIL:])
     say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
     raise Failed(why)

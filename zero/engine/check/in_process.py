@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,17 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import load
-from zero.engine.check.compare import Report, Row
-from zero.engine.check.course import Failed, rows_of
-from zero.engine.check.order import make_plain
-from zero.engine.check.recording import Outcome, Recorder, Values, find_loss, hashes, stray, weights
+from zero.engine.check.assigned import make_plain
+from zero.engine.check.compare import Failed, Report, Row, compare_runs
+from zero.engine.check.recording import Outcome, Recorder, find_loss, hashes, stray, weights
 from zero.engine.check.runs import Kind, Run, check_counts, engine_runs, overridden
+from zero.engine.checkpoint import random_state
 from zero.log import logger
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-class Here:
+class InProcessCheck:
     """One check of one engine. `initialize` is the function that made it."""
 
     def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
@@ -32,7 +31,7 @@ class Here:
         self._initialize = initialize
         self._batches = batches
         self._loss_fn = loss_fn
-        self._random = _random_states()
+        self._random = random_state.capture(engine.device)
         self._model = whole_copy(engine)
 
     def report(self, steps: int, stages: Sequence[int], accumulations: Sequence[int], offload: bool) -> Report:
@@ -41,7 +40,7 @@ class Here:
         notes: list[str] = []
         for accumulation in accumulations:
             runs = engine_runs(stages, accumulation, steps, offload)
-            rows += rows_of(runs, accumulation, steps, self.outcome, notes)
+            rows += compare_runs(runs, accumulation, steps, self.outcome, notes)
         return Report(tuple(rows), tuple(notes))
 
     def outcome(self, run: Run, lead: Outcome | None) -> Outcome:
@@ -57,7 +56,7 @@ class Here:
             raise Failed(f"{type(error).__name__}: {error}") from error
 
     def _outcome(self, run: Run, lead: Outcome | None) -> Outcome:
-        _restore(self._random)
+        random_state.restore(self._random, self._engine.device)
         model = copy.deepcopy(self._model)
         engine = self._build(model, run)
         recorder = Recorder(engine)
@@ -71,8 +70,8 @@ class Here:
         finally:
             engine.destroy()
         rows = _all_ranks((recorder.losses, hashes(recorder.steps[-1].params)))
-        losses, found = [losses for losses, _ in rows], [found for _, found in rows]
-        return Outcome(losses, recorder.norms, recorder.steps, stray(found), recorder.dtype)
+        losses, checksums = zip(*rows, strict=True)
+        return Outcome(list(losses), recorder.norms, recorder.steps, stray(checksums), recorder.dtype)
 
     def _build(self, model: nn.Module, run: Run) -> Any:
         origin = self._engine
@@ -90,8 +89,8 @@ class Here:
         if run.kind is not Kind.ENGINE:
             settings = load(raw, origin.world_size, filled=False)
             return make_plain(model, client, groups, settings, run.kind)
-        given = {"optimizer": client} if client is not None else {"model_parameters": groups}
-        return self._initialize(model=model, config=raw, dist_init_required=False, **given)[0]
+        trained = {"optimizer": client} if client is not None else {"model_parameters": groups}
+        return self._initialize(model=model, config=raw, dist_init_required=False, **trained)[0]
 
 
 def check(
@@ -111,8 +110,10 @@ def check(
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check(batch=...): got an empty list, wanted one batch or more")
-    with _apart():
-        return Here(engine, initialize, batches, loss_fn or loss_of).report(steps, stages, accumulations, offload)
+    with undisturbed(engine.device):
+        return InProcessCheck(engine, initialize, batches, loss_fn or loss_of).report(
+            steps, stages, accumulations, offload
+        )
 
 
 def loss_of(engine: Any, batch: Any) -> torch.Tensor:
@@ -137,47 +138,33 @@ def whole_copy(engine: Any) -> nn.Module:
     for name, param in engine.module.named_parameters():
         memo[id(param)] = nn.Parameter(values[name].to(engine.device), requires_grad=param.requires_grad)
     try:
-        made = copy.deepcopy(engine.module, memo)
+        model = copy.deepcopy(engine.module, memo)
     except Exception as error:
         raise ValueError(f"check(): the model cannot be copied ({type(error).__name__}: {error})") from error
     ours = {handle.id for handle in engine._sharded.handles}
-    for module in made.modules():
+    for module in model.modules():
         for table, entries in vars(module).items():
             if table.startswith(("_forward_hooks", "_forward_pre_hooks")):
                 for key in ours & entries.keys():
                     del entries[key]
-    return made
+    return model
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Random numbers go on behind the block as if it had not been; inside, no engine says that it starts."""
-    states, level = _random_states(), logger.level
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Random numbers go on after the block as if it had not been; inside, engines do not log that they start."""
+    states, level = random_state.capture(device), logger.level
     logger.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:
         logger.setLevel(level)
-        _restore(states)
-
-
-def _random_states() -> Values | dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _restore(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        random_state.restore(states, device)
 
 
 def _all_ranks(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

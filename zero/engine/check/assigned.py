@@ -1,4 +1,4 @@
-"""In the script that `zero check` runs: builds the engine that this run asks for, and ends it after its steps."""
+"""In a script that `zero check` runs: the run that it is started for, which is recorded, and ends after its steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ VARIABLE = "ZERO_CHECK"
 """Set by `zero check` for the script: the run and the folder for what comes of it, as JSON."""
 
 
-class Order:
-    """What `zero check` wants of this process: one run, and its outcome in a folder; `lead` is that of another run."""
+class AssignedRun:
+    """The run that `zero check` wants of this process, with a folder for its outcome, and that of the run to follow."""
 
     def __init__(self, run: Run, folder: Path, lead: Path | None = None) -> None:
         self.run = run
         self.folder = folder
         self._lead = load(lead) if lead is not None else None
         self._recorders: list[Recorder] = []
-        atexit.register(self._came_short)
+        atexit.register(self._write_steps)
 
     @property
     def plain(self) -> bool:
@@ -47,7 +47,7 @@ class Order:
         """Record this engine; the script ends when all that train have taken their steps."""
         recorder = Recorder(engine)
         recorder.after_step = self._stepped
-        recorder.look_at_begin()
+        recorder.record_begin()
         if self._lead is not None and engine.optimizer is not None:
             engine.follow(self._lead.of_engine(len(self._training)))
         self._recorders.append(recorder)
@@ -66,28 +66,29 @@ class Order:
         rank_zero(logging.INFO, "zero check: %d steps are done, which is all; the script ends here", self.run.steps)
         raise SystemExit(0)
 
-    def _came_short(self) -> None:
-        """Leave word of how far the script came."""
+    def _write_steps(self) -> None:
+        """At the end of the process: write how many steps the script took."""
         steps = [recorder.engine.global_steps for recorder in self._recorders]
         if self.folder.is_dir():
             (self.folder / "steps.txt").write_text(str(min(steps, default=0)))
 
 
 @functools.cache
-def order_of_environment() -> Order | None:
-    """The order that this process was started with; None outside of `zero check`. Read once."""
+def assigned_run() -> AssignedRun | None:
+    """The run that this process was started for; None outside of `zero check`. Read once."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
-    given = json.loads(text)
-    run = Run(Kind(given["kind"]), given["accumulation"], given["steps"], given["stage"], given["places"])
-    return Order(run, Path(given["folder"]), Path(given["lead"]) if given["lead"] else None)
+    values = json.loads(text)
+    folder, lead = Path(values.pop("folder")), values.pop("lead")
+    run = Run(**{**values, "kind": Kind(values["kind"])})
+    return AssignedRun(run, folder, Path(lead) if lead else None)
 
 
 def environment(run: Run, folder: Path, lead: Path | None) -> dict[str, str]:
-    """What the script's processes need to find their order."""
-    given = {**dataclasses.asdict(run), "kind": run.kind.value}
-    return {VARIABLE: json.dumps({**given, "folder": str(folder), "lead": str(lead) if lead is not None else None})}
+    """The variable that tells a script's processes their run."""
+    values = {**dataclasses.asdict(run), "kind": run.kind.value, "folder": str(folder), "lead": lead and str(lead)}
+    return {VARIABLE: json.dumps(values)}
 
 
 def make_plain(model: Any, client: Any, model_parameters: Any, settings: Config, kind: Kind) -> PlainEngine:
