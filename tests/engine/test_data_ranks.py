@@ -133,5 +133,3 @@ def test_engines_of_megatrons_groups_train_beside_each_other(pool):
     assert not all(map(torch.equal, ranks[0]["params"], ranks[1]["params"]))
     for rank, found in enumerate(ranks):
         assert found["sizes"] == (4, 2, rank)
-
-

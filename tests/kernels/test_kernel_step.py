@@ -12,6 +12,7 @@ import kernel_cases
 import pytest
 import torch
 from kernel_cases import DTYPES, numbers, same, shifted
+from marks import each_once
 
 from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
 from zero.kernels.moments import FORMATS, Moment
@@ -34,6 +35,7 @@ KINDS = [(name, fmt) for name in FORMULAS for fmt in FORMATS if fmt == "fp32" or
 SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025)
 COUNTERS = {"step": 7, "grad_scale": 0.37, "key": 5, "first": 512}
 every_kind = pytest.mark.parametrize(("name", "fmt"), KINDS, ids=["-".join(kind) for kind in KINDS])
+each_kind_once = pytest.mark.parametrize(("isa", "form"), each_once(kernel_cases.ISAS, KINDS), indirect=["isa"])
 
 
 class Shard(NamedTuple):
@@ -124,15 +126,17 @@ def test_step_gives_the_bits_of_the_reference(isa, name, fmt):
         check(name, fmt, kind, grad_dtype, 1025, True, 1)
 
 
-@every_kind
-def test_all_sizes_give_the_bits_of_the_reference(isa, name, fmt):
+@each_kind_once
+def test_all_sizes_give_the_bits_of_the_reference(isa, form):
+    name, fmt = form
     for index, (numel, start, hostile) in enumerate(itertools.product(SIZES, (0, 1), (False, True))):
         for kind in (MASTERS[1 + index % 3], "remainder"):
             check(name, fmt, kind, DTYPES[(index + numel) % 3], numel, hostile, start)
 
 
-@every_kind
-def test_threads_do_not_change_the_bits(isa, threads, name, fmt):
+@each_kind_once
+def test_threads_do_not_change_the_bits(isa, threads, form):
+    name, fmt = form
     for kind, grad_dtype in ((torch.float16, torch.bfloat16), ("remainder", torch.float32)):
         check(name, fmt, kind, grad_dtype, 33013, True, 1)
 
@@ -211,8 +215,9 @@ def reference_run(name, fmt):
     return run(step_reference, name, fmt, torch.bfloat16, 100)
 
 
-@every_kind
-def test_remainder_trains_as_an_fp32_master_over_1000_steps(isa, name, fmt):
+@each_kind_once
+def test_remainder_trains_as_an_fp32_master_over_1000_steps(isa, form):
+    name, fmt = form
     (full, kept), (joined, kept_joined) = (run(step, name, fmt, kind, 1000) for kind in (torch.bfloat16, "remainder"))
     compare(joined, full, "remainder", f"{name}, {fmt}:")
     compare(full, full, torch.bfloat16)
@@ -228,8 +233,9 @@ def cut(made, begin, end):
     )
 
 
-@every_kind
-def test_a_cut_shard_gives_the_bits_of_the_whole(isa, threads, name, fmt):
+@each_kind_once
+def test_a_cut_shard_gives_the_bits_of_the_whole(isa, threads, form):
+    name, fmt = form
     check_cut(step, name, fmt)
 
 
