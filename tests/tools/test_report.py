@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import each_once
 
 from zero.__main__ import main
 from zero.kernels import native
@@ -126,8 +127,9 @@ def test_help_imports_no_torch() -> None:
     assert ended.returncode == 0 and "--no-measure" in ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("arguments", [["schema"], ["report", "--no-measure"], ["run", "--help"]])
-@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "buffered"), each_once([["schema"], ["report", "--no-measure"], ["run", "--help"]], [True, False])
+)
 def test_a_closed_pipe_ends_the_command_quietly(arguments: list[str], buffered: bool) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -346,6 +346,7 @@ TWO_ENGINES = """
 """
 
 
+@pytest.mark.long
 def test_a_script_with_two_engines(command):
     text = TWO_ENGINES.replace("STAGE", "engine.zero_optimization_stage()")
     ended = command(text, "--nproc", "1", "--steps", "2", "--accumulation", "1", "--stages", "1,3", "script")
@@ -358,8 +359,8 @@ def test_a_script_with_two_engines(command):
     ("text", "options", "args", "said"),
     [
         (SCRIPT, (), ("1",), "the script ended after 1 of 3 optimizer steps; --steps says how many are wanted"),
-        ("pass", (), (), "the script ended without a call of zero.initialize, and it printed nothing"),
         ("import time; time.sleep(600)", ("--timeout", "0.5"), (), "not done after 0.5 s (--timeout)"),
+        *longer(("pass", (), (), "the script ended without a call of zero.initialize, and it printed nothing")),
     ],
 )
 def test_a_script_that_gives_nothing_to_compare(command, text, options, args, said):
