@@ -112,7 +112,7 @@ class Accumulation:
         self._sharded.reducer.settle()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce now what is still on its rank; collective, does nothing where nothing is. For hand-made loops.
+        """Reduce now the gradients that are still local; collective, for training loops written by hand.
 
         `bucket_size` is accepted and changes nothing: units are what is reduced together.
         """

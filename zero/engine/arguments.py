@@ -1,4 +1,4 @@
-"""What `initialize` is given: the configuration or a command line with it, parameters, optimizer, scheduler."""
+"""The arguments of `initialize`: a configuration or a command line with it, parameters, an optimizer, a scheduler."""
 
 from __future__ import annotations
 

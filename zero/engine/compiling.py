@@ -39,7 +39,7 @@ class BlockCompiler:
     ) -> None:
         """Compile the forward of each block of the model: of every module below the root at which units are anchored.
 
-        Parameters are gathered before a compiled block and released behind it, as without. Blocks that contain
+        Parameters are gathered before a compiled block and released after it, as without. Blocks that contain
         others, or read parameters of a unit that is anchored elsewhere (tied weights), run as they are. Where
         parameters are cut, a module inside a compiled block cannot be called on its own. A second call compiles
         anew. `compile_kwargs` go to torch.compile. Raises ValueError for `schedule` and

@@ -146,16 +146,16 @@ def _refuse(reason: str, **arguments: Any) -> None:
             raise ValueError(f"Init({name}=...): got {value!r}; {reason}")
 
 
-def _rest(given: str | torch.device | None, pinned: bool, name: str = "Init(remote_device=...)") -> Rest:
+def _rest(place: str | torch.device | None, pinned: bool, name: str = "Init(remote_device=...)") -> Rest:
     device = local_device()
-    if given in (None, "none"):
+    if place in (None, "none"):
         return Rest(device)
-    if given == "nvme":
+    if place == "nvme":
         return Rest(torch.device("cpu"))  # for a short while, and not for copies: the files are those of an engine
     try:
-        wanted = torch.device(given)
+        wanted = torch.device(place)
     except (RuntimeError, TypeError):
-        raise ValueError(f"{name}: got {given!r}; wanted None, 'cpu' or '{device.type}'") from None
+        raise ValueError(f"{name}: got {place!r}; wanted None, 'cpu' or '{device.type}'") from None
     if wanted.type not in ("cpu", device.type):
-        raise ValueError(f"{name}: got {given!r}; this rank's device is '{device}'; wanted None or 'cpu'")
+        raise ValueError(f"{name}: got {place!r}; this rank's device is '{device}'; wanted None or 'cpu'")
     return Rest(device if wanted.type == device.type else wanted, bool(pinned))

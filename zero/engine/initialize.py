@@ -84,9 +84,10 @@ def initialize(
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     data = data_ranks(mesh_param, device_mesh, mpu)
-    handed = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
+    objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    stand_ins = [name for name, value in objects.items() if value is not None]
     assigned = assigned_run()
-    settings = _load(source, data.size, handed, assigned)
+    settings = _load(source, data.size, stand_ins, assigned)
     over = data.group, data.sharded_over(settings)
     if assigned is not None and assigned.plain:
         engine: Any = make_plain(model, optimizer, model_parameters, settings, assigned.run.kind)
@@ -113,8 +114,8 @@ def _join(source: Any, required: bool | None, port: int) -> None:
         refuse_alone(port)
 
 
-def _load(source: Any, world_size: int, handed: list[str], assigned: AssignedRun | None) -> Config:
-    settings = load(source, world_size, filled=assigned is None, stand_ins=handed)
+def _load(source: Any, world_size: int, stand_ins: list[str], assigned: AssignedRun | None) -> Config:
+    settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins)
     if assigned is not None:
         settings = load(assigned.config(settings), world_size, filled=False)
     if settings.log_level is not None:

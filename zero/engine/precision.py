@@ -93,20 +93,20 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         new = {name: cast_floats(item, dtype) for name, item in old.items()}
         if all(new[name] is old[name] for name in old):
             return value
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, item in new.items():
-            object.__setattr__(made, name, item)  # a frozen one too
-        return made
+            object.__setattr__(copied, name, item)  # a frozen one too
+        return copied
     return value
 
 
 def _with_items(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
     if all(items[key] is value[key] for key in items):
         return value
-    made = copy.copy(value)  # keeps the class, and what it holds besides
+    copied = copy.copy(value)  # keeps the class, and its other attributes
     for key, item in items.items():
-        made[key] = item
-    return made
+        copied[key] = item
+    return copied
 
 
 def make_loss_scaler(config: Config) -> LossScaler:
@@ -127,7 +127,7 @@ def make_loss_scaler(config: Config) -> LossScaler:
 
 
 def check_loss(caller: str, loss: Any) -> None:
-    """Raise ValueError unless `loss` is a scalar tensor with a graph, and not one that `scaled` has made."""
+    """Raise ValueError unless `loss` is a scalar tensor with a graph, and not one that is scaled already."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         if getattr(loss, "_zero_scaled", False):
             raise ValueError(
@@ -151,7 +151,7 @@ def scaled(loss: torch.Tensor, factor: int, reducer: Reducer) -> torch.Tensor:
     if scale == 1.0:
         return loss if factor == 1 else loss * factor
     wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-    made = wide * (scale * factor)
-    made._zero_scaled = True
-    made.register_hook(lambda grad: reducer.scaled(scale))
-    return made
+    product = wide * (scale * factor)
+    product._zero_scaled = True
+    product.register_hook(lambda grad: reducer.scaled(scale))
+    return product

@@ -17,7 +17,7 @@ class Randomness:
     """Seeds torch around each forward, so that dropout falls alike however many ranks share the batch.
 
     The seed is made of torch's seed on rank 0 at the start (`torch.manual_seed` before `initialize`), the optimizer
-    step, the micro-batch's number in it over all ranks, and the how manieth forward of that micro-batch it is. Covers
+    step, the micro-batch's number in it over all ranks, and the number of the forward within that micro-batch. Covers
     torch's generators of the CPU and of this rank's device. What else is drawn (Python's `random`, NumPy, random
     numbers outside of the engine's forward, augmentation in the dataset) is the script's own.
     """
@@ -35,9 +35,9 @@ class Randomness:
 
     @contextlib.contextmanager
     def forward(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Inside, torch draws what this rank's micro-batch of optimizer step `step` shall draw.
+        """Inside, torch's generators are seeded for this rank's micro-batch of optimizer step `step`.
 
-        Outside nothing has been drawn: the generators are put back as they were.
+        Afterwards the generators are as they were before.
         """
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0

@@ -1,6 +1,6 @@
 """The order of events of a training step.
 
-forward     inputs are cast; hooks gather each unit's parameters before its modules run and release them behind
+forward     inputs are cast; hooks gather each unit's parameters before its modules run and release them after
 backward    the loss is scaled; hooks gather the parameters again; gradients are reduced as they become complete:
             those of the micro-batch at the accumulation boundary, or of each one where gradients are cut
 step        before the boundary the micro-batch is counted, and that is all; at the boundary:

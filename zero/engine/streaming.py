@@ -52,14 +52,14 @@ class _Walk:
         self._at: Unit | None = None
 
     def reach(self, unit: Unit) -> None:
-        """Go on to `unit`, which no unit that was reached before lies behind."""
+        """Go on to `unit`, which comes after all that were reached before."""
         while self._at is not unit:
             self._at = next(self._gathered, None)
             if self._at is None:
                 raise RuntimeError(f"unit '{unit.plan.name}' was asked for after the last one was gathered")
 
     def finish(self) -> None:
-        """Gather what nobody has asked for, as the other ranks do it, and release the last."""
+        """Gather the rest, since the other ranks do, and release the last."""
         for _ in self._gathered:
             pass
 

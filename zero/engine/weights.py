@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from zero.core import comm
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
-from zero.core.unit import Unit
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.engine.status import Status
 from zero.engine.streaming import stream_model
@@ -194,16 +193,16 @@ class Weights:
 
     def _whole(self, values: Collection[Any], keep: bool) -> dict[int, torch.Tensor]:
         """Host copies of those among `values` that are cut, by id; where not `keep`, ranks only help to gather them."""
-        found = {}
+        copies = {}
         wanted = {id(value): value for value in values if isinstance(value, nn.Parameter)}
-        for unit in _cut_units(self._sharded):
+        for unit in self._sharded.units:
             params = [param for param in unit.params if id(param) in wanted]
-            if not params:
+            if not params or not unit.cut:
                 continue
             with GatheredParameters(params):
                 for param in params if keep else ():
-                    found[id(param)] = param.detach().to("cpu", copy=True)
-        return found
+                    copies[id(param)] = param.detach().to("cpu", copy=True)
+        return copies
 
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""
@@ -216,28 +215,24 @@ class Weights:
             raise kind(f"another rank than {mesh.global_rank} reports a problem; its message says which")
 
 
-def _cut_units(sharded: ShardedModule) -> Iterator[Unit]:
-    return (unit for unit in sharded.units if unit.cut)
-
-
 def _is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
-def _misfits(names: Mapping[str, Any], given: Mapping[str, Any], unmatched: Unmatched) -> str | None:
-    """What is wrong with a dictionary that shall be loaded, or None."""
-    lines = [f"{kind}: {found}" for kind, found in zip(("missing", "unexpected"), unmatched, strict=True) if found]
+def _misfits(names: Mapping[str, Any], state_dict: Mapping[str, Any], unmatched: Unmatched) -> str | None:
+    """Why a state_dict cannot be loaded, or None."""
+    lines = [f"{kind}: {keys}" for kind, keys in zip(("missing", "unexpected"), unmatched, strict=True) if keys]
     for name, value in names.items():
-        if name not in given or not isinstance(value, torch.Tensor):
+        if name not in state_dict or not isinstance(value, torch.Tensor):
             continue
-        shape = getattr(given[name], "shape", None)
+        shape = getattr(state_dict[name], "shape", None)
         if shape != value.shape:
             lines.append(f"'{name}' has shape {tuple(value.shape)}, the dictionary {shape and tuple(shape)}")
     return f"load_module_state_dict: {'; '.join(lines)}" if lines else None
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """One file of torch's, by way of a temporary one, so that nobody sees half of it."""
+    """One file of torch's, renamed when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

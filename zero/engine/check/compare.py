@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table; the differences are those that come up in one step, from plain torch beside it."""
+    """One line of the table; the differences are those from plain torch that arise in one step."""
 
     run: Run
     loss: Difference | None
@@ -100,7 +100,7 @@ class Failed(RuntimeError):
 def compare_runs(runs: Iterable[Run], accumulation: int, steps: int, train: Train, notes: list[str]) -> list[Row]:
     """Judge each of `runs`, all of the engine; raises `Failed` when plain torch does not run.
 
-    train: carries a run out; the other run that it is given, if any, is the one to follow. Runs with the same bits are
+    train: carries a run out, and follows the other run if there is one. Runs with the same bits are
     compared with one run of plain torch; that is PLAIN where they go as it did.
     """
     plain = train(Run(Kind.PLAIN, accumulation, steps), None)

@@ -1,4 +1,4 @@
-"""The check in the running process: copies of an engine's model, trained on the batches given."""
+"""The check in the running process: copies of an engine's model, trained on the caller's batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class InProcessCheck:
-    """One check of one engine. `initialize` is the function that made it."""
+    """One check of one engine. `initialize` is the function that makes engines."""
 
     def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
         self._engine = engine

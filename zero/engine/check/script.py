@@ -1,4 +1,4 @@
-"""`zero check`: runs a script once per variant through our launcher, and compares what the runs left behind."""
+"""`zero check`: runs a script once per variant through our launcher, and compares what the runs recorded."""
 
 from __future__ import annotations
 
