@@ -107,9 +107,11 @@ def test_ranks_that_cut_over_different_numbers_are_told(pool):
 def beside_each_other() -> dict[str, Any]:
     """Ranks 0, 2 and ranks 1, 3 train a model each, with Megatron's groups for tp 2; batches by data-parallel rank."""
     groups = GridGroups(Grid(4, {"tp": 2}))
-    settings = config(2, 2)
+    settings = config(3, 2)
     data = TensorDataset(torch.arange(8))
-    engine, _, loader, _ = zero.initialize(model=make_net(), config=settings, mpu=groups, training_data=data)
+    with zero.Init(mpu=groups):
+        model = make_net()
+    engine, _, loader, _ = zero.initialize(model=model, config=settings, mpu=groups, training_data=data)
     seen = sorted(int(index) for (part,) in loader for index in part)
     tp, place = dist.get_rank() % 2, groups.get_data_parallel_rank()
     for step in range(3):
@@ -119,9 +121,15 @@ def beside_each_other() -> dict[str, Any]:
         engine.step()
     sizes = (engine.train_batch_size(), engine.dp_world_size, engine.global_rank)
     state = engine._consolidated_16bit_state_dict() is not None
-    params = [param.detach().clone() for param in engine.module.parameters()]
+    with zero.GatheredParameters(engine.module.head.weight, modifier_rank=2 + tp):
+        engine.module.head.weight.data.fill_(dist.get_rank())
+    with pytest.raises(ValueError, match=rf"got {3 - tp}; wanted one of the engine's ranks \[{tp}, {2 + tp}\]"):
+        zero.GatheredParameters(engine.module.head.weight, modifier_rank=3 - tp)
+    written = engine.module.head.weight
     engine.destroy()
-    return {"params": params, "seen": seen, "sizes": sizes, "state": state}
+    written = written.unique().tolist()
+    params = [param.detach().clone() for param in engine.module.parameters()]
+    return {"params": params, "seen": seen, "sizes": sizes, "state": state, "written": written}
 
 
 def test_engines_of_megatrons_groups_train_beside_each_other(pool):
@@ -133,3 +141,4 @@ def test_engines_of_megatrons_groups_train_beside_each_other(pool):
     assert not all(map(torch.equal, ranks[0]["params"], ranks[1]["params"]))
     for rank, found in enumerate(ranks):
         assert found["sizes"] == (4, 2, rank)
+        assert found["written"] == [2 + rank % 2], "modifier_rank is a global rank"

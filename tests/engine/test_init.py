@@ -249,10 +249,11 @@ def test_arguments(pool):
         *(
             ({name: object()}, f"Init({name}=...)")
             for name in (
-                *("data_parallel_group", "mpu", "zero_param_parallel_group", "sequence_data_parallel_group"),
+                *("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group"),
                 *("param_swapper", "tensor_overrides"),
             )
         ),
+        ({"mpu": object()}, "mpu: got a object; wanted an object with get_data_parallel_group()"),
         ({"zero_quantized_weights": True}, "Init(zero_quantized_weights=...)"),
         ({"zero_quantized_nontrainable_weights": True}, "Init(zero_quantized_nontrainable_weights=...)"),
         ({"remote_device": "moon"}, "got 'moon'"),

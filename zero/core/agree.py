@@ -29,7 +29,7 @@ def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, not
         return
     lists = [text.split("\n") for text in everyone(data.decode(), axis, device)]
     index, there = first_difference(lists)
-    raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing)}")
+    raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, axis.ranks)}")
 
 
 def everyone(text: str, axis: Axis, device: torch.device) -> list[str]:

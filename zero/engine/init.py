@@ -18,9 +18,10 @@ from zero.core.joining import init_distributed
 from zero.core.mesh import local_device, make_mesh, mesh_of_one
 from zero.core.owner import owner_of
 from zero.engine.check.assigned import assigned_run
+from zero.engine.data_ranks import data_ranks
 from zero.plan.sharding import Sharding
 
-_DATA_PARALLEL = "only data parallelism over all ranks is built; leave it out"
+_DATA_PARALLEL = "only data parallelism is built; leave it out"
 _QUANTIZED = "ZeRO++ is not available in this release; leave it out"
 
 
@@ -54,6 +55,8 @@ class Init:
     remote_device: "cpu" or "nvme": shards lie in main memory until `initialize` takes them, which then puts them where
                    the JSON says; default: on this rank's device;
     pin_memory:    page-lock them there;
+    data_parallel_group: the ranks that the shards are cut over; default: all;
+    mpu:           Megatron's object, whose data-parallel group is taken;
     mem_efficient_linear: accepted, without effect.
 
     A block inside of another has no effect of its own. If the block raises, what was not cut yet becomes plain
@@ -79,7 +82,10 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        _refuse(_DATA_PARALLEL, data_parallel_group=data_parallel_group, mpu=mpu)
+        if mpu is not None and data_parallel_group is not None:
+            raise ValueError("Init: mpu and data_parallel_group are two ways to say one group; pass one of them")
+        if not isinstance(data_parallel_group, dist.ProcessGroup | None):
+            raise ValueError(f"Init(data_parallel_group=...): got {data_parallel_group!r}; wanted a process group")
         _refuse(_DATA_PARALLEL, zero_param_parallel_group=zero_param_parallel_group)
         _refuse(_DATA_PARALLEL, sequence_data_parallel_group=sequence_data_parallel_group)
         _refuse(_QUANTIZED, zero_quantized_weights=zero_quantized_weights)
@@ -99,6 +105,7 @@ class Init:
         if not enabled:
             return
         init_distributed()
+        self._group = data_parallel_group if mpu is None else data_ranks(mpu=mpu).group
         source = config if config is not None else config_dict_or_path
         if source is not None:
             self._configure(source)
@@ -122,10 +129,11 @@ class Init:
         assigned = assigned_run()
         if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
             return Builder(mesh_of_one(), self._rest, self._dtype)
-        return Builder(make_mesh(Sharding(optim=True, grads=True, params=True)), self._rest, self._dtype)
+        mesh = make_mesh(Sharding(optim=True, grads=True, params=True), group=self._group)
+        return Builder(mesh, self._rest, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
         section = load(source, world_size, filled=False).zero_optimization
         self._enabled = Sharding.of_stage(section.stage).params
         place = section.offload_param.device

@@ -125,9 +125,10 @@ class Replicas:
 
     def _fail(self, number: int, what: str, values: list[int]) -> None:
         self._sharded.abandon()
+        who = _parties(values, self._axis.ranks)
         since = f" or in one of the {self._every - 1} before" if self._every > 1 else ""
         raise RuntimeError(
-            f"zero.check_replicas: {what} is not the same on all ranks: {_parties(values)}; found at optimizer step "
+            f"zero.check_replicas: {what} is not the same on all ranks: {who}; found at optimizer step "
             f"{number}, before its update{since}. Memory has failed, or code changes it on some ranks only; "
             f"go back to a checkpoint from before (rank {self._sharded.mesh.global_rank})"
         )
@@ -174,10 +175,10 @@ class Replicas:
         return Sheet(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
 
 
-def _parties(values: list[int]) -> str:
+def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
     """Who is alone with what it holds, in words."""
     holders: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
     sizes = sorted((len(ranks) for ranks in holders.values()), reverse=True)
     named = {value: f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in holders.items()}

@@ -32,14 +32,14 @@ class RankFlags(enum.IntFlag):
 
 
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, and the flags of each rank, in their order."""
+    """L2 norm of the reduced gradients over all units and ranks, and the flags of each (global) rank."""
 
     value: float
-    flags: list[RankFlags]
+    flags: dict[int, RankFlags]
 
     def ranks(self, flag: RankFlags) -> list[int]:
-        """The ranks that have set it."""
-        return [rank for rank, flags in enumerate(self.flags) if flag in flags]
+        """The global ranks that have set it."""
+        return [rank for rank, flags in self.flags.items() if flag in flags]
 
 
 def global_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
@@ -58,7 +58,7 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
     for place in mesh.by_span:
         total += rows[place][0]
     # A NaN compares false.
-    return Norm(math.sqrt(total) if total >= 0 else math.nan, [RankFlags(int(word)) for _, word in rows])
+    return Norm(math.sqrt(total) if total >= 0 else math.nan, _flags(mesh, [word for _, word in rows]))
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -82,7 +82,7 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
     largest = torch.tensor([largest_of(parts), float(flags)], dtype=torch.float64, device=device)
     # As Python numbers, where NaN has to be looked for: max() would pass it over.
     bounds, words = zip(*comm.gather_scalars(largest, mesh.data).tolist(), strict=True)
-    of_ranks = [RankFlags(int(word)) for word in words]
+    of_ranks = _flags(mesh, words)
     if any(math.isnan(value) for value in bounds):
         return Norm(math.nan, of_ranks)
     bound = max(bounds)
@@ -121,8 +121,8 @@ def norm_of(total: int, exponent: int) -> float:
 def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:
     """The sum of the squares of this rank's span: where it is computed on a GPU, an fp64 number there."""
     known = unit.gradients.sum.squares()
-    if known is not None:
-        return known
+    if known is not None:  # of the whole shard, which every replica has
+        return known if mesh.replica.rank == 0 else 0.0
     part = unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank]
     if not part.is_cuda:
         # What the host holds of a GPU's model it reads with all threads it has, as its updates do.
@@ -151,6 +151,10 @@ def _limbs(total: int) -> list[int]:
     if total >> LIMB * LIMBS:
         raise RuntimeError(f"the sum of squares has {total.bit_length()} bits; there is room for {LIMB * LIMBS}")
     return [total >> LIMB * index & (1 << LIMB) - 1 for index in range(LIMBS)]
+
+
+def _flags(mesh: Mesh, words: Sequence[float]) -> dict[int, RankFlags]:
+    return {rank: RankFlags(int(word)) for rank, word in zip(mesh.data.ranks, words, strict=True)}
 
 
 def _device(units: Sequence[Unit]) -> torch.device:

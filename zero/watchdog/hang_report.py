@@ -245,12 +245,12 @@ def first_difference(lists: Sequence[Sequence[str]]) -> tuple[int, list[str]]:
     return -1, []
 
 
-def difference_text(there: Sequence[str], nothing: str) -> str:
-    """What each rank has at the place where they differ, ranks with the same together."""
+def difference_text(there: Sequence[str], nothing: str, ranks: Sequence[int] | None = None) -> str:
+    """What each of `ranks` (0, 1, ...) has at the place where they differ, ranks with the same together."""
     groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(there):
+    for rank, text in zip(range(len(there)) if ranks is None else ranks, there, strict=True):
         groups.setdefault(clipped(text) or nothing, []).append(rank)
-    parts = [f"{ranks_text(ranks)}: {text}" for text, ranks in list(groups.items())[:MOST_GROUPS]]
+    parts = [f"{ranks_text(alike)}: {text}" for text, alike in list(groups.items())[:MOST_GROUPS]]
     return "; ".join(parts) + ("; and others" if len(groups) > MOST_GROUPS else "")
 
 

@@ -55,7 +55,10 @@ class CollectiveRead:
         told = self._tell([_said(problem), save, place, _host()])
         self._raise(problem, [said for said, *_ in told])
         if len({save for _, save, *_ in told}) > 1:
-            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place, _) in enumerate(told))
+            each = "; ".join(
+                f"rank {rank}: {save} in {place}"
+                for rank, (_, save, place, _) in zip(self._axis.ranks, told, strict=True)
+            )
             raise ValueError(f"{self._what}: the ranks would load different checkpoints: {each}")
         near = len({(place, host) for *_, place, host in told}) == 1
         return None if found is None else found._replace(near=near)
@@ -83,7 +86,7 @@ class CollectiveRead:
     def _raise(self, problem: Exception | None, told: list[tuple[str, bool] | None]) -> None:
         if problem is not None:
             raise problem
-        for rank, said in enumerate(told):
+        for rank, said in zip(self._axis.ranks, told, strict=True):
             if said is not None:
                 text, damaged = said
                 raise (Damaged if damaged else ValueError)(f"{self._what}: rank {rank}: {text}")
