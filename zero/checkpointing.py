@@ -22,9 +22,8 @@ from zero.core.agree import agree
 from zero.core.mesh import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
-from zero.recompute.rest import ALONE, Rest
+from zero.recompute.saved_inputs import ALONE, InputSettings, InputStore
 from zero.recompute.seeds import SeedTracker, seed_model_parallel
-from zero.recompute.settings import RestSettings
 from zero.watchdog.watchdog import Watchdog
 
 __all__ = [
@@ -67,25 +66,25 @@ def configure(
         "synchronize": synchronize,
         "profile": profile,
     }
-    known = vars(RestSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
-    settings = RestSettings(**known | {name: value for name, value in arguments.items() if value is not None})
+    known = vars(InputSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
+    settings = InputSettings(**known | {name: value for name, value in arguments.items() if value is not None})
     device = local_device() if axis.native else torch.device("cpu")  # of the messages
     what = "the ranks of mpu_ do not configure the same"
     agree([f"{name} = {value}" for name, value in vars(settings).items() if name != "profile"], axis, device, what)
-    rest = Rest(settings, axis)
+    inputs = InputStore(settings, axis)
     reset()
-    HOLDER.axis, HOLDER.rest = axis, rest
+    HOLDER.axis, HOLDER.inputs = axis, inputs
 
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return HOLDER.rest is not None
+    return HOLDER.inputs is not None
 
 
 def reset() -> None:
     """Free the memory that is kept for further inputs; the settings of `configure` stay, as in DeepSpeed."""
-    if HOLDER.rest is not None:
-        HOLDER.rest.slots.close()
+    if HOLDER.inputs is not None:
+        HOLDER.inputs.buffers.close()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +95,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     The same as `non_reentrant_checkpoint`.
     """
     module = function if isinstance(function, nn.Module) else None
-    return recomputed(function, args, kwargs, HOLDER.scope.rest, module=module)
+    return recomputed(function, args, kwargs, HOLDER.scope.inputs, module=module)
 
 
 non_reentrant_checkpoint = checkpoint

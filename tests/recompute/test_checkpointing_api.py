@@ -19,8 +19,7 @@ import zero
 from zero import checkpointing
 from zero.config import ConfigError
 from zero.recompute.holder import HOLDER, Holder
-from zero.recompute.rest import Rest, Ticket, restored
-from zero.recompute.settings import RestSettings
+from zero.recompute.saved_inputs import InputSettings, InputStore, SavedTensor, restored
 
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["Block"], "policy": "selective"}
@@ -120,9 +119,9 @@ def slices() -> tuple[list[int], list[bool]]:
     checkpointing.configure(dist.group.WORLD, partition_activations=True)
     made = [torch.arange(float(count)).requires_grad_() * 1.0 for count in (1, 2, 7, 64)]
     made += [made[3].view(8, 8).t(), made[3].view(8, 8)[:, ::2], made[2].expand(2, 7), made[3].to(torch.bfloat16)]
-    tickets = [HOLDER.rest.put([tensor])[0] for tensor in made]
+    tickets = [HOLDER.inputs.put([tensor])[0] for tensor in made]
     back = [restored(ticket) for ticket in tickets]
-    nbytes = [ticket.parcel._places[ticket.index].nbytes for ticket in tickets]
+    nbytes = [ticket.call._slices[ticket.index].nbytes for ticket in tickets]
     HOLDER.__init__()
     dense = [tensor.stride() == other.stride() for tensor, other in zip(made[:5], back, strict=False)]
     return nbytes, [torch.equal(a, b) and b.requires_grad for a, b in zip(made, back, strict=True)] + dense
@@ -154,8 +153,10 @@ def in_engines(stage: int) -> tuple[list[bool], list[int]]:
     section = {"contiguous_memory_optimization": True, "number_checkpoints": 4}
     taken: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        put = Rest.put
-        patch.setattr(Rest, "put", lambda rest, tensors: [put(rest, tensors), taken.append(rest.slots.nbytes)][0])
+        put = InputStore.put
+        patch.setattr(
+            InputStore, "put", lambda rest, tensors: [put(rest, tensors), taken.append(rest.buffers.nbytes)][0]
+        )
         found = [same(base, trained(make(Own), settings(stage, {})))]
         nbytes.append(max(taken))
         values = settings(stage, {}, activation_checkpointing=section)
@@ -182,7 +183,7 @@ def cut_in_engines(stage: int) -> list[bool]:
     for section, host in ({}, False), (FULL, False), (SELECTIVE, False), (FULL, True):
         rest = {"partition_activations": bool(section), "cpu_checkpointing": host}
         engine = zero.initialize(model=make(), config=settings(stage, section, activation_checkpointing=rest))[0]
-        assert engine._training.recomputing.rest.axis.size == (2 if section else 1)
+        assert engine._training.recomputing.inputs.axis.size == (2 if section else 1)
         torch.manual_seed(100)
         losses = []
         for step in range(3):
@@ -204,14 +205,14 @@ def test_what_lies_inside_puts_nothing_away():
     """Inputs of a nested call are recomputed with the outer one."""
     checkpointing.configure(None, checkpoint_in_cpu=True)
     count = 0
-    put = HOLDER.rest.put
+    put = HOLDER.inputs.put
 
     def counted(tensors: Any) -> Any:
         nonlocal count
         count += 1
         return put(tensors)
 
-    HOLDER.rest.put = counted
+    HOLDER.inputs.put = counted
 
     def outer(x: torch.Tensor) -> torch.Tensor:
         return checkpointing.checkpoint(torch.tanh, checkpointing.checkpoint(torch.exp, x * 2) - 1)
@@ -225,31 +226,31 @@ def test_what_lies_inside_puts_nothing_away():
 
 
 def test_one_tensor_of_many_calls_rests_once():
-    rest = Rest(RestSettings(host=True))
+    rest = InputStore(InputSettings(host=True))
     shared = torch.rand(3, requires_grad=True) * 2
     first, second = rest.put([shared])[0], rest.put([shared])[0]
-    assert isinstance(first, Ticket) and first.parcel is second.parcel
+    assert isinstance(first, SavedTensor) and first.call is second.call
     assert torch.equal(restored(first), shared) and torch.equal(restored(second), shared)
     before = shared.detach().clone()
     shared.add_(1)  # another value, and so another place
     third = rest.put([shared])[0]
-    assert third.parcel is not first.parcel
+    assert third.call is not first.call
     assert torch.equal(restored(third), shared) and torch.equal(restored(first), before)
 
 
 def test_masks_tables_and_leaves_stay_where_they_are():
-    rest = Rest(RestSettings(host=True))
+    rest = InputStore(InputSettings(host=True))
     kept = [torch.rand(3), torch.rand(3, requires_grad=True), nn.Parameter(torch.rand(2)), torch.arange(3)]
     assert all(one is other for one, other in zip(rest.put(kept), kept, strict=True))
 
 
 def test_the_call_before_is_fetched_ahead():
-    rest = Rest(RestSettings(host=True))
+    rest = InputStore(InputSettings(host=True))
     tickets = [rest.put([torch.rand(3, requires_grad=True) * 2])[0] for _ in range(3)]
     restored(tickets[2])
-    assert [bool(ticket.parcel._back) for ticket in tickets] == [False, True, False]
+    assert [bool(ticket.call._fetched) for ticket in tickets] == [False, True, False]
     restored(tickets[1])
-    assert [bool(ticket.parcel._back) for ticket in tickets] == [True, False, False]
+    assert [bool(ticket.call._fetched) for ticket in tickets] == [True, False, False]
 
 
 def drop(x: torch.Tensor) -> torch.Tensor:
@@ -298,7 +299,7 @@ def test_arguments_go_before_the_json():
     values = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True, "number_checkpoints": 7}}
     checkpointing.configure(None, values, profile=False, contiguous_checkpointing=True)
     assert checkpointing.is_configured()
-    assert HOLDER.rest.settings == RestSettings(host=True, profile=False, contiguous=True, count=7)
+    assert HOLDER.inputs.settings == InputSettings(host=True, profile=False, contiguous=True, count=7)
     checkpointing.reset()
     assert checkpointing.is_configured()
 
@@ -338,11 +339,11 @@ def test_slots_go_back_when_a_graph_has_gone():
         y.sum().backward(retain_graph=True)
         y.sum().backward()
         del y
-        assert len(HOLDER.rest.slots._free) == 2
+        assert len(HOLDER.inputs.buffers._free) == 2
     checkpointing.reset()
-    assert HOLDER.rest.slots.nbytes == 0
+    assert HOLDER.inputs.buffers.nbytes == 0
     checkpointing.checkpoint(torch.sin, x * 1.0).sum().backward()  # and it goes on
-    assert HOLDER.rest.slots.nbytes == 2 * 4096
+    assert HOLDER.inputs.buffers.nbytes == 2 * 4096
 
 
 def test_times_are_logged(caplog):
@@ -360,6 +361,6 @@ def test_without_gradients_it_is_a_plain_call():
     checkpointing.configure(None, checkpoint_in_cpu=True)
     with torch.no_grad():
         assert checkpointing.checkpoint(torch.add, torch.ones(2), 1).tolist() == [2.0, 2.0]
-    assert HOLDER.rest.slots.nbytes == 0
+    assert HOLDER.inputs.buffers.nbytes == 0
     assert zero.checkpointing is checkpointing
     assert isinstance(HOLDER, Holder)

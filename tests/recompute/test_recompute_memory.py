@@ -106,11 +106,11 @@ def slots(rest: dict[str, Any]) -> list[int]:
         loss = engine(*(each[:, :tokens] for each in share(0)))
         engine.backward(loss)
         engine.step()
-        found.append(engine._training.recomputing.rest.slots.nbytes)
-    rest = engine._training.recomputing.rest
+        found.append(engine._training.recomputing.inputs.buffers.nbytes)
+    rest = engine._training.recomputing.inputs
     del loss
     engine.destroy()
-    return [*found, rest.slots.nbytes]
+    return [*found, rest.buffers.nbytes]
 
 
 def test_slots_are_used_again(pool):

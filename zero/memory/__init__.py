@@ -1,1 +1,1 @@
-"""Where state rests: device memory, one slab of host memory, a file; and how it comes and goes beside the program."""
+"""Offload: where state rests, in device memory, host memory or a file, and how it is read and written meanwhile."""

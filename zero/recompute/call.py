@@ -3,26 +3,125 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero.core.torch_private import saves_tensors_by_hooks
-from zero.recompute.buffers import Found, as_of, changed, found_in
-from zero.recompute.caches import without_caches
+from zero.log import log_once
 from zero.recompute.holder import HOLDER, Scope
-from zero.recompute.rest import Rest, restored
+from zero.recompute.saved_inputs import InputStore, restored
 from zero.recompute.selective import Contexts
+
+
+def without_caches(
+    args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments with None for each cache, as Hugging Face's own checkpointing has it; says so once.
+
+    Raises ValueError for a cache that holds something already, which the call would have to attend to.
+    """
+    found = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not found:
+        return args, kwargs
+    what = "a function" if module is None else f"a {type(module).__name__}"
+    if any(_length(cache, module) for cache in found):
+        raise ValueError(
+            f"{what} that is recomputed is given a key-value cache that is filled already, and would add to it twice; "
+            "train without a prefix in the cache, or leave the module out of zero.recompute.modules"
+        )
+    log_once(
+        logging.WARNING,
+        f"{what} that is recomputed is given no key-value cache, which it would fill twice; the cache that the model "
+        "returns lacks its part. Train with use_cache=False",
+    )
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+
+
+def _length(cache: Any, module: nn.Module | None) -> int:
+    """How many positions it holds of the layer that this module is."""
+    inside = () if module is None else module.modules()
+    layer = next((each.layer_idx for each in inside if isinstance(getattr(each, "layer_idx", None), int)), 0)
+    try:
+        return cache.get_seq_length(layer)
+    except ValueError:
+        return 0  # this layer's state has no positions
+
+
+class Found(NamedTuple):
+    """A buffer before a forward; `values` is what it held, a copy unless it belongs to a graph."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor
+
+
+def found_in(module: nn.Module | None) -> list[Found]:
+    """All buffers of `module`, before a forward of which it is not known what it changes."""
+    found: list[Found] = []
+    if module is None:
+        return found
+    copies: dict[int, torch.Tensor] = {}  # one for all names of a tensor
+    for owner in module.modules():
+        for name, tensor in owner._buffers.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor if tensor.requires_grad else tensor.clone()
+            found.append(Found(owner, name, tensor, _version(tensor), copies[id(tensor)]))
+    return found
+
+
+def changed(found: list[Found]) -> list[Found]:
+    """Those that were written since, or gave their place to another tensor, and others of the same owner.
+
+    Others, because batch norm writes its statistics without a trace; only its count of batches tells.
+    """
+    owners = {
+        each.owner
+        for each in found
+        if each.owner._buffers.get(each.name) is not each.tensor or _version(each.tensor) != each.version
+    }
+    return [each for each in found if each.owner in owners]
+
+
+@contextlib.contextmanager
+def as_of(found: list[Found]) -> Iterator[None]:
+    """Inside, the buffers are what they were; what is written to them there does not stay."""
+    now = [(each, each.owner._buffers.get(each.name)) for each in found]
+    copies: dict[int, torch.Tensor] = {}  # several recomputations of one call begin alike
+    for each in found:
+        values = each.values
+        if id(values) not in copies:
+            copies[id(values)] = values if values.requires_grad else values.clone()
+        each.owner._buffers[each.name] = copies[id(values)]
+    try:
+        yield
+    finally:
+        for each, tensor in now:
+            each.owner._buffers[each.name] = tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # one of inference mode has none, and refuses to be written
 
 
 def recomputed(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    rest: Rest | None = None,
+    inputs: InputStore | None = None,
     contexts: Callable[[], Contexts] | None = None,
     module: nn.Module | None = None,
 ) -> Any:
@@ -30,7 +129,7 @@ def recomputed(
 
     Random numbers (CPU, the current CUDA device, the named streams), autocast and the buffers of `module` are in the
     recomputation as they were, and so are tuples, lists and dicts among the arguments, whatever was done to them
-    since. Tensors inside of other objects are kept as they are. `rest` says where inputs go meanwhile, `contexts`
+    since. Tensors inside of other objects are kept as they are. `inputs` keeps them meanwhile, `contexts`
     surround the forward and the recomputations. Key-value caches are left out. Without gradients it is a plain call.
     """
     if not torch.is_grad_enabled():
@@ -41,10 +140,10 @@ def recomputed(
     # Inputs of what lies inside of another call are recomputed with the rest of it; torch's own checkpoint wants to see
     # the same tensors saved both times, and its recomputation is outside of every scope.
     if HOLDER.scope.inside or saves_tensors_by_hooks():
-        rest = None
+        inputs = None
     tensors: list[torch.Tensor] = []
     holes = _taken_out((tuple(args), dict(kwargs)), tensors)
-    items = tensors if rest is None else rest.put(tensors)
+    items = tensors if inputs is None else inputs.put(tensors)
     streams = HOLDER.seeds.get_states()
     # Around `fn` alone: what restores inputs is no part of what was computed.
     first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
@@ -60,8 +159,8 @@ def recomputed(
             if again:
                 around.enter_context(HOLDER.seeds.as_of(streams))
                 around.enter_context(as_of(buffers))
-            if rest is not None:
-                around.enter_context(rest.around(again))
+            if inputs is not None:
+                around.enter_context(inputs.around(again))
             around.enter_context(HOLDER.within(Scope(None, True)))
             around.enter_context(later if again else first)
             out = fn(*positional, **named)

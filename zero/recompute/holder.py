@@ -8,14 +8,14 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from zero.core.mesh import Axis
-from zero.recompute.rest import ALONE, Rest
+from zero.recompute.saved_inputs import ALONE, InputStore
 from zero.recompute.seeds import SeedTracker
 
 
 class Scope(NamedTuple):
-    """What surrounds a call: where inputs rest there, and whether it lies inside another call that is recomputed."""
+    """What surrounds a call: where its inputs are kept, and whether it lies inside another call that is recomputed."""
 
-    rest: Rest | None = None
+    inputs: InputStore | None = None
     inside: bool = False
 
 
@@ -25,13 +25,13 @@ NOWHERE = Scope()
 class Holder:
     """The state of `zero.checkpointing`.
 
-    rest:  what `configure` has asked for, None before;
+    inputs: what `configure` has asked for, None before;
     axis:  the ranks that inputs are cut over;
     seeds: named streams of random numbers.
     """
 
     def __init__(self) -> None:
-        self.rest: Rest | None = None
+        self.inputs: InputStore | None = None
         self.axis: Axis = ALONE
         self.seeds = SeedTracker()
         self._scope: ContextVar[Scope] = ContextVar("zero.recompute")  # of this thread
@@ -40,7 +40,7 @@ class Holder:
     def scope(self) -> Scope:
         """What surrounds the caller; `configure` goes before an engine's JSON."""
         here = self._scope.get(NOWHERE)
-        return here if here.inside or self.rest is None else here._replace(rest=self.rest)
+        return here if here.inside or self.inputs is None else here._replace(inputs=self.inputs)
 
     @contextlib.contextmanager
     def within(self, scope: Scope) -> Iterator[None]:

@@ -23,9 +23,8 @@ from zero.recompute.auto import Auto, agreed, say
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, Scope
 from zero.recompute.policy import Policy
-from zero.recompute.rest import Rest
+from zero.recompute.saved_inputs import InputSettings, InputStore
 from zero.recompute.selective import Selective
-from zero.recompute.settings import RestSettings
 
 Forward = Callable[..., Any]
 
@@ -36,7 +35,7 @@ class Recomputed:
     policy: what is kept; auto: who watches calls as long as that is not chosen, else None.
     """
 
-    def __init__(self, module: nn.Module, name: str, number: int, every: int, rest: Rest) -> None:
+    def __init__(self, module: nn.Module, name: str, number: int, every: int, inputs: InputStore) -> None:
         self.policy = Policy.FULL
         self.auto: Auto | None = None
         self._module = module
@@ -45,7 +44,7 @@ class Recomputed:
         self._own = "forward" in module.__dict__
         self._inner = self._plain
         self._selective = Selective(name, every)
-        self._rest = rest
+        self._inputs = inputs
         functools.update_wrapper(self, self._plain, updated=())  # for those who read the names of its arguments
         module.forward = self
 
@@ -60,7 +59,7 @@ class Recomputed:
         if self.policy is Policy.NONE:
             return self._inner(*args, **kwargs)
         contexts = self._selective.contexts if self.policy is Policy.SELECTIVE else None
-        return recomputed(self._inner, args, kwargs, self._rest, contexts, self._module)
+        return recomputed(self._inner, args, kwargs, self._inputs, contexts, self._module)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
@@ -89,7 +88,7 @@ class Recomputing:
 
     def __init__(self, section: Recompute, resting: ActivationCheckpointing, device: torch.device) -> None:
         self.modules: list[Recomputed] = []
-        self.rest = Rest(RestSettings.of(resting), HOLDER.axis, device)
+        self.inputs = InputStore(InputSettings.of(resting), HOLDER.axis, device)
         self._section = section
         self._device = device
         self._auto: Auto | None = None
@@ -113,16 +112,16 @@ class Recomputing:
                 )
         policy = Policy.FULL if section.policy == "auto" else Policy(section.policy)
         if section.policy == "auto":
-            self._auto = Auto(section.budget, self.rest, section.products)
+            self._auto = Auto(section.budget, self.inputs, section.products)
         for number, (name, module) in enumerate(chosen):
-            made = Recomputed(module, name or "<root>", number, section.products, self.rest)
+            made = Recomputed(module, name or "<root>", number, section.products, self.inputs)
             made.policy, made.auto = policy, self._auto
             self.modules.append(made)
         rank_zero(logging.INFO, "zero.recompute: %d modules, policy %s", len(chosen), section.policy)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward: `zero.checkpointing.checkpoint` inside does as this engine's JSON says."""
-        return HOLDER.within(Scope(self.rest))
+        return HOLDER.within(Scope(self.inputs))
 
     def backward_ended(self) -> None:
         """A backward is over."""
@@ -144,7 +143,7 @@ class Recomputing:
         for module in self.modules:
             module.undo()
         self.modules = []
-        self.rest.slots.close()
+        self.inputs.buffers.close()
 
 
 def _itself(value: Any) -> Any:

@@ -1,0 +1,344 @@
+"""Where the inputs of recomputed calls are between forward and backward: cut over ranks, in one block, in host memory.
+
+The forward stores the tensors of a call together, and the backward reads them back. While one call is recomputed, the
+inputs of the call before it, which the backward comes to next, are on their way back already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero.config.sections import ActivationCheckpointing
+from zero.core import comm
+from zero.core.mesh import Axis
+from zero.log import log_once, rank_zero
+from zero.memory.copy_stream import CopyStream, wait_event
+from zero.memory.host_bytes import PAGE
+from zero.memory.pinned_arena import PinnedArena
+from zero.plan.layout import round_up
+
+ALIGNMENT = 64  # bytes at which a tensor begins inside a buffer
+
+ALONE = Axis(None, 1, 0, False)
+
+
+@dataclass(frozen=True)
+class InputSettings:
+    """Under the names of the JSON, shortened; `count` is the number of calls that `contiguous` takes room for."""
+
+    partition: bool = False
+    contiguous: bool = False
+    count: int | None = None
+    host: bool = False
+    synchronize: bool = False
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.contiguous and self.count is None:
+            raise ValueError(
+                "contiguous_checkpointing: it needs num_checkpoints (number_checkpoints in the JSON), "
+                "the number of calls to take room for"
+            )
+        if self.count is not None and (
+            isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1
+        ):
+            raise ValueError(f"num_checkpoints: got {self.count!r}, wanted an integer of at least 1")
+
+    @classmethod
+    def of(cls, section: ActivationCheckpointing) -> InputSettings:
+        """As the JSON says."""
+        return cls(
+            section.partition_activations,
+            section.contiguous_memory_optimization,
+            section.number_checkpoints,
+            section.cpu_checkpointing,
+            section.synchronize_checkpoint_boundary,
+            section.profile,
+        )
+
+
+class CallTimes:
+    """Adds up calls until all were recomputed, or the next forward begins, and logs one line then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls = [0, 0]  # forwards, recomputations
+        self._seconds = [0.0, 0.0]
+
+    @contextlib.contextmanager
+    def measure(self, again: bool) -> Iterator[None]:
+        """Around one forward, or one recomputation (`again`). Waits for the device on both ends."""
+        if not again and self._calls[1]:
+            self._log()
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._calls[again] += 1
+            self._seconds[again] += self._now() - begin
+            if again and self._calls[1] >= self._calls[0]:
+                self._log()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _log(self) -> None:
+        (forwards, recomputations), (forward, again) = self._calls, self._seconds
+        rank_zero(
+            logging.INFO,
+            "recomputed calls: %d forward in %.2f ms, %d again in %.2f ms",
+            *(forwards, forward * 1e3, recomputations, again * 1e3),
+        )
+        self._calls, self._seconds = [0, 0], [0.0, 0.0]
+
+
+class InputBuffers:
+    """Memory for saved inputs, on the device or in host memory, released when their graph has gone.
+
+    With `count`, so many buffers of the size that is first asked for are cut out of one block. Without, host buffers
+    are taken from the system one by one and kept for the next step; device memory comes from torch, which keeps it.
+    """
+
+    def __init__(self, device: torch.device, host: bool, count: int | None, copies: CopyStream) -> None:
+        self._device = device
+        self._host = host
+        self._count = count
+        self._copies = copies
+        self._size: int | None = None  # of a buffer of the block, in bytes
+        self._free: list[torch.Tensor] = []
+        self.nbytes = 0  # taken and not given up, free buffers counted; what torch keeps for the next step is not
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of at least `nbytes` bytes; its contents are anything."""
+        if self._count is not None and self._size is None:
+            self._carve(round_up(nbytes, PAGE), self._count)
+        fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
+        if fitting:
+            best = min(fitting, key=torch.Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not best]
+            return best
+        if self._count is not None:
+            log_once(
+                logging.WARNING,
+                f"activation_checkpointing.number_checkpoints: a call with {nbytes} bytes finds no room in the block "
+                f"of {self._count} x {self._size} bytes; what does not fit takes memory of its own",
+            )
+        if not self._keeps:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self._free and self._count is None:  # too small for this one, and so for those that come
+            self._copies.synchronize()
+            self.nbytes -= self._free.pop().numel()
+        return self._new(nbytes)
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Nobody reads these bytes any more, but for copies that were queued before."""
+        if self._keeps and (self._count is None or buffer.numel() == self._size):
+            self._free.append(buffer)
+        elif self._keeps:  # it found no room in the block, or is of one that was closed
+            self._copies.synchronize()
+            self.nbytes -= buffer.numel()
+
+    def close(self) -> None:
+        """Give free memory back; what is in use goes the same way when it is given back and `close` is called again."""
+        self._copies.synchronize()
+        self.nbytes -= sum(buffer.numel() for buffer in self._free)
+        self._free = []
+        self._size = None
+
+    @property
+    def _keeps(self) -> bool:
+        return self._host or self._count is not None
+
+    def _carve(self, size: int, count: int) -> None:
+        self._size = size
+        self._free += self._new(size * count).split(size)
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        self.nbytes += nbytes
+        if self._host:
+            return PinnedArena(nbytes, self._device, pinned=True).take(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+class _Layout(NamedTuple):
+    """What a tensor was like; `strides` are those of its restored copy, the same if it was dense."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class SavedTensor(NamedTuple):
+    """Stands for a saved tensor; keeps its call, and so the memory where it is."""
+
+    call: SavedCall
+    index: int
+
+
+class SavedCall:
+    """The saved tensors of one call. Their buffer lives as long as the graph needs it."""
+
+    def __init__(
+        self, store: InputStore, tensors: Sequence[torch.Tensor], before: weakref.ref[SavedCall] | None
+    ) -> None:
+        self._store = store
+        self._before = before
+        self._device = tensors[0].device
+        self._layouts = [_layout_of(tensor) for tensor in tensors]
+        counts = [-(-tensor.numel() // store.axis.size) for tensor in tensors]
+        sizes = [count * tensor.itemsize for count, tensor in zip(counts, tensors, strict=True)]
+        buffer = store.buffers.take(sum(round_up(size, ALIGNMENT) for size in sizes))
+        weakref.finalize(self, store.buffers.release, buffer).atexit = False
+        self._slices, start = [], 0
+        for size, tensor in zip(sizes, tensors, strict=True):
+            self._slices.append(buffer.narrow(0, start, size).view(tensor.dtype))
+            start += round_up(size, ALIGNMENT)
+        self._fetched: dict[int, torch.Tensor] = {}  # own slices, here again or on their way
+        self._event: Any = None
+        for part, tensor in zip(self._slices, tensors, strict=True):
+            self._put(part, tensor)
+
+    def fetch(self) -> None:
+        """Start to bring the own slices back to the device."""
+        if self._fetched:
+            return
+        for index, part in enumerate(self._slices):
+            self._fetched[index] = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            self._store.copies.record_stream(self._fetched[index])
+        with self._store.copies.after_current():
+            for index, part in enumerate(self._slices):
+                self._fetched[index].copy_(part, non_blocking=True)
+        self._event = self._store.copies.record_event()
+
+    def take(self, index: int) -> torch.Tensor:
+        """A copy of the tensor, with its values, strides and need of a gradient, but no graph; collective if cut."""
+        if index not in self._fetched:
+            self._fetched.clear()
+            self.fetch()
+        wait_event(self._event, self._device)
+        flat = self._fetched.pop(index)
+        before = self._before() if self._before is not None else None
+        if before is not None and self._store.settings.host:
+            before.fetch()
+        axis, layout = self._store.axis, self._layouts[index]
+        if axis.size > 1:
+            flat = comm.gather_scalars(flat.view(torch.uint8), axis, "saved inputs").view(-1).view(layout.dtype)
+        return flat.as_strided(layout.shape, layout.strides).requires_grad_(layout.requires_grad)
+
+    def _put(self, part: torch.Tensor, tensor: torch.Tensor) -> None:
+        layout = _layout_of(tensor)
+        with torch.no_grad():
+            if tensor.stride() != layout.strides:
+                dense = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=tensor.device)
+                tensor = dense.copy_(tensor)
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            start = self._store.axis.rank * part.numel()
+            own = flat[start : start + part.numel()]
+            if not self._store.settings.host:
+                part[: own.numel()].copy_(own)
+                return
+            if own.is_cuda:
+                own = own.clone()  # the call, or who comes after it, may change its input in place before it has left
+            with self._store.copies.after_current():
+                part[: own.numel()].copy_(own, non_blocking=True)
+            self._store.copies.record_stream(own)
+
+
+class InputStore:
+    """Saves the inputs of calls as `settings` say; `axis` are the ranks that each keep a slice of them."""
+
+    def __init__(self, settings: InputSettings, axis: Axis = ALONE, device: torch.device | None = None) -> None:
+        """`device`: of the tensors that will come; default: the current CUDA device, else the CPU."""
+        if device is None:
+            device = (
+                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            )
+        self.settings = settings
+        self.axis = axis if settings.partition else ALONE
+        if settings.partition and self.axis.size == 1:
+            log_once(
+                logging.WARNING,
+                "activation_checkpointing.partition_activations has no effect: there is no group of more than one rank "
+                "to cut inputs over; zero.checkpointing.configure(mpu), called before zero.initialize, names one",
+            )
+        self.copies = CopyStream(device)
+        self.buffers = InputBuffers(device, settings.host, settings.count if settings.contiguous else None, self.copies)
+        self.times = CallTimes(device) if settings.profile else None
+        self._device = device
+        self._last: weakref.ref[SavedCall] | None = None
+        # Of tensors that are alive elsewhere, such as one that many blocks read: version, and where they are saved.
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SavedTensor]:
+        """What is to be kept in place of the inputs of one call.
+
+        Saved is what backward alone would keep: tensors that a graph has made. Others, such as masks and tables,
+        are shared by calls and kept by their owners.
+        """
+        settings = self.settings
+        if not (settings.host or settings.contiguous or self.axis.size > 1):
+            return list(tensors)
+        items: list[torch.Tensor | SavedTensor] = [self._already_saved(tensor) or tensor for tensor in tensors]
+        unsaved = [index for index, item in enumerate(items) if isinstance(item, torch.Tensor) and made_by_graph(item)]
+        unsaved = [index for index in unsaved if tensors[index].device == self._device]
+        if unsaved:
+            call = SavedCall(self, [tensors[index] for index in unsaved], self._last)
+            self._last = weakref.ref(call)
+            for part, index in enumerate(unsaved):
+                items[index] = SavedTensor(call, part)
+                self._known[tensors[index]] = (tensors[index]._version, self._last, part)
+        return items
+
+    @contextlib.contextmanager
+    def around(self, again: bool) -> Iterator[None]:
+        """Around a forward, or around a recomputation (`again`): waits and clocks."""
+        timed = self.times.measure(again) if self.times is not None else contextlib.nullcontext()
+        self._synchronize()
+        try:
+            with timed:
+                yield
+        finally:
+            self._synchronize()
+
+    def nbytes_of(self, tensor: torch.Tensor) -> int:
+        """Bytes on the device that a saved input costs."""
+        if not made_by_graph(tensor) or self.settings.host:
+            return 0
+        return -(-tensor.numel() // self.axis.size) * tensor.itemsize
+
+    def _already_saved(self, tensor: torch.Tensor) -> SavedTensor | None:
+        version, call, part = self._known.get(tensor, (None, None, 0))
+        alive = call() if call is not None else None
+        return SavedTensor(alive, part) if alive is not None and version == tensor._version else None
+
+    def _synchronize(self) -> None:
+        if self.settings.synchronize and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def restored(item: Any) -> Any:
+    """What `InputStore.put` has put in place of a tensor, as a tensor."""
+    return item.call.take(item.index) if isinstance(item, SavedTensor) else item
+
+
+def made_by_graph(tensor: torch.Tensor) -> bool:
+    """Whether nobody but a graph keeps the tensor, as far as can be seen."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return plain and tensor.numel() > 0 and tensor.requires_grad and not tensor.is_leaf
+
+
+def _layout_of(tensor: torch.Tensor) -> _Layout:
+    strides = torch.empty_like(tensor, device="meta").stride()  # its own where it is dense
+    return _Layout(tensor.shape, strides, tensor.dtype, tensor.requires_grad)
