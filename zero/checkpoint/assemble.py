@@ -23,20 +23,20 @@ def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], valu
     known:  for each parameter its "group", "numbers", "dtype" and "shape".
     values: the other fields of `Index`.
     """
-    found: dict[str, dict[str, Stored]] = {}
+    by_kind: dict[str, dict[str, Stored]] = {}
     for kind, name, dtype, shape, start, numel, file, offset, sums in lines:
         part = Part(start, numel, file, offset, tuple(sums))
-        tensors = found.setdefault(kind, {})
+        tensors = by_kind.setdefault(kind, {})
         before = tensors.get(name, Stored(dtype, tuple(shape), ()))
         tensors[name] = replace(before, parts=tuple(sorted((*before.parts, part))))
-    weights, masters = found.pop("weight", {}), found.pop("master", {})
-    buffers, tensors = found.pop("buffer", {}), found.pop("tensor", {})
-    scales = {kind.removeprefix("scales."): found.pop(kind) for kind in list(found) if kind.startswith("scales.")}
+    weights, masters = by_kind.pop("weight", {}), by_kind.pop("master", {})
+    buffers, tensors = by_kind.pop("buffer", {}), by_kind.pop("tensor", {})
+    scales = {kind.removeprefix("scales."): by_kind.pop(kind) for kind in list(by_kind) if kind.startswith("scales.")}
     parameters = {
         name: Parameter(
             weight=weights.get(name, Stored(more["dtype"], tuple(more["shape"]), ())),  # one without elements
             master=masters.get(name),
-            moments=_of(found, name),
+            moments=_of(by_kind, name),
             scales=_of(scales, name),
             numbers=more["numbers"],
             group=more["group"],

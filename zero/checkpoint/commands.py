@@ -15,60 +15,60 @@ from zero.checkpoint.model_files import size_of
 from zero.checkpoint.verify import rubbish, verify
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Do what the parsed arguments say; the exit status is 1 for what is wrong with files, 2 with arguments."""
-    what = {"consolidate": _consolidate, "verify": _verify, "import-deepspeed": _import}[given.command]
+    what = {"consolidate": _consolidate, "verify": _verify, "import-deepspeed": _import}[args.command]
     try:
-        return what(given)
+        return what(args)
     except BrokenPipeError:  # of the standard output
         raise
     except (OSError, ValueError) as error:
-        print(f"zero {given.command}: error: {error}", file=sys.stderr)
+        print(f"zero {args.command}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _refuse(given: argparse.Namespace, problem: str) -> int:
-    print(f"zero {given.command}: error: {problem}", file=sys.stderr)
+def _refuse(args: argparse.Namespace, problem: str) -> int:
+    print(f"zero {args.command}: error: {problem}", file=sys.stderr)
     return 2
 
 
-def _consolidate(given: argparse.Namespace) -> int:
-    out = Path(given.out)
-    if out.suffix == ".safetensors" and not given.hf and given.max_shard_size is not None:
-        return _refuse(given, f"--max-shard-size is for a folder, and '{out}' is one file; give a folder, or --hf")
+def _consolidate(args: argparse.Namespace) -> int:
+    out = Path(args.out)
+    if out.suffix == ".safetensors" and not args.hf and args.max_shard_size is not None:
+        return _refuse(args, f"--max-shard-size is for a folder, and '{out}' is one file; give a folder, or --hf")
     try:
-        limit = None if given.max_shard_size is None else size_of(given.max_shard_size, "--max-shard-size")
-        folder = chosen(Path(given.folder), given.tag)
+        limit = None if args.max_shard_size is None else size_of(args.max_shard_size, "--max-shard-size")
+        folder = chosen(Path(args.folder), args.tag)
     except ValueError as error:
-        return _refuse(given, str(error))
+        return _refuse(args, str(error))
     with bar("consolidating") as progress:
-        files = consolidate(folder, out, given.dtype, limit, given.hf, progress)
+        files = consolidate(folder, out, args.dtype, limit, args.hf, progress)
     for path in files:
         print(f"{path}: {path.stat().st_size} bytes")
     index = folders.load_index(folder)
     if index.excluded:
         print(f"not in it, as frozen parameters were left out of the checkpoint: {', '.join(index.excluded)}")
-    if index.stripped and given.dtype == "fp32":
+    if index.stripped and args.dtype == "fp32":
         print("the values are those that the model computed with, as the masters were deleted (keep_optimizer)")
     return 0
 
 
-def _verify(given: argparse.Namespace) -> int:
-    root = Path(given.folder)
+def _verify(args: argparse.Namespace) -> int:
+    root = Path(args.folder)
     try:
-        if not given.all:
-            found = [chosen(root, given.tag)]
-        elif given.tag is not None:
-            return _refuse(given, "--all is of all tags; leave out --tag")
+        if not args.all:
+            checkpoints = [chosen(root, args.tag)]
+        elif args.tag is not None:
+            return _refuse(args, "--all is of all tags; leave out --tag")
         else:
-            found = [root / tag for tag in folders.tags(root)]
-            if not found:
-                return _refuse(given, f"{root} has no whole checkpoint")
+            checkpoints = [root / tag for tag in folders.tags(root)]
+            if not checkpoints:
+                return _refuse(args, f"{root} has no whole checkpoint")
     except ValueError as error:
-        return _refuse(given, str(error))
-    good = [_verify_one(folder) for folder in found]
+        return _refuse(args, str(error))
+    good = [_verify_one(folder) for folder in checkpoints]
     return 0 if all(good) else 1
 
 
@@ -93,47 +93,47 @@ def _verify_one(folder: Path) -> bool:
     return True
 
 
-def _import(given: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> int:
     from zero.checkpoint.import_deepspeed import find, import_deepspeed
 
     try:
-        folder = find(Path(given.folder), given.tag)
+        folder = find(Path(args.folder), args.tag)
     except ValueError as error:
-        return _refuse(given, str(error))
+        return _refuse(args, str(error))
     with bar("importing") as progress:
-        made, left = import_deepspeed(folder, Path(given.out), progress)
+        target, left = import_deepspeed(folder, Path(args.out), progress)
     for text in left:
         print(f"not taken: {text}")
-    print(f"{made}: engine.load_checkpoint('{given.out}') takes it at any world size and stage")
+    print(f"{target}: engine.load_checkpoint('{args.out}') takes it at any world size and stage")
     return 0
 
 
-def chosen(given: Path, tag: str | None = None) -> Path:
-    """The folder of one checkpoint: `given` itself, or the one below it that `tag` or `latest` names.
+def chosen(root: Path, tag: str | None = None) -> Path:
+    """The folder of one checkpoint: `root` itself, or the one below it that `tag` or `latest` names.
 
     Raises ValueError where that says nothing.
     """
-    if not given.is_dir():
-        raise ValueError(f"there is no folder {given}")
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}")
     if tag is not None:
-        if not (given / tag).is_dir():
-            raise ValueError(f"{given} has no checkpoint '{tag}'; it has {_there(given)}")
-        return given / tag
-    if (given / folders.INDEX).exists():
-        return given
-    named = folders.latest(given)
+        if not (root / tag).is_dir():
+            raise ValueError(f"{root} has no checkpoint '{tag}'; it has {_there(root)}")
+        return root / tag
+    if (root / folders.INDEX).exists():
+        return root
+    named = folders.latest(root)
     if named is None:
         raise ValueError(
-            f"{given} has neither {folders.INDEX}, as a checkpoint, nor {folders.LATEST}, as the folder of a run: "
-            f"name a checkpoint with --tag; there is {_there(given)}"
+            f"{root} has neither {folders.INDEX}, as a checkpoint, nor {folders.LATEST}, as the folder of a run: "
+            f"name a checkpoint with --tag; there is {_there(root)}"
         )
-    if not (given / named).is_dir():
-        raise ValueError(f"{given / folders.LATEST} names '{named}', which is not there; there is {_there(given)}")
-    return given / named
+    if not (root / named).is_dir():
+        raise ValueError(f"{root / folders.LATEST} names '{named}', which is not there; there is {_there(root)}")
+    return root / named
 
 
-def _there(given: Path) -> str:
-    return ", ".join(f"'{tag}'" for tag in folders.tags(given)) or "no whole checkpoint"
+def _there(root: Path) -> str:
+    return ", ".join(f"'{tag}'" for tag in folders.tags(root)) or "no whole checkpoint"
 
 
 @contextmanager

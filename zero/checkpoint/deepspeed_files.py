@@ -84,12 +84,12 @@ def open_files(folder: Path) -> Files:
     """Map the files of a checkpoint; raises Damaged where some are missing, and ValueError for other layouts."""
     names = sorted(path.name for path in folder.iterdir())
     _only_zero(folder, names)
-    found = {int(match[1]): match[0] for match in map(_OPTIM.fullmatch, names) if match}
-    states = [load(folder / found[rank])["optimizer_state_dict"] for rank in sorted(found)]
+    optim_files = {int(match[1]): match[0] for match in map(_OPTIM.fullmatch, names) if match}
+    states = [load(folder / optim_files[rank])["optimizer_state_dict"] for rank in sorted(optim_files)]
     counts = states[0]["partition_count"]
     world = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
-    if sorted(found) != list(range(world)):
-        missing = sorted(set(range(world)) - found.keys())
+    if sorted(optim_files) != list(range(world)):
+        missing = sorted(set(range(world)) - optim_files.keys())
         raise Damaged(f"{folder}: {world} ranks wrote it, and the optimizer files of ranks {missing} are missing")
     if isinstance(counts, (list, tuple)) and min(counts) != world:
         raise ValueError(f"{folder}: parameter groups are cut among {list(counts)} ranks, as of experts; not read")
@@ -122,13 +122,13 @@ def _only_zero(folder: Path, names: Sequence[str]) -> None:
 
 def slices(files: Files) -> dict[str, list[Slice]]:
     """Where the elements of each trained parameter are; raises Damaged where flat tensors are too short."""
-    found = dict(_cut_each(files) if files.cut else _cut_group(files))
-    for name, some in found.items():
+    by_name = dict(_cut_each(files) if files.cut else _cut_group(files))
+    for name, some in by_name.items():
         for one in some:
             size = files.masters(one.rank)[one.flat].numel()
             if one.at + one.numel > size:
                 raise Damaged(f"'{name}': flat tensor {one.flat} of rank {one.rank} has {size} elements, too few")
-    return found
+    return by_name
 
 
 def _cut_group(files: Files) -> Iterator[tuple[str, list[Slice]]]:

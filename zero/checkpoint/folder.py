@@ -72,12 +72,12 @@ def read_index(folder: Path) -> Index:
     problems = index.problems()
     for name, nbytes in index.files.items():
         try:
-            found = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
         except FileNotFoundError:
             problems.append(f"{name} is missing")
             continue
-        if found != nbytes:
-            problems.append(f"{name} has {found} bytes, not {nbytes}")
+        if size != nbytes:
+            problems.append(f"{name} has {size} bytes, not {nbytes}")
     if problems:
         raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(problems[:20])}")
     return index
@@ -93,11 +93,11 @@ def latest(folder: Path) -> str | None:
 
 def tags(folder: Path) -> list[str]:
     """The tags in a folder that have an index, oldest first."""
-    found = []
+    dated = []
     for path in folder.glob(f"*/{INDEX}"):
         with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-            found.append((path.stat().st_mtime_ns, _natural(path.parent.name), path.parent.name))
-    return [tag for *_, tag in sorted(found)]
+            dated.append((path.stat().st_mtime_ns, _natural(path.parent.name), path.parent.name))
+    return [tag for *_, tag in sorted(dated)]
 
 
 def _natural(tag: str) -> list[tuple[int, str]]:
@@ -107,14 +107,14 @@ def _natural(tag: str) -> list[tuple[int, str]]:
 
 def whole_ones(folder: Path) -> list[str]:
     """The tags in a folder that can be loaded as far as their indices and the sizes of files tell, oldest first."""
-    found = []
+    whole = []
     for tag in tags(folder):
         try:
             read_index(folder / tag)
         except (Damaged, OSError):
             continue
-        found.append(tag)
-    return found
+        whole.append(tag)
+    return whole
 
 
 def find(folder: Path, tag: str | None) -> tuple[Path, Index] | None:

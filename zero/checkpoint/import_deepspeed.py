@@ -30,18 +30,18 @@ _OWN = (
 )
 
 
-def find(given: Path, tag: str | None = None) -> Path:
-    """The folder with the files: `given` itself, or the one below it that `tag` or `latest` names."""
-    if not given.is_dir():
-        raise ValueError(f"there is no folder {given}")
-    if tag is None and any(given.glob("*_optim_states.pt")):
-        return given
-    tag = folders.latest(given) if tag is None else tag
+def find(root: Path, tag: str | None = None) -> Path:
+    """The folder with the files: `root` itself, or the one below it that `tag` or `latest` names."""
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}")
+    if tag is None and any(root.glob("*_optim_states.pt")):
+        return root
+    tag = folders.latest(root) if tag is None else tag
     if tag is None:
-        raise ValueError(f"{given} has neither *_optim_states.pt nor the file '{folders.LATEST}'; give --tag")
-    if not (given / tag).is_dir():
-        raise ValueError(f"{given} has no checkpoint '{tag}'")
-    return given / tag
+        raise ValueError(f"{root} has neither *_optim_states.pt nor the file '{folders.LATEST}'; give --tag")
+    if not (root / tag).is_dir():
+        raise ValueError(f"{root} has no checkpoint '{tag}'")
+    return root / tag
 
 
 def import_deepspeed(
@@ -151,18 +151,18 @@ def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
 
 
 def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
-    found = []
+    chunks = []
     for name, some in where.items():
         shape = known[name]["shape"]
         dtypes = {NAMES[_master(files, one.rank, one.flat).dtype] for one in some}
         if dtypes - {known[name]["dtype"]}:  # else the weight is exact
             flow = LazyTensor(torch.float32, math.prod(shape), partial(_gather, some, partial(_master, files)))
-            found.append(TensorChunk("master", name, 0, shape, flow))
-    return found
+            chunks.append(TensorChunk("master", name, 0, shape, flow))
+    return chunks
 
 
 def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
-    found = []
+    chunks = []
     for name, some in where.items():
         if not some:
             continue
@@ -173,8 +173,8 @@ def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[
             values = _moment(files, key, some[0].rank, some[0].flat)
             dtype = values.dtype if values.dtype == torch.bfloat16 else torch.float32
             flow = LazyTensor(dtype, math.prod(shape), partial(_gather, some, partial(_moment, files, key)))
-            found.append(TensorChunk(key, name, 0, shape, flow))
-    return found
+            chunks.append(TensorChunk(key, name, 0, shape, flow))
+    return chunks
 
 
 def _wide(files: Files, one: Slice, wanted: str | None = None) -> list[str]:
@@ -195,22 +195,22 @@ def _numbers(files: Files, flat: int) -> dict[str, float]:
     base = files.base(0)
     group = base["param_groups"][files.group_of(flat)] if isinstance(base, Mapping) and base.get("param_groups") else {}
     step = group.get("step", files.states[0].get("base_optimizer_state_step"))
-    found = {} if step is None else {"step": step}
+    state = {} if step is None else {"step": step}
     for key, value in files.state(0, flat).items():
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and not value.dim()):
-            found[key] = value
-    numbers = {key: float(value) for key, value in found.items()}
+            state[key] = value
+    numbers = {key: float(value) for key, value in state.items()}
     return {key: int(value) if value.is_integer() else value for key, value in numbers.items()}
 
 
 def _gather(some: Sequence[Slice], flat: Callable[[int, int], torch.Tensor], start: int, numel: int) -> torch.Tensor:
     """Elements [start, start + numel) of a tensor of which `flat` gives the flat tensors of ranks."""
-    found = []
+    parts = []
     for one in some:
         low, high = max(one.start, start), min(one.start + one.numel, start + numel)
         if low < high:
-            found.append(flat(one.rank, one.flat).narrow(0, one.at + low - one.start, high - low))
-    return found[0] if len(found) == 1 else torch.cat(found)
+            parts.append(flat(one.rank, one.flat).narrow(0, one.at + low - one.start, high - low))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _master(files: Files, rank: int, flat: int) -> torch.Tensor:
@@ -233,12 +233,12 @@ def _dtype(files: Files, name: str) -> torch.dtype:
 
 def _tied(files: Files, known: Mapping[str, Any]) -> dict[str, str]:
     """Other names -> the name that a parameter is stored by, whichever of them DeepSpeed stored it by."""
-    found = {}
+    tied = {}
     for other, name in (files.model.get("shared_params") or {}).items():
         stored, alias = (name, other) if name in known else (other, name)
         if stored in known and alias not in known:
-            found[alias] = stored
-    return found
+            tied[alias] = stored
+    return tied
 
 
 def _shared(files: Files) -> dict[str, Any]:
@@ -255,16 +255,16 @@ def _shared(files: Files) -> dict[str, Any]:
 
 def _client(files: Files, left: list[str]) -> dict[str, Any]:
     """What the client saved, as far as it is JSON."""
-    found = {}
+    client = {}
     for key, value in files.model.items():
         if key in _OWN:
             continue
         try:
             if json.loads(json.dumps(value, allow_nan=False)) != value:
                 raise ValueError
-            found[key] = value
+            client[key] = value
         except (TypeError, ValueError):
             left.append(f"'{key}' of client_state, which is no JSON")
     if files.model.get("lr_scheduler"):
         left.append("the state of the learning rate schedule")
-    return found
+    return client

@@ -155,16 +155,16 @@ class Index:
 
     def problems(self) -> list[str]:
         """What makes it no whole checkpoint, whatever is in the files; empty for one that is."""
-        found = []
+        problems = []
         for what, stored in self.stored():
             if gap := stored.gaps():
-                found.append(f"{what}: {gap} of {stored.numel} are missing or there twice")
+                problems.append(f"{what}: {gap} of {stored.numel} are missing or there twice")
             for part in stored.parts:
                 size = self.files.get(part.file)
                 end = part.offset + part.numel * ITEMSIZE[stored.dtype]
                 if size is None or end > size:
-                    found.append(f"{what}: bytes up to {end} of {part.file}, which has {size}")
-        return found
+                    problems.append(f"{what}: bytes up to {end} of {part.file}, which has {size}")
+        return problems
 
     def to_json(self) -> str:
         """As text; `of_json` reads it. The last key is the CRC-32 of all bytes before it."""
@@ -201,8 +201,8 @@ def _check_sum(text: str | bytes, values: Mapping[str, Any], where: str) -> None
     """What has changed on the disk may still be JSON, with another step, another learning rate or another place."""
     if "crc32" not in values:
         return
-    body, found, _ = (text.encode() if isinstance(text, str) else text).rpartition(_SUM.encode())
-    if not found or zlib.crc32(body) != values["crc32"]:
+    body, separator, _ = (text.encode() if isinstance(text, str) else text).rpartition(_SUM.encode())
+    if not separator or zlib.crc32(body) != values["crc32"]:
         raise Damaged(
             f"{where} is not what was saved (its checksum is another); take another checkpoint or, where you have "
             "changed it yourself, take its key 'crc32' out"

@@ -77,9 +77,9 @@ class Job:
         for kind, forms in kinds.items():
             path = self.target.place / file_name(kind, rank, world_size, self.target.save)
             with _naming(path):
-                made = Writing(path, forms, {}, self._barrier.moved, staging)
-            self._writings.append(made)
-            self._homes |= {(form.kind, form.name, form.start): made for form in forms}
+                writing = Writing(path, forms, {}, self._barrier.moved, staging)
+            self._writings.append(writing)
+            self._homes |= {(form.kind, form.name, form.start): writing for form in forms}
 
     def put(self, chunk: TensorChunk) -> None:
         """Write one chunk. Raises OSError."""
@@ -107,22 +107,22 @@ class Job:
         Raises OSError or RuntimeError, the same on all ranks, naming rank and file; nothing of this save is left then,
         and what was there before is there.
         """
-        said: Any
+        report: Any
         try:
             if self.failure is not None:
                 raise self.failure
             self._open()
             for chunk in rest:
                 self.put(chunk)
-            said = self._said()
+            report = self._said()
         except BaseException as error:
-            said = self.failure = error
+            report = self.failure = error
         agreed = False
         try:
-            self._barrier.settle(said, self._publish, WRITES, in_call)
+            self._barrier.settle(report, self._publish, WRITES, in_call)
         except Exception as error:
             agreed = not isinstance(error, Lost) or self._barrier.rank == 0
-            if not isinstance(said, BaseException) or isinstance(said, Exception):
+            if not isinstance(report, BaseException) or isinstance(report, Exception):
                 raise
         finally:
             self._discard(agreed)
@@ -155,15 +155,15 @@ class Job:
             with contextlib.suppress(OSError):
                 self.target.place.rmdir()  # where nothing else is in it
 
-    def _publish(self, told: list[dict[str, Any]]) -> None:
+    def _publish(self, reports: list[dict[str, Any]]) -> None:
         """On rank 0: see that everything is there, write the index, then `latest`, and then clean up."""
-        files = {name: size for one in told for name, size in one["files"].items()}
-        for rank, one in enumerate(told):
-            for name, size in one["files"].items():
+        files = {name: size for report in reports for name, size in report["files"].items()}
+        for rank, report in enumerate(reports):
+            for name, size in report["files"].items():
                 self._see(rank, name, size)
-        signed = {key: value for one in reversed(told) for key, value in one["signed"].items()}
-        more = {"files": files, "signed": signed, "ranks": tuple(one["own"] for one in told)}
-        lines = (line for one in told for line in one["lines"])
+        signed = {key: value for report in reversed(reports) for key, value in report["signed"].items()}
+        more = {"files": files, "signed": signed, "ranks": tuple(report["own"] for report in reports)}
+        lines = (line for report in reports for line in report["lines"])
         target = self.target
         index = assemble(lines, self.known, self.fields | more)
         if problems := index.problems():
@@ -182,20 +182,20 @@ class Job:
         target = self.target
         path, latest = target.place / folder.INDEX, target.root / folder.LATEST
         before = path.read_text(encoding="utf-8") if path.exists() else None
-        made = []
+        prepared = []
         try:
             with _naming(path):
-                made.append(folder.prepare(path, text))
+                prepared.append(folder.prepare(path, text))
             if target.latest:
                 with _naming(latest):
-                    made.append(folder.prepare(latest, target.tag + "\n"))
+                    prepared.append(folder.prepare(latest, target.tag + "\n"))
             try:
                 with _naming(path):
-                    os.replace(made[0], path)
+                    os.replace(prepared[0], path)
                     folder.sync(target.place)
                     folder.sync(target.root)
                 if target.latest:
-                    os.replace(made[1], latest)
+                    os.replace(prepared[1], latest)
             except BaseException:
                 if before is None:
                     path.unlink(missing_ok=True)
@@ -203,7 +203,7 @@ class Job:
                     folder.publish(path, before)
                 raise
         finally:
-            for beside in made:
+            for beside in prepared:
                 beside.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.sync(target.root)
@@ -214,10 +214,10 @@ class Job:
         while True:
             try:
                 with open(path, "rb") as file:  # which has caches look again, as stat need not
-                    found = os.fstat(file.fileno()).st_size
-                if found == size:
+                    nbytes = os.fstat(file.fileno()).st_size
+                if nbytes == size:
                     return
-                problem = f"{found} bytes of {size}"
+                problem = f"{nbytes} bytes of {size}"
             except FileNotFoundError:
                 problem = "nothing"
             if time.monotonic() > end:

@@ -46,7 +46,7 @@ def write_model(
     stem = name.removesuffix(".safetensors")
     many = len(cut) > 1
     names = [f"{stem}-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
-    paths = [folder / (found if many else name) for found in names]
+    paths = [folder / (numbered if many else name) for numbered in names]
     index = folder / f"{name}.index.json"
     if limit is not None:  # so that a reader never sees an index with files of two models
         index.unlink(missing_ok=True)
@@ -69,15 +69,15 @@ def write_model(
 
 
 def _cut(chunks: Sequence[TensorChunk], limit: int) -> list[list[TensorChunk]]:
-    found: list[list[TensorChunk]] = [[]]
+    files: list[list[TensorChunk]] = [[]]
     size = 0
     for chunk in chunks:
-        if found[-1] and size + chunk.values.nbytes > limit:
-            found.append([])
+        if files[-1] and size + chunk.values.nbytes > limit:
+            files.append([])
             size = 0
-        found[-1].append(chunk)
+        files[-1].append(chunk)
         size += chunk.values.nbytes
-    return found
+    return files
 
 
 def _index(paths: Sequence[Path], cut: Sequence[Sequence[TensorChunk]]) -> str:

@@ -42,10 +42,10 @@ def encode(value: Any, what: str) -> tuple[Json, dict[str, torch.Tensor]]:
     places is one. Raises ValueError that names every place at which something stands that has no plain form.
     """
     run = _Encoder(what)
-    made = run.encode(value, what)
+    encoded = run.encode(value, what)
     if run.offences:
         raise ValueError("\n".join(run.offences))
-    return made, run.tensors
+    return encoded, run.tensors
 
 
 def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -116,9 +116,9 @@ class _Encoder:
             items = value
             if type(value) in _SETS:
                 items = [item for item in value if self._is_key(item, f"{path}: element {item!r:.80}")]
-            made = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(items)]
+            encoded = [self.encode(item, f"{path}[{index}]") for index, item in enumerate(items)]
             form = _SEQUENCES.get(type(value)) or _SETS.get(type(value))
-            return made if form is None else {form: sorted(made, key=repr) if type(value) in _SETS else made}
+            return encoded if form is None else {form: sorted(encoded, key=repr) if type(value) in _SETS else encoded}
         finally:
             self._around.discard(id(value))
 
@@ -191,10 +191,10 @@ def _float(value: dict, tensors: Mapping[str, torch.Tensor]) -> float:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
-    return found
+    return dtype
 
 
 def _device(value: dict, tensors: Mapping[str, torch.Tensor]) -> torch.device:
@@ -202,14 +202,13 @@ def _device(value: dict, tensors: Mapping[str, torch.Tensor]) -> torch.device:
 
 
 def _tensor(value: dict, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    found = tensors[value["$tensor"]]
+    tensor = tensors[value["$tensor"]]
     if "dtype" not in value:
-        return found
+        return tensor
     dtype = _dtype(value["dtype"])
     # Copied, as bytes out of a file need not lie where the dtype may begin.
-    return (
-        found.clone().view(dtype).reshape(value["shape"]) if found.numel() else torch.empty(value["shape"], dtype=dtype)
-    )
+    shape = value["shape"]
+    return tensor.clone().view(dtype).reshape(shape) if tensor.numel() else torch.empty(shape, dtype=dtype)
 
 
 def _numpy_dtype(name: str) -> Any:

@@ -224,15 +224,15 @@ def _run(group: list[Task]) -> None:
 
 def _groups(tasks: list[Task]) -> list[list[Task]]:
     """Neighbours together, so that a thread has enough to do."""
-    found: list[list[Task]] = [[]]
+    groups: list[list[Task]] = [[]]
     nbytes = 0
     for task in tasks:
         if nbytes and nbytes + task.target.nbytes > _TASK:
-            found.append([])
+            groups.append([])
             nbytes = 0
-        found[-1].append(task)
+        groups[-1].append(task)
         nbytes += task.target.nbytes
-    return found
+    return groups
 
 
 def _exact(parts: list[torch.Tensor]) -> torch.Tensor:

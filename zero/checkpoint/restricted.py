@@ -56,11 +56,11 @@ def load(path: Path) -> Any:
 
 
 def _reason(text: str) -> str:
-    found = re.search(r"GLOBAL (\S+)", text)
-    if found is None:
+    match = re.search(r"GLOBAL (\S+)", text)
+    if match is None:
         return text.splitlines()[0]
     return (
-        f"it holds an object of {found[1]}; only tensors, plain containers and {', '.join(_short())} of DeepSpeed "
+        f"it holds an object of {match[1]}; only tensors, plain containers and {', '.join(_short())} of DeepSpeed "
         "are read, as others may run code. Leave it out of client_state where the checkpoint is saved"
     )
 

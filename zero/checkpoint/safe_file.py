@@ -196,10 +196,10 @@ def _begin_writeback(file: int) -> None:
 
 @functools.cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
 
 
 def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, what: str) -> None:
@@ -225,8 +225,8 @@ def read_part(file: int, part: Part, skip: int, target: memoryview, size: int, w
             raise Damaged(f"{what}: {part.file} cannot be read: {error.strerror}") from None
         if got < data.nbytes:
             raise Damaged(f"{what}: {part.file} ends at byte {part.offset + begin + got}, inside of it")
-        for number, found in enumerate(sums, chunk):
-            if found != part.crc32[number]:
+        for number, crc in enumerate(sums, chunk):
+            if crc != part.crc32[number]:
                 span = f"bytes {part.offset + number * CHUNK} to {part.offset + min((number + 1) * CHUNK, total)}"
                 raise Damaged(f"{what}: {span} of {part.file} are not what was saved (their checksum is another)")
         if data is not place:
@@ -255,13 +255,13 @@ def contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         try:
             entries = json.loads(file.read(length))
             metadata = dict(entries.pop("__metadata__", None) or {})
-            found = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
+            tensors = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
-    for name, stored in found.items():
+    for name, stored in tensors.items():
         if stored.parts[0].offset + stored.nbytes > size:
             raise Damaged(f"{path} is cut short: it has {size} bytes, and '{name}' ends behind them")
-    return found, metadata
+    return tensors, metadata
 
 
 def _entry(path: Path, base: int, entry: dict[str, Any]) -> Stored:

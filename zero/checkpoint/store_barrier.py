@@ -119,7 +119,7 @@ class StoreBarrier:
     def _await(self, phase: str, timeout: float, in_call: bool) -> list[Any]:
         """The values that are expected; raises RuntimeError that says who does not get on."""
         store, rank = self._store, self.ranks[self.rank]
-        began = said = looked = time.monotonic()
+        began = logged = looked = time.monotonic()
         since = 0.0
         while (received := store.messages.wait(0.2)) is None:
             now = time.monotonic()
@@ -150,23 +150,25 @@ class StoreBarrier:
                     f"rank {rank}, {phase}: the store of the process group has not answered for "
                     f"{unanswered:.0f} s (zero.timeout); rank 0 is stopped or out of reach"
                 )
-            if silent > SAYS and now - said > SAYS:
-                said = now + AGAIN - SAYS
+            if silent > SAYS and now - logged > SAYS:
+                logged = now + AGAIN - SAYS
                 logger.log(logging.WARNING, "rank %d, %s: %s made no progress for %.0f s", rank, phase, who, silent)
         return received
 
 
-def _answer(said: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any], ranks: Sequence[int]) -> dict[str, Any]:
+def _answer(
+    values: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any], ranks: Sequence[int]
+) -> dict[str, Any]:
     """What to tell all ranks."""
-    wrong = {rank: one for rank, one in zip(ranks, said, strict=True) if "error" in one}
+    wrong = {rank: one for rank, one in zip(ranks, values, strict=True) if "error" in one}
     if wrong:
-        return _merged(wrong, len(said))
+        return _merged(wrong, len(values))
     try:
-        return {"value": decide([one["value"] for one in said])}
+        return {"value": decide([one["value"] for one in values])}
     except (OSError, ValueError, RuntimeError) as error:
-        found = _error_of(error)
-        there = f"rank {ranks[0]}: " if isinstance(error, OSError) and len(said) > 1 else ""
-        return found | {"error": there + found["error"]}
+        problem = _error_of(error)
+        there = f"rank {ranks[0]}: " if isinstance(error, OSError) and len(values) > 1 else ""
+        return problem | {"error": there + problem["error"]}
 
 
 def _merged(wrong: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
@@ -192,9 +194,9 @@ def _error_of(error: BaseException) -> dict[str, Any]:
     return {"error": str(error) if plain else f"{type(error).__name__}: {error}", "kind": kind}
 
 
-def _result(found: dict[str, Any]) -> Any:
-    if "error" not in found:
-        return found["value"]
-    if found["kind"] == "OSError" and found.get("errno") is not None:
-        raise OSError(found["errno"], found["error"])
-    raise KINDS[found["kind"]](found["error"])
+def _result(answer: dict[str, Any]) -> Any:
+    if "error" not in answer:
+        return answer["value"]
+    if answer["kind"] == "OSError" and answer.get("errno") is not None:
+        raise OSError(answer["errno"], answer["error"])
+    raise KINDS[answer["kind"]](answer["error"])

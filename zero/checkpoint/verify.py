@@ -26,17 +26,17 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
     except OSError as error:
         return [f"{folder / folders.INDEX} cannot be read: {error}"]
     moved = progress(sum(index.files.values()))
-    found = index.problems()
+    problems = index.problems()
     headers = {}
     for name, nbytes in index.files.items():
         problem, headers[name] = _file(folder / name, nbytes)
-        found += [problem] if problem else []
+        problems += [problem] if problem else []
     with Reader(folder, index) as reader:
         for what, stored in index.stored():
             for part in stored.parts:
                 if headers.get(part.file) is not None:
-                    found += _part(reader, what, stored, part, headers[part.file], moved)
-    return found
+                    problems += _part(reader, what, stored, part, headers[part.file], moved)
+    return problems
 
 
 def rubbish(folder: str | Path) -> list[str]:
@@ -79,9 +79,9 @@ def _part(
         except (Damaged, OSError) as error:
             first, more = (str(error), 0) if first is None else (first, more + 1)
         moved(numel * size)
-    found = [] if first is None else [f"{first}; so are {more} MiB behind them" if more else first]
+    problems = [] if first is None else [f"{first}; so are {more} MiB behind them" if more else first]
     if header and part.numel and header.get(part.offset) != part.numel * size:
-        found.append(f"{what}: the header of {part.file} knows no such tensor at byte {part.offset}")
+        problems.append(f"{what}: the header of {part.file} knows no such tensor at byte {part.offset}")
     if part.crc32 is None:
-        found.append(f"{what}: {part.file} has no checksums of it")
-    return found
+        problems.append(f"{what}: {part.file} has no checksums of it")
+    return problems

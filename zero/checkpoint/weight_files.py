@@ -73,13 +73,14 @@ def _of_folder(path: Path) -> tuple[Path, Index]:
         return find(path, None)
     shards = sorted(path.glob(f"*{_SHARDS}"))
     files = sorted(path.glob("*.safetensors"))
-    for found in (shards, files):
-        preferred = [each for each in found if each.name.split(".")[0] == "model"]
-        found = preferred if len(preferred) == 1 else found
-        if len(found) == 1:
-            return weights_at(found[0])
-        if found:
-            raise Damaged(f"{path} holds several models: {', '.join(each.name for each in found)}; name one of them")
+    for candidates in (shards, files):
+        preferred = [each for each in candidates if each.name.split(".")[0] == "model"]
+        candidates = preferred if len(preferred) == 1 else candidates
+        if len(candidates) == 1:
+            return weights_at(candidates[0])
+        if candidates:
+            names = ", ".join(each.name for each in candidates)
+            raise Damaged(f"{path} holds several models: {names}; name one of them")
     others = [each for each in sorted(path.iterdir()) if each.suffix in _TORCH_FILES]
     raise _refused(others[0]) if others else Damaged(f"{path} holds no safetensors file and no checkpoint of zero")
 

@@ -24,8 +24,8 @@ def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, not
     data = "\n".join(line.replace("\n", " ") for line in lines).encode()
     digest = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")  # fits an int64
     mine = torch.tensor([digest, len(data)], dtype=torch.int64, device=device)
-    told = comm.gather_scalars(mine, axis, "comparison").tolist()
-    if all(one == told[0] for one in told):
+    hashes = comm.gather_scalars(mine, axis, "comparison").tolist()
+    if all(one == hashes[0] for one in hashes):
         return
     lists = [text.split("\n") for text in everyone(data.decode(), axis, device)]
     index, there = first_difference(lists)

@@ -51,9 +51,9 @@ def hash_spans(flat: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 @torch.no_grad()
 def hash_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The hash of any dense tensor, int64 [] on its device; copies it. Its dtype and shape do not count."""
-    found = tensor.detach().reshape(-1).view(torch.uint8)
-    own = found.new_zeros(-(-found.numel() // WORD) * WORD)
-    own[: found.numel()] = found
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    own = data.new_zeros(-(-data.numel() // WORD) * WORD)
+    own[: data.numel()] = data
     return hash_spans(own, [Span(0, own.numel())])[0]
 
 

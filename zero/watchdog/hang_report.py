@@ -188,8 +188,8 @@ def doubtful(view: View) -> bool:
 
 def wanted(view: View, waits: str) -> tuple[int, ...]:
     """The ranks for want of which the collective does not end."""
-    found = [rank for rank, seen in view.others.items() if _phrase(seen, waits, view.silence) != _SAME]
-    return tuple(sorted(found)) or _keeper(view)
+    ranks = [rank for rank, seen in view.others.items() if _phrase(seen, waits, view.silence) != _SAME]
+    return tuple(sorted(ranks)) or _keeper(view)
 
 
 def cause(view: View, number: int) -> str:

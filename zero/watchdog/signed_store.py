@@ -42,8 +42,8 @@ class SignedStore:
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values of keys that are there; None, and a line once, where no rank of this job has put one."""
-        found = self._store.multi_get([self._prefix + key for key in keys]) if keys else []
-        return [self._checked(key, bytes(value)) for key, value in zip(keys, found, strict=True)]
+        values = self._store.multi_get([self._prefix + key for key in keys]) if keys else []
+        return [self._checked(key, bytes(value)) for key, value in zip(keys, values, strict=True)]
 
     def has(self, keys: Iterable[str]) -> bool:
         """Whether all of these keys are there."""
@@ -69,9 +69,9 @@ class SignedStore:
         """Let go of the store; where this process keeps it, it may go now."""
         self._original = self._store = None
 
-    def _checked(self, key: str, found: bytes) -> bytes | None:
-        value = found[_LENGTH:]
-        if same(found[:_LENGTH], signature(self._secret, (self._prefix + key).encode(), value)):
+    def _checked(self, key: str, signed: bytes) -> bytes | None:
+        value = signed[_LENGTH:]
+        if same(signed[:_LENGTH], signature(self._secret, (self._prefix + key).encode(), value)):
             return value
         self.doubt(key)
         return None

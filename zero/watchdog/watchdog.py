@@ -80,10 +80,10 @@ class Watchdog:
         status = self.status
         with self._counting:  # an update that runs beside the training loop sends, too
             status.number += 1
-            status.last = made = Collective(direction, unit, status.number)
+            status.last = collective = Collective(direction, unit, status.number)
         if self.order is not None:
-            self.order.append(made.text)
-        return made
+            self.order.append(collective.text)
+        return collective
 
     def wait(self, works: Iterable[dist.Work], collective: Collective, then: Callable[[], None] | None = None) -> None:
         """Wait for the works and call `then`; RuntimeError that says who is missing when that fails or lasts."""

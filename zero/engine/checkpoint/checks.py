@@ -23,11 +23,11 @@ class Options(NamedTuple):
 SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
 
 
-def check_folder(given: Any, what: str) -> Path:
+def check_folder(path: Any, what: str) -> Path:
     """The folder of the checkpoints, as given; ValueError, naming `what` it is, for what is none."""
-    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise ValueError(f"{what} must be a non-empty string or a path, got {given!r}")
-    return Path(given)
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"{what} must be a non-empty string or a path, got {path!r}")
+    return Path(path)
 
 
 def check_tag(tag: Any) -> str:
@@ -77,7 +77,7 @@ def _different(buffers: list[list[list[Any]]]) -> list[str]:
 def _check_room(place: Path, needed: int) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    found = os.statvfs(place)
-    free = found.f_bavail * found.f_frsize
-    if found.f_blocks and free < needed:  # of no blocks at all: the file system does not say
+    system = os.statvfs(place)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks and free < needed:  # of no blocks at all: the file system does not say
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed} bytes are needed and {free} are free")

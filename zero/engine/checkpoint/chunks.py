@@ -32,8 +32,8 @@ def unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None) -> Iterator[TensorC
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     window = window_of(unit)
     shift = window.start - unit.window.start  # of what is written in what is kept
-    for found in unit.plan.layout.fragments(window):
-        part = found._replace(at=found.at + shift)
+    for fragment in unit.plan.layout.fragments(window):
+        part = fragment._replace(at=fragment.at + shift)
         shape = tuple(shapes[part.name])
         yield TensorChunk("weight", part.name, part.start, shape, unit.shard.narrow(0, part.at, part.numel))
         if unit.master is None or optimizer is None:
@@ -50,27 +50,27 @@ def unit_forms(unit: Unit, optimizer: ZeroOptimizer | None) -> list[TensorChunk]
         return [form_of(chunk) for chunk in unit_chunks(unit, optimizer)]
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     shift = window_of(unit).start - unit.window.start
-    found = []
+    forms = []
     for part in unit.plan.layout.fragments(window_of(unit)):
         base = TensorChunk("weight", part.name, part.start, tuple(shapes[part.name]), unit.shard)
-        found.append(_form(base, unit.shard.dtype, part.numel))
+        forms.append(_form(base, unit.shard.dtype, part.numel))
         if unit.master is None or optimizer is None:
             continue
         if unit.master.tensor is not unit.master.shard:
-            found.append(_form(base._replace(kind="master"), unit.master.tensor.dtype, part.numel))
+            forms.append(_form(base._replace(kind="master"), unit.master.tensor.dtype, part.numel))
         if unit.placement.state_store.resident:
             here = part._replace(at=part.at + shift)
-            found += [form_of(chunk) for chunk in _moments(unit, optimizer, here, base.shape)]
+            forms += [form_of(chunk) for chunk in _moments(unit, optimizer, here, base.shape)]
             continue
         # Only rules that know their state beforehand let it rest in files.
         states = optimizer.shard_optimizer.states(unit, optimizer.param_groups[unit.plan.group])
         runs = (each for run, each in states.runs if run.start <= part.at + shift < run.start + run.numel)
         for name, moment in zip(states.names, next(runs, ()), strict=False):
-            found.append(_form(base._replace(kind=name), moment.values.dtype, part.numel))
+            forms.append(_form(base._replace(kind=name), moment.values.dtype, part.numel))
             if moment.scales is not None:
                 scales = base._replace(kind=f"scales.{name}", start=part.start // BLOCK, shape=_blocks(base.shape))
-                found.append(_form(scales, moment.scales.dtype, -(-part.numel // BLOCK)))
-    return found
+                forms.append(_form(scales, moment.scales.dtype, -(-part.numel // BLOCK)))
+    return forms
 
 
 def signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:
@@ -169,7 +169,7 @@ def _whole(kind: str, name: str, value: torch.Tensor) -> TensorChunk:
 
 def by_file(chunks: Iterable[TensorChunk]) -> dict[str, list[TensorChunk]]:
     """The chunks of each kind of file."""
-    found: dict[str, list[TensorChunk]] = {}
+    files: dict[str, list[TensorChunk]] = {}
     for chunk in chunks:
-        found.setdefault(FILES.get(chunk.kind, "moments"), []).append(chunk)
-    return found
+        files.setdefault(FILES.get(chunk.kind, "moments"), []).append(chunk)
+    return files

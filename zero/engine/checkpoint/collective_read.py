@@ -22,7 +22,7 @@ T = TypeVar("T")
 REFUSALS = (ValueError, OSError, RuntimeError, MemoryError)
 
 
-class Found(NamedTuple):
+class LoadPlan(NamedTuple):
     """A checkpoint that fits, and what is loaded from where; `near`: all ranks read it through one page cache."""
 
     place: Path
@@ -43,25 +43,23 @@ class CollectiveRead:
         self._axis = axis
         self._device = device
 
-    def find(self, look: Callable[[], Found | None]) -> Found | None:
+    def find(self, look: Callable[[], LoadPlan | None]) -> LoadPlan | None:
         """What all ranks find alike; raises on all of them where one cannot load it, or finds another save."""
-        found, problem = None, None
+        plan, problem = None, None
         try:
-            found = look()
+            plan = look()
         except REFUSALS as error:
             problem = error
-        save = None if found is None else f"'{found.index.tag}' saved as {found.index.save}"
-        place = None if found is None else str(found.place)
-        told = self._tell([_said(problem), save, place, _host()])
-        self._raise(problem, [said for said, *_ in told])
-        if len({save for _, save, *_ in told}) > 1:
-            each = "; ".join(
-                f"rank {rank}: {save} in {place}"
-                for rank, (_, save, place, _) in zip(self._axis.ranks, told, strict=True)
-            )
+        save = None if plan is None else f"'{plan.index.tag}' saved as {plan.index.save}"
+        place = None if plan is None else str(plan.place)
+        answers = self._tell([_said(problem), save, place, _host()])
+        self._raise(problem, [said for said, *_ in answers])
+        if len({save for _, save, *_ in answers}) > 1:
+            ranks = zip(self._axis.ranks, answers, strict=True)
+            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place, _) in ranks)
             raise ValueError(f"{self._what}: the ranks would load different checkpoints: {each}")
-        near = len({(place, host) for *_, place, host in told}) == 1
-        return None if found is None else found._replace(near=near)
+        near = len({(place, host) for *_, place, host in answers}) == 1
+        return None if plan is None else plan._replace(near=near)
 
     def read(self, work: Callable[[], T], after: Callable[[bool], None] | None = None) -> T:
         """The result of `work`; raises on all ranks where it fails on one.
@@ -73,22 +71,22 @@ class CollectiveRead:
             result = work()
         except REFUSALS as error:
             problem = error
-        told = self._tell(_said(problem))
+        answers = self._tell(_said(problem))
         if after is not None:
-            after(all(said is None for said in told))
-        self._raise(problem, told)
+            after(all(said is None for said in answers))
+        self._raise(problem, answers)
         return result
 
     def _tell(self, value: Any) -> list[Any]:
         """What each rank says, by rank."""
         return [json.loads(text) for text in everyone(json.dumps(value), self._axis, self._device)]
 
-    def _raise(self, problem: Exception | None, told: list[tuple[str, bool] | None]) -> None:
+    def _raise(self, problem: Exception | None, answers: list[tuple[str, bool] | None]) -> None:
         if problem is not None:
             raise problem
-        for rank, said in zip(self._axis.ranks, told, strict=True):
-            if said is not None:
-                text, damaged = said
+        for rank, answer in zip(self._axis.ranks, answers, strict=True):
+            if answer is not None:
+                text, damaged = answer
                 raise (Damaged if damaged else ValueError)(f"{self._what}: rank {rank}: {text}")
 
 

@@ -23,7 +23,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.checkpoint.checks import check_folder
 from zero.engine.checkpoint.chunks import saved_buffers
-from zero.engine.checkpoint.collective_read import CollectiveRead, Found
+from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
 from zero.engine.checkpoint.others import load_others, renew, replaced
 from zero.engine.checkpoint.resume import check, restore
 from zero.engine.checkpoint.units import (
@@ -86,36 +86,36 @@ class CheckpointLoader:
         ranks = self._ranks("load_checkpoint")
         values: Values | None = None
 
-        def look() -> Found | None:
+        def look() -> LoadPlan | None:
             nonlocal values
-            found = self._find(load_dir, None if tag is None else str(tag), ask)
-            if found is not None:
-                values = saved_values(found, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
+            plan = self._find(load_dir, None if tag is None else str(tag), ask)
+            if plan is not None:
+                values = saved_values(plan, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
                 if values.shared is not None and not load_module_only:
-                    what = (load_optimizer_states, load_lr_scheduler_states, str(found.place))
+                    what = (load_optimizer_states, load_lr_scheduler_states, str(plan.place))
                     check(self._engine, values.shared, *what)
-            return found
+            return plan
 
-        found = ranks.find(look)
-        if found is None:
+        plan = ranks.find(look)
+        if plan is None:
             rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
             return None, None
         anew = not load_optimizer_states and not load_module_only
-        self._take(ranks, found, anew, custom_load_fn)
+        self._take(ranks, plan, anew, custom_load_fn)
         self._sharded.module.load_state_dict(values.extra, strict=False)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
         self._engine._status.half_loaded = None
-        return str(found.place), values.client
+        return str(plan.place), values.client
 
     def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._saver.join()
         ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
-        found = ranks.find(lambda: self._fitted(*look(saved_buffers(self._sharded.module)), ask))
-        self._take(ranks, found, False, None)
+        plan = ranks.find(lambda: self._fitted(*look(saved_buffers(self._sharded.module)), ask))
+        self._take(ranks, plan, False, None)
         self._engine._status.half_loaded = None
-        return found.match
+        return plan.match
 
     def _resume(self, values: Values, optimizer: bool, scheduler: bool) -> None:
         """Bring back what is not of the model."""
@@ -140,11 +140,11 @@ class CheckpointLoader:
         if held:
             raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
 
-    def _find(self, load_dir: Any, tag: str | None, ask: Ask) -> Found | None:
+    def _find(self, load_dir: Any, tag: str | None, ask: Ask) -> LoadPlan | None:
         there = find(check_folder(load_dir, "load_checkpoint(): load_dir"), tag)
         return None if there is None else self._fitted(*there, ask)
 
-    def _fitted(self, place: Path, index: Index, ask: Ask) -> Found:
+    def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
         """Raises ValueError where the engine cannot take what is there."""
         self._may_load()
         parts = (
@@ -157,7 +157,7 @@ class CheckpointLoader:
 
     def _wanted(self) -> list[Wanted]:
         """What this engine has, in its terms for a checkpoint."""
-        names, found, keys = names_of_parameters(self._sharded.module), [], {}
+        names, wanted, keys = names_of_parameters(self._sharded.module), [], {}
         for unit in self._sharded.units:
             group, states = None, ((), ())
             if unit.master is not None and self._optimizer is not None:
@@ -169,17 +169,17 @@ class CheckpointLoader:
                 own = owner_of(param).name
                 others = [name for name in names.get(id(param), ()) if name != own]
                 dtype = NAMES[unit.shard.dtype]
-                found.append(Wanted((own, *others), tuple(param.shape), dtype, unit.plan.name, group, *states))
-        return found
+                wanted.append(Wanted((own, *others), tuple(param.shape), dtype, unit.plan.name, group, *states))
+        return wanted
 
     @torch.no_grad()
-    def _take(self, ranks: CollectiveRead, found: Found, anew: bool, custom: Callable[..., Any] | None) -> None:
+    def _take(self, ranks: CollectiveRead, plan: LoadPlan, anew: bool, custom: Callable[..., Any] | None) -> None:
         """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read.
 
         The engine is half loaded until the caller, who may have more to bring, says otherwise.
         """
         self._engine._status.half_loaded = (
-            f"the engine is half loaded: loading {found.place} was broken off. Load a checkpoint that is whole, or "
+            f"the engine is half loaded: loading {plan.place} was broken off. Load a checkpoint that is whole, or "
             "call destroy()"
         )
         self._sharded.recover()
@@ -187,26 +187,26 @@ class CheckpointLoader:
         self._engine._accumulation.restart()
 
         units = self._sharded.units
-        whole = replaced(units, found)
+        whole = replaced(units, plan)
 
         def read() -> dict[str, torch.Tensor] | None:
-            with Reader(found.place, found.index) as reader:
-                return self._read(reader, found, anew, custom is not None, whole)
+            with Reader(plan.place, plan.index) as reader:
+                return self._read(reader, plan, anew, custom is not None, whole)
 
         # Also where one failed: full copies must be there again for whatever comes next, and all take part or none.
         state = ranks.read(read, lambda good: renew(units, whole if good else ()))
         if custom is not None:
             with GatheredParameters(self._sharded.module.parameters(), modifier_rank=0):
                 custom(src=state, dst=self._sharded.module)
-        for line in found.match.warnings:
-            rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
-        if found.match.left_out:
+        for line in plan.match.warnings:
+            rank_zero(logging.WARNING, "loading %s: %s", plan.place, line)
+        if plan.match.left_out:
             rank_zero(
-                logging.INFO, "loading %s: frozen and not saved, so as before: %s", found.place, found.match.left_out
+                logging.INFO, "loading %s: frozen and not saved, so as before: %s", plan.place, plan.match.left_out
             )
 
     def _read(
-        self, reader: Reader, found: Found, anew: bool, custom: bool, whole: Collection[Unit]
+        self, reader: Reader, plan: LoadPlan, anew: bool, custom: bool, whole: Collection[Unit]
     ) -> dict[str, torch.Tensor] | None:
         """This rank's part of everything, and all of the weights of the units in `whole`.
 
@@ -215,17 +215,17 @@ class CheckpointLoader:
         for unit in self._sharded.units:
             unit.invalidate()
         for unit in self._sharded.units:
-            more = partial(load_others, reader=reader, found=found) if unit in whole else None
-            load_unit(unit, self._optimizer, reader, found.match, found.ask, more)
+            more = partial(load_others, reader=reader, plan=plan) if unit in whole else None
+            load_unit(unit, self._optimizer, reader, plan.match, plan.ask, more)
             if anew and unit.master is not None:
                 restart(unit, self._optimizer)
         reader.finish()
         if custom:
             return _state_dict(reader)
-        rank, ranks = self._sharded.mesh.data.rank, found.index.ranks
+        rank, ranks = self._sharded.mesh.data.rank, plan.index.ranks
         alike = len(ranks) == self._sharded.mesh.data.size
         load_buffers(
-            reader, self._sharded.module, found.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
+            reader, self._sharded.module, plan.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
         )
         return None
 

@@ -9,34 +9,34 @@ from collections.abc import Collection, Iterable
 
 from zero.checkpoint.reader import Reader
 from zero.core.unit import Unit
-from zero.engine.checkpoint.collective_read import Found
+from zero.engine.checkpoint.collective_read import LoadPlan
 from zero.engine.checkpoint.units import straight
 from zero.plan.layout import Span
 
 
-def replaced(units: Iterable[Unit], found: Found) -> list[Unit]:
+def replaced(units: Iterable[Unit], plan: LoadPlan) -> list[Unit]:
     """The units whose other shards can be read as they will be; the same ones on all ranks."""
-    if not found.near or not found.ask.weights:
+    if not plan.near or not plan.ask.weights:
         return []
-    return [unit for unit in units if _replaced(unit, found)]
+    return [unit for unit in units if _replaced(unit, plan)]
 
 
-def _replaced(unit: Unit, found: Found) -> bool:
+def _replaced(unit: Unit, plan: LoadPlan) -> bool:
     if unit.cut or unit.mesh.shard.size == 1 or unit.full.device.type != "cpu":
         return False
-    names = [found.match.names.get(spec.name) for spec in unit.plan.params]
+    names = [plan.match.names.get(spec.name) for spec in unit.plan.params]
     # What is not in the checkpoint, or is rounded on its way, its owner has to tell.
-    return all(name is not None and straight(unit, found.index.parameters[name], found.ask.masters) for name in names)
+    return all(name is not None and straight(unit, plan.index.parameters[name], plan.ask.masters) for name in names)
 
 
-def load_others(unit: Unit, reader: Reader, found: Found) -> None:
+def load_others(unit: Unit, reader: Reader, plan: LoadPlan) -> None:
     """Ask for the full buffer of a unit but for the own shard; the unit is borrowed, and the caller finishes."""
     own, layout = unit.window, unit.plan.layout
     for window in (Span(0, own.start), Span(own.stop, layout.numel - own.stop)):
         for part in layout.fragments(window):
-            name = found.match.names[part.name]
+            name = plan.match.names[part.name]
             place = unit.full.narrow(0, window.start + part.at, part.numel)
-            reader.fill(place, found.index.parameters[name].weight, part.start, f"weight of '{name}'")
+            reader.fill(place, plan.index.parameters[name].weight, part.start, f"weight of '{name}'")
 
 
 def renew(units: Iterable[Unit], there: Collection[Unit]) -> None:

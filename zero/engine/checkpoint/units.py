@@ -15,7 +15,7 @@ from zero.checkpoint.reader import SLICE, Reader, SavedMoment
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.unit import Unit
 from zero.engine.checkpoint.chunks import saved_buffers
-from zero.engine.checkpoint.collective_read import Found
+from zero.engine.checkpoint.collective_read import LoadPlan
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
@@ -143,10 +143,10 @@ def _rounder(target: Moment, signed: bool, start: int, numel: int) -> Callable[[
 
 def _load_numbers(unit: Unit, optimizer: ZeroOptimizer, index: Index, names: Iterable[str]) -> None:
     rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
-    found = [index.parameters[name] for name in names]
-    trained = [parameter for parameter in found if not stateless(parameter)]
+    parameters = [index.parameters[name] for name in names]
+    trained = [parameter for parameter in parameters if not stateless(parameter)]
     if not trained:
-        if len(found) == len(unit.plan.params):
+        if len(parameters) == len(unit.plan.params):
             restart(unit, optimizer)
         return
     # Not all of torch's classes count steps, and those of ours that begin with the first one must know of them.
@@ -216,7 +216,7 @@ def fit(
     module: nn.Module,
     parts: Iterable[tuple[Fragment, bool]],
     taker: str,
-) -> Found:
+) -> LoadPlan:
     """What of a checkpoint goes where. Raises ValueError, with all differences, where `taker` cannot take it.
 
     parts: what this rank holds of its parameters, and whether with state of the optimizer.
@@ -231,15 +231,15 @@ def fit(
         problem = "\n  ".join(lines)
     if problem:
         raise ValueError(f"{place} does not fit this {taker}:\n  {problem}")
-    return Found(place, index, match, ask)
+    return LoadPlan(place, index, match, ask)
 
 
 def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its id."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(param), []).append(name)
-    return found
+        names.setdefault(id(param), []).append(name)
+    return names
 
 
 def shapes_of_buffers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -249,7 +249,7 @@ def shapes_of_buffers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], str
 
 def load_buffers(reader: Reader, module: nn.Module, names: Iterable[str], own: Mapping[str, str]) -> None:
     """Take these buffers whole: rank 0's, or the tensor that `own` names for one that this rank had otherwise."""
-    buffers, index, made = saved_buffers(module), reader.index, {}
+    buffers, index, others = saved_buffers(module), reader.index, {}
     live = {id(value) for value in module.buffers()}
     for name in names:
         stored = index.tensors[own[name]] if name in own else index.buffers[name]
@@ -257,6 +257,6 @@ def load_buffers(reader: Reader, module: nn.Module, names: Iterable[str], own: M
         if id(buffers[name]) in live:
             buffers[name].copy_(value)
         else:
-            made[name] = value
-    if made:  # by modules, for each state_dict, and only they know what it is
-        module.load_state_dict(made, strict=False)
+            others[name] = value
+    if others:  # by modules, for each state_dict, and only they know what it is
+        module.load_state_dict(others, strict=False)

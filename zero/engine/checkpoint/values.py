@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from zero.checkpoint.plain import decode
 from zero.checkpoint.reader import Reader
-from zero.engine.checkpoint.collective_read import Found
+from zero.engine.checkpoint.collective_read import LoadPlan
 from zero.engine.checkpoint.random_state import for_world
 
 
@@ -25,10 +25,10 @@ class Values(NamedTuple):
     steps: int
 
 
-def saved_values(found: Found, rank: int, world_size: int) -> Values:
+def saved_values(plan: LoadPlan, rank: int, world_size: int) -> Values:
     """Read them; at another world size than the saved one, new ranks get random numbers of their own."""
-    index = found.index
-    with Reader(found.place, index) as reader:
+    index = plan.index
+    with Reader(plan.place, index) as reader:
 
         def value(what: str, plain: Any) -> Any:
             names = [name for name in index.tensors if name.startswith(f"{what}/")]
@@ -38,9 +38,9 @@ def saved_values(found: Found, rank: int, world_size: int) -> Values:
             plain = (index.ranks[number] or {}).get("state")
             return None if plain is None else value(f"rank_state/{number}", plain)
 
-        said = index.shared if isinstance(index.shared, dict) else {}
-        shared, extra = said.get("state"), said.get("extra_state")
-        own, step = None, int(said.get("global_steps", 0))
+        fields = index.shared if isinstance(index.shared, dict) else {}
+        shared, extra = fields.get("state"), fields.get("extra_state")
+        own, step = None, int(fields.get("global_steps", 0))
         if index.world_size == world_size:
             own = state(rank)
         elif index.ranks and state(0) is not None:

@@ -1,4 +1,4 @@
-"""Weights out of safetensors files into a module, one that is built in pieces, or an engine."""
+"""Weights out of safetensors files into a module, one that is built under zero.Init, or an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
 from zero.core.state import State
 from zero.engine.checkpoint.chunks import saved_buffers
-from zero.engine.checkpoint.collective_read import CollectiveRead, Found
+from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
 from zero.engine.checkpoint.units import (
     fill_plain,
     fit,
@@ -77,25 +77,25 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = deferred[0].mesh.data if deferred else Axis(None, 1, 0, False)
     ranks = CollectiveRead("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
-    found = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
+    plan = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
 
     def read() -> None:
-        with Reader(found.place, found.index) as reader:
-            for name, other in found.match.names.items():
+        with Reader(plan.place, plan.index) as reader:
+            for name, other in plan.match.names.items():
                 _fill(reader, other, params[name])
-            load_buffers(reader, module, found.match.buffers, {})
+            load_buffers(reader, module, plan.match.buffers, {})
 
     try:
         ranks.read(read)
     except ValueError as error:
         error.args = (f"{error}. The module is half loaded",)
         raise
-    for line in found.match.warnings:
-        rank_zero(logging.WARNING, "loading %s: %s", found.place, line)
-    return found.match
+    for line in plan.match.warnings:
+        rank_zero(logging.WARNING, "loading %s: %s", plan.place, line)
+    return plan.match
 
 
-def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, index: Index, ask: Ask) -> Found:
+def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, index: Index, ask: Ask) -> LoadPlan:
     """Raises ValueError where the module cannot take what is there."""
     names = names_of_parameters(module)
     wanted = []
@@ -122,7 +122,7 @@ def _parts(param: nn.Parameter, name: str) -> list[Fragment]:
 
 
 def _fill(reader: Reader, name: str, param: nn.Parameter) -> None:
-    """One parameter, or this rank's ranges of one that is built in pieces."""
+    """One parameter, or this rank's ranges of one that is built under zero.Init."""
     owner = owner_of(param)
     if owner is None or owner.unit.opened:
         values = param.detach()
