@@ -79,7 +79,7 @@ def test_memory_goes_back_with_the_last_tensor() -> None:
     place = (slab.address, slab.nbytes)
     first, second = slab.take(MIB), slab.take(MIB)
     slab.close()
-    with pytest.raises(RuntimeError, match="slab was closed"):
+    with pytest.raises(RuntimeError, match="arena was closed"):
         slab.take(1)
     del first
     view = second.view(torch.float32)[3:]
@@ -101,7 +101,7 @@ def test_memory_goes_back_after_an_exception() -> None:
         tensors = [slab.take(MIB) for _ in range(5)]
         raise AssertionError(tensors)
 
-    with pytest.raises(RuntimeError, match="do not fit into a slab"):
+    with pytest.raises(RuntimeError, match="do not fit into an arena"):
         carve()
     gc.collect()
     assert "Rss" not in held(*place)
@@ -121,7 +121,7 @@ def test_tensors_lie_one_after_the_other() -> None:
         tensor.fill_(value)
     assert [tensor.sum().item() for tensor in tensors] == [1, 0, 3 * PAGE, 4 * (PAGE + 1)]
     rest = slab.nbytes - 4 * PAGE
-    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into a slab of {slab.nbytes} bytes"):
+    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into an arena of {slab.nbytes} bytes"):
         slab.take(rest + 1)
     assert slab.take(rest).numel() == rest  # a refusal takes nothing
 

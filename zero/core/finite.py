@@ -48,11 +48,11 @@ class FirstNotFinite:
 
         A collective; called when the norm said that there is one, with the reduced gradients still there.
         """
-        found, count = self._found or self._scan(), len(self._names)
-        key = math.inf if found is None else found[0] * count + found[1]
+        position, count = self._found or self._scan(), len(self._names)
+        key = math.inf if position is None else position[0] * count + position[1]
         device = self._units[0].full.device
-        mine = torch.tensor([key], dtype=torch.float64, device=device)
-        least = comm.gather_scalars(mine, self._axis, "search for what is not finite").min().item()
+        own = torch.tensor([key], dtype=torch.float64, device=device)
+        least = comm.gather_scalars(own, self._axis, "search for what is not finite").min().item()
         if math.isinf(least):
             return "the norm of the gradients is not finite, though each of them is"
         backward, index = divmod(int(least), count)

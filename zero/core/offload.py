@@ -36,10 +36,10 @@ from zero.plan.units import UnitPlan
 class OffloadSettings(NamedTuple):
     """What `offload_optimizer` and `offload_param` of the JSON say.
 
-    ratio: the part of the trained elements whose state leaves the device, None where that is to be measured;
-    max_in_cpu: elements of this rank's shards that stay in memory although `params` says FILE; pinned: page-locked
-    memory on a machine with a GPU; requests: how drives are asked, where read_ahead and write_behind are those of the
-    optimizer's state.
+    ratio:      the part of the trained elements whose state leaves the device; None: what free memory allows;
+    max_in_cpu: elements of this rank's shards that stay in memory although `params` says FILE;
+    pinned:     page-locked memory on a machine with a GPU;
+    requests:   how drives are accessed; read_ahead and write_behind are those of the optimizer's state.
     """
 
     optimizer: Where = Where.DEVICE
@@ -178,8 +178,8 @@ class Offload:
             what(mesh)
         except RuntimeError as error:
             problem = error
-        said = "no problem" if problem is None else str(problem)
-        agree([said], mesh.data, self._device, "state cannot be kept off the device on all ranks")
+        text = "no problem" if problem is None else str(problem)
+        agree([text], mesh.data, self._device, "state cannot be kept off the device on all ranks")
         if problem is not None:
             raise problem
 
@@ -193,7 +193,7 @@ class Offload:
         self._open_files(mesh.global_rank)
 
     def _open_files(self, rank: int) -> None:
-        settings, asked = self._settings, self._settings.requests
+        settings, requests = self._settings, self._settings.requests
         both = list(zip(self._plans, self.placements, strict=True))
         records = [
             self._record_nbytes(plan, placement)
@@ -202,11 +202,11 @@ class Offload:
         ]
         shards = [parameter_nbytes(plan, self._parts) for plan, place in both if place.params is Where.FILE]
         for kind, folder, sizes, count, way in (
-            ("optimizer", settings.optimizer_folder, records, settings.optimizer_buffers, asked),
+            ("optimizer", settings.optimizer_folder, records, settings.optimizer_buffers, requests),
             ("param", settings.params_folder, shards, settings.params_buffers, Requests()),
         ):
             if sizes:
-                self._aio = self._aio or Aio(asked.threads, asked.queue_depth, asked.block_size)
+                self._aio = self._aio or Aio(requests.threads, requests.queue_depth, requests.block_size)
                 buffers = [self._arena.take(max(sizes)) for _ in range(count)]
                 self.swap_files[kind] = SwapFile(folder, kind, rank, sum(sizes), buffers, self._aio, way)
                 rank_zero(logging.INFO, "%s state rests in %s (%s)", kind, folder, self._aio.backend)

@@ -1,6 +1,6 @@
 """How much more host memory this process may take: what the machine has left, and what limits leave of it.
 
-Everything is read from files under a root, so that it can be tried on files that were made up.
+Everything is read from files under a root, so that tests can make such files up.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def available_nbytes(ranks_on_host: int = 1) -> int:
 
 def meminfo_available(text: str) -> int | None:
     """MemAvailable of /proc/meminfo, in bytes: what can be taken without swapping; None where it does not say."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return 1024 * int(found[1]) if found else None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return 1024 * int(match[1]) if match else None
 
 
 def left_in_cgroups(root: Path) -> Iterator[int]:
@@ -135,7 +135,7 @@ def _read(path: Path) -> str | None:
 def give_back() -> None:
     """Have the C library return memory that nobody uses any more to the system; other libraries do it by themselves.
 
-    What a model took while it was built would stay with the process otherwise, beside the slab it has moved to.
+    What a model took while it was built would stay with the process otherwise, beside the arena it has moved to.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -94,7 +94,7 @@ class HostBytes(NamedTuple):
     masters, moments: records that stay in memory, padding included; copies of shards are among the masters;
     parameters:       shards of parameters that stay in memory;
     gradients:        shards of gradients of all units whose optimizer state is off the device;
-    buffers:          slots through which records and shards pass on their way between drive and memory;
+    buffers:          buffers through which records and shards pass on their way between drive and memory;
     files:            on drives, not in memory.
     """
 
@@ -124,7 +124,7 @@ def host_bytes(
 ) -> HostBytes:
     """Add up what rank `rank` of `parts` keeps off the device.
 
-    `accumulate`: the dtype of gradients there; `mirrored`: the device is not the host; `buffer_count`: slots, each as
+    `accumulate`: the dtype of gradients there; `mirrored`: the device is not the host; `buffer_count`: buffers, each as
     large as the largest record in a file; `param_buffer_count`: the same for shards of parameters.
     """
     masters = moments = parameters = gradients = files = slot = param_slot = 0

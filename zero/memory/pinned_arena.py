@@ -1,4 +1,4 @@
-"""A slab: host memory of an exact size, taken from the system in one piece and carved into tensors.
+"""Host memory of an exact size, taken from the system in one piece and cut into tensors.
 
 Neither torch's allocators nor malloc come into it: torch rounds pinned memory up to a power of two, and what malloc
 has once given it may keep.
@@ -49,15 +49,15 @@ class PinnedArena:
     address: where it begins; 0 where it is empty;
     pinned:  registered with CUDA, so that copies to and from a GPU run by themselves.
 
-    Every page is touched when the slab is made, in huge pages where the system offers them, so that memory which is
+    Every page is touched when the arena is made, in huge pages where the system offers them, so that memory which is
     not there is missed now and not in the middle of a step. Tensors that were taken keep the memory alive: it goes
-    back to the system with the last of them, once the slab was closed or forgotten too. Nobody waits for a device
+    back to the system with the last of them, once the arena was closed or forgotten too. Nobody waits for a device
     then; who copies asynchronously must have waited before.
 
     A forked child, such as a worker of a DataLoader, finds zeros here in place of the contents. Would it inherit
     them, each step of the parent would copy every page that it writes, and pinned ones would be copied at the fork,
     so that the host's memory would have to hold all of it once more for each worker. (Without a mapping at all, the
-    child would crash where it reads, and unmap somebody else's memory when it collects the slab.)
+    child would crash where it reads, and unmap somebody else's memory when it collects the arena.)
     """
 
     def __init__(self, nbytes: int, device: torch.device, pinned: bool) -> None:
@@ -85,16 +85,16 @@ class PinnedArena:
     def take(self, nbytes: int) -> torch.Tensor:
         """The next `nbytes` bytes as a uint8 tensor [nbytes] of zeros with a storage of its own, aligned to PAGE.
 
-        Raises RuntimeError when the slab is closed or has not so much left.
+        Raises RuntimeError when the arena is closed or has not so much left.
         """
         if self._closed:
-            raise RuntimeError("this slab was closed; take what is needed before")
+            raise RuntimeError("this arena was closed; take what is needed before")
         if nbytes < 0:
             raise ValueError(f"nbytes: got {nbytes}; wanted 0 or more")
         start = self._taken
         if start + nbytes > self.nbytes:
             raise RuntimeError(
-                f"{nbytes} bytes do not fit into a slab of {self.nbytes} bytes, {start} of which are taken; "
+                f"{nbytes} bytes do not fit into an arena of {self.nbytes} bytes, {start} of which are taken; "
                 "the plan of host memory and what is taken differ"
             )
         if nbytes == 0:
@@ -142,7 +142,7 @@ def check_room(table_text: str, needed: int, ranks_on_host: int, available: int 
 
 def _map(nbytes: int) -> _Mapping:
     try:
-        made = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise RuntimeError(
             f"the system refused {nbytes / MIB:,.1f} MiB of host memory ({error}); this process may take "
@@ -151,8 +151,8 @@ def _map(nbytes: int) -> _Mapping:
     for advice in _ADVICE if sys.platform == "linux" else ():
         # A kernel that is too old, or was built without huge pages, says EINVAL; small pages do as well.
         with contextlib.suppress(OSError):
-            made.madvise(advice)
-    return made
+            mapping.madvise(advice)
+    return mapping
 
 
 def _touch(whole: torch.Tensor) -> None:

@@ -197,8 +197,8 @@ class FusedShardOptimizer:
             if run.start <= part.at < run.start + run.numel:
                 numel = round_up(part.numel, self.formats.alignment)
                 start = part.at - run.start
-                found = moments[index].narrow(start, min(numel, run.numel - start))
-                return found, self._formula(group).signed[index]
+                moment = moments[index].narrow(start, min(numel, run.numel - start))
+                return moment, self._formula(group).signed[index]
         raise RuntimeError(f"unit '{unit.plan.name}' has no state for element {part.at} of its shard")
 
     def forget(self) -> None:

@@ -384,8 +384,8 @@ def _check_names(kind: str, cls: type, params: Mapping[str, Any]) -> None:
             )
     for parameter in signature:
         if parameter.default is inspect.Parameter.empty and parameter.name not in params:
-            given = ", ".join(params) or "none"
-            raise ValueError(f"scheduler.params.{parameter.name}: {kind} needs it; given: {given}")
+            names = ", ".join(params) or "none"
+            raise ValueError(f"scheduler.params.{parameter.name}: {kind} needs it; given: {names}")
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:

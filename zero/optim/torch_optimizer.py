@@ -56,7 +56,7 @@ class TorchShardOptimizer:
                     yield name, Span(0, leaf.numel()), value
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `ShardOptimizer.keys`; found by a step of the class on three throw-away elements."""
+        """See `ShardOptimizer.keys`; from a step of the class on three throw-away elements."""
         state = self._trial(unit.placement.update_device, group)
         wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
         return wide, tuple(key for key in state if key not in wide)

@@ -80,14 +80,14 @@ def runs(unit: UnitPlan, window: Span, moments: str) -> tuple[Run, ...]:
     if moments == "fp32":
         return (Run(0, window.numel, "fp32"),)
     starts = [span.start for span in unit.layout.spans.values()]
-    found: list[Run] = []
+    parts: list[Run] = []
     for spec, start, stop in zip(unit.params, starts, [*starts[1:], unit.layout.numel], strict=True):
         part = Span(start, stop - start).intersect(window)
         format = moments if is_compact(spec.numel, spec.ndim) else "fp32"
         if not part.numel:
             continue
-        if found and found[-1].format == format:
-            found[-1] = found[-1]._replace(numel=found[-1].numel + part.numel)
+        if parts and parts[-1].format == format:
+            parts[-1] = parts[-1]._replace(numel=parts[-1].numel + part.numel)
         else:
-            found.append(Run(part.start - window.start, part.numel, format))
-    return tuple(found)
+            parts.append(Run(part.start - window.start, part.numel, format))
+    return tuple(parts)

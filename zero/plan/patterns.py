@@ -25,12 +25,12 @@ def outermost(where: str, modules: Sequence[tuple[str, str]], patterns: Sequence
 
     `modules` are (path, class), parents before children. Raises ValueError for a pattern that names none.
     """
-    missing, found = set(patterns), []
+    missing, paths = set(patterns), []
     for path, kind in modules:
         here = hits(patterns, kind, path)
         missing.difference_update(here)
-        if here and not any(not above or path.startswith(f"{above}.") for above in found):
-            found.append(path)
+        if here and not any(not above or path.startswith(f"{above}.") for above in paths):
+            paths.append(path)
     if missing:
         raise unmatched(where, missing, (kind for _, kind in modules), [path for path, _ in modules if path])
-    return found
+    return paths

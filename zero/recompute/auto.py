@@ -89,8 +89,8 @@ def measured(
 
 def _memories(module: nn.Module, others: Iterable[torch.Tensor]) -> set[int | None]:
     owners = [(param, owner_of(param)) for param in module.parameters()]
-    found = {storage_id(param) if owner is None else storage_id(owner.unit.full) for param, owner in owners}
-    return found | {storage_id(tensor) for tensor in (*module.buffers(), *others)}
+    storages = {storage_id(param) if owner is None else storage_id(owner.unit.full) for param, owner in owners}
+    return storages | {storage_id(tensor) for tensor in (*module.buffers(), *others)}
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,11 +25,11 @@ def without_caches(
 
     Raises ValueError for a cache that holds something already, which the call would have to attend to.
     """
-    found = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not found:
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
         return args, kwargs
     what = "a function" if module is None else f"a {type(module).__name__}"
-    if any(_length(cache, module) for cache in found):
+    if any(_length(cache, module) for cache in caches):
         raise ValueError(
             f"{what} that is recomputed is given a key-value cache that is filled already, and would add to it twice; "
             "train without a prefix in the cache, or leave the module out of zero.recompute.modules"
@@ -57,7 +57,7 @@ def _length(cache: Any, module: nn.Module | None) -> int:
         return 0  # this layer's state has no positions
 
 
-class Found(NamedTuple):
+class SavedBuffer(NamedTuple):
     """A buffer before a forward; `values` is what it held, a copy unless it belongs to a graph."""
 
     owner: nn.Module
@@ -67,11 +67,11 @@ class Found(NamedTuple):
     values: torch.Tensor
 
 
-def found_in(module: nn.Module | None) -> list[Found]:
+def saved_buffers(module: nn.Module | None) -> list[SavedBuffer]:
     """All buffers of `module`, before a forward of which it is not known what it changes."""
-    found: list[Found] = []
+    buffers: list[SavedBuffer] = []
     if module is None:
-        return found
+        return buffers
     copies: dict[int, torch.Tensor] = {}  # one for all names of a tensor
     for owner in module.modules():
         for name, tensor in owner._buffers.items():
@@ -79,29 +79,29 @@ def found_in(module: nn.Module | None) -> list[Found]:
                 continue
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor if tensor.requires_grad else tensor.clone()
-            found.append(Found(owner, name, tensor, _version(tensor), copies[id(tensor)]))
-    return found
+            buffers.append(SavedBuffer(owner, name, tensor, _version(tensor), copies[id(tensor)]))
+    return buffers
 
 
-def changed(found: list[Found]) -> list[Found]:
+def changed(buffers: list[SavedBuffer]) -> list[SavedBuffer]:
     """Those that were written since, or gave their place to another tensor, and others of the same owner.
 
     Others, because batch norm writes its statistics without a trace; only its count of batches tells.
     """
     owners = {
         each.owner
-        for each in found
+        for each in buffers
         if each.owner._buffers.get(each.name) is not each.tensor or _version(each.tensor) != each.version
     }
-    return [each for each in found if each.owner in owners]
+    return [each for each in buffers if each.owner in owners]
 
 
 @contextlib.contextmanager
-def as_of(found: list[Found]) -> Iterator[None]:
+def as_of(buffers: list[SavedBuffer]) -> Iterator[None]:
     """Inside, the buffers are what they were; what is written to them there does not stay."""
-    now = [(each, each.owner._buffers.get(each.name)) for each in found]
+    now = [(each, each.owner._buffers.get(each.name)) for each in buffers]
     copies: dict[int, torch.Tensor] = {}  # several recomputations of one call begin alike
-    for each in found:
+    for each in buffers:
         values = each.values
         if id(values) not in copies:
             copies[id(values)] = values if values.requires_grad else values.clone()
@@ -148,13 +148,13 @@ def recomputed(
     # Around `fn` alone: what restores inputs is no part of what was computed.
     first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
     originals = [(args, kwargs)]  # for the forward, which must not find copies; gone when it is over
-    buffers: list[Found] = []
+    buffers: list[SavedBuffer] = []
 
-    def run(marker: torch.Tensor, *given: Any) -> Any:
+    def run(marker: torch.Tensor, *stored: Any) -> Any:
         again = not originals
-        positional, named = _put_in(holes, iter([restored(item) for item in given])) if again else originals.pop()
-        del given
-        before = [] if again else found_in(module)
+        positional, named = _put_in(holes, iter([restored(item) for item in stored])) if again else originals.pop()
+        del stored
+        before = [] if again else saved_buffers(module)
         with contextlib.ExitStack() as around:
             if again:
                 around.enter_context(HOLDER.seeds.as_of(streams))

@@ -114,9 +114,9 @@ class Recomputing:
         if section.policy == "auto":
             self._auto = Auto(section.budget, self.inputs, section.products)
         for number, (name, module) in enumerate(chosen):
-            made = Recomputed(module, name or "<root>", number, section.products, self.inputs)
-            made.policy, made.auto = policy, self._auto
-            self.modules.append(made)
+            recomputed_module = Recomputed(module, name or "<root>", number, section.products, self.inputs)
+            recomputed_module.policy, recomputed_module.auto = policy, self._auto
+            self.modules.append(recomputed_module)
         rank_zero(logging.INFO, "zero.recompute: %d modules, policy %s", len(chosen), section.policy)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

@@ -88,21 +88,21 @@ class TiledLinear(nn.Module):
         Both may be released parameters; of this layer one tile is gathered at a time. Every rank has to call it, and
         rank 0's values count. Raises ValueError for another shape, and where only one of the two layers has a bias.
         """
-        given = getattr(other, "bias", None)
+        bias = getattr(other, "bias", None)
         wanted = (self.out_features, self.in_features)
         if tuple(other.weight.shape) != wanted:
             raise ValueError(f"copy_params_from: got a weight {tuple(other.weight.shape)}; wanted {wanted}")
-        if (given is not None) != self.use_bias:
+        if (bias is not None) != self.use_bias:
             raise ValueError(
-                f"copy_params_from: got a layer {'without' if given is None else 'with'} a bias; this one has "
+                f"copy_params_from: got a layer {'without' if bias is None else 'with'} a bias; this one has "
                 f"{'one' if self.use_bias else 'none'}"
             )
-        with GatheredParameters([each for each in (other.weight, given) if each is not None]):
+        with GatheredParameters([each for each in (other.weight, bias) if each is not None]):
             for tile, rows, columns in self._tiles():
                 with GatheredParameters(tile.parameters(), modifier_rank=0):
                     tile.weight.copy_(other.weight[rows, columns])
                     if tile.bias is not None:
-                        tile.bias.copy_(given[rows])
+                        tile.bias.copy_(bias[rows])
 
     def extra_repr(self) -> str:
         """What `print` shows between the brackets."""
@@ -111,18 +111,18 @@ class TiledLinear(nn.Module):
             f"in_splits={self.in_splits}, out_splits={self.out_splits}"
         )
 
-    def _parts(self, given: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _parts(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         if not self.input_is_already_split:
-            if not isinstance(given, Tensor) or given.shape[-1] != self.in_features:
-                came = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-                raise ValueError(f"TiledLinear: got an input {came}; wanted a tensor [..., {self.in_features}]")
-            return given.split(self.in_parts, dim=-1)
-        if isinstance(given, Tensor) or [part.shape[-1] for part in given] != self.in_parts:
-            came = [tuple(part.shape) for part in ([given] if isinstance(given, Tensor) else given)]
+            if not isinstance(input_, Tensor) or input_.shape[-1] != self.in_features:
+                shapes = tuple(input_.shape) if isinstance(input_, Tensor) else type(input_).__name__
+                raise ValueError(f"TiledLinear: got an input {shapes}; wanted a tensor [..., {self.in_features}]")
+            return input_.split(self.in_parts, dim=-1)
+        if isinstance(input_, Tensor) or [part.shape[-1] for part in input_] != self.in_parts:
+            shapes = [tuple(part.shape) for part in ([input_] if isinstance(input_, Tensor) else input_)]
             raise ValueError(
-                f"TiledLinear: got inputs {came}; wanted {self.in_splits} tensors with {self.in_parts} features"
+                f"TiledLinear: got inputs {shapes}; wanted {self.in_splits} tensors with {self.in_parts} features"
             )
-        return given
+        return input_
 
     def _tiles(self) -> Iterator[tuple[nn.Module, slice, slice]]:
         """Every tile with its rows and columns of the whole weight."""

@@ -271,13 +271,13 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"tiled_cross_entropy(bias=...): got {tuple(bias.shape)}; wanted {tuple(weight.shape[:1])}")
-    given = [each for each in (hidden, weight, bias) if each is not None]
-    mixed = len({each.dtype for each in given}) > 1 and not torch.is_autocast_enabled(hidden.device.type)
-    if mixed or not all(each.is_floating_point() for each in given):
-        dtypes = [str(each.dtype) for each in given]
+    operands = [each for each in (hidden, weight, bias) if each is not None]
+    mixed = len({each.dtype for each in operands}) > 1 and not torch.is_autocast_enabled(hidden.device.type)
+    if mixed or not all(each.is_floating_point() for each in operands):
+        dtypes = [str(each.dtype) for each in operands]
         raise ValueError(f"tiled_cross_entropy: got hidden, weight and bias in {dtypes}; wanted one floating dtype")
-    if len({each.device for each in (*given, targets)}) > 1:
-        devices = [str(each.device) for each in (*given, targets)]
+    if len({each.device for each in (*operands, targets)}) > 1:
+        devices = [str(each.device) for each in (*operands, targets)]
         raise ValueError(f"tiled_cross_entropy: the tensors lie on {devices}; wanted one device")
 
 
