@@ -43,16 +43,12 @@ class SeedTracker:
         if not state["states"]:  # no generator is looked for where none is needed
             self._states, self._seeds = {}, set(state["seeds"])
             return
-        generator = _generator()
-        before = generator.get_state()
-        try:
-            states = {}
+        states = {}
+        with _preserved() as generator:
             for name, kept in state["states"].items():
                 generator.manual_seed(zlib.crc32(name.encode()) ^ seed)
                 new = generator.get_state()
                 states[name] = kept if kept is not None and kept.shape == new.shape else new
-        finally:
-            generator.set_state(before)
         self._states, self._seeds = states, set(state["seeds"])
 
     def add(self, name: str, seed: int) -> None:
@@ -62,27 +58,21 @@ class SeedTracker:
         if name in self._states:
             raise ValueError(f"name: there is a stream {name!r} already; call reset() first")
         self._seeds.add(seed)
-        generator = _generator()
-        before = generator.get_state()
-        try:
+        with _preserved() as generator:
             generator.manual_seed(seed)
             self._states[name] = generator.get_state()
-        finally:
-            generator.set_state(before)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         """Inside, torch draws from the stream `name`; outside it goes on as if nothing had been drawn."""
         if name not in self._states:
             raise ValueError(f"name: there is no stream {name!r}; add() one of {sorted(self._states)} or a new one")
-        generator = _generator()
-        before = generator.get_state()
-        generator.set_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = generator.get_state()
-            generator.set_state(before)
+        with _preserved() as generator:
+            generator.set_state(self._states[name])
+            try:
+                yield
+            finally:
+                self._states[name] = generator.get_state()
 
     @contextlib.contextmanager
     def as_of(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -100,6 +90,17 @@ def seed_model_parallel(tracker: SeedTracker, seed: int, rank: int) -> None:
     tracker.reset()
     _generator().manual_seed(seed)
     tracker.add(MODEL_PARALLEL, seed + 2718 + rank)  # DeepSpeed's offset, so that a run's masks stay the same
+
+
+@contextlib.contextmanager
+def _preserved() -> Iterator[torch.Generator]:
+    """The generator, whose state is afterwards what it was before."""
+    generator = _generator()
+    before = generator.get_state()
+    try:
+        yield generator
+    finally:
+        generator.set_state(before)
 
 
 def _generator() -> torch.Generator:
