@@ -122,15 +122,15 @@ def test_the_norm_counts_each_element_once_on_any_mesh(pool):
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
-def moved(folder: str, save: int, load: int, bf16: bool) -> list[bool]:
+def moved(folder: str, save: int, load: int, bf16: bool, stage: int = 3) -> list[bool]:
     """Train two steps on one mesh, save, and go on with two on another: as two more on the first."""
-    engine, *_ = zero.initialize(model=make_net(), config=settings(3, save, bf16=bf16))
+    engine, *_ = zero.initialize(model=make_net(), config=settings(stage, save, bf16=bf16))
     for number in range(2):
         step(engine, number)
     engine.save_checkpoint(folder)
     wanted = [step(engine, number) for number in range(2, 4)], weights(engine)
     engine.destroy()
-    engine, *_ = zero.initialize(model=make_net(seed=8), config=settings(3, load, bf16=bf16))
+    engine, *_ = zero.initialize(model=make_net(seed=8), config=settings(stage, load, bf16=bf16))
     engine.load_checkpoint(folder)
     found = [step(engine, number) for number in range(2, 4)], weights(engine)
     engine.destroy()
@@ -147,6 +147,11 @@ SHORT = [(4, 2, False), (2, 1, True), (1, 4, False), (2, 0, True)]
 )
 def test_checkpoints_go_from_any_mesh_to_any_other(pool, tmp_path, save, load, bf16):
     assert pool.run(4, moved, str(tmp_path), save, load, bf16) == [[True, True]] * 4
+
+
+@pytest.mark.parametrize(("stage", "save", "load"), [(1, 4, 2), (2, 2, 4), *longer((1, 2, 1), (2, 1, 2), (1, 1, 4))])
+def test_checkpoints_of_whole_parameters_go_from_mesh_to_mesh(pool, tmp_path, stage, save, load):
+    assert pool.run(4, moved, str(tmp_path), save, load, False, stage) == [[True, True]] * 4
 
 
 # --- what is sent -------------------------------------------------------------------------------------------
@@ -257,6 +262,47 @@ def test_what_others_report_of_hpz(pool, precision, offload, checkpointing):
         assert losses[-2] < losses[0]
         assert losses[-1] < losses[1]
         assert all(loss > 0.1 and after > 0.1 and 0 < norm < math.inf for loss, after, norm in values)
+
+
+# --- other features on a mesh -------------------------------------------------------------------------------
+
+
+def with_others(shard: int, offload: bool) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Built under `zero.Init`, two micro-batches for a step, replicas compared at every step, a checked order."""
+    wanted = settings(3, shard)
+    wanted["gradient_accumulation_steps"], wanted["train_batch_size"] = 2, 16
+    wanted["zero"] |= {"check_replicas": 1, "check_order": True, "recompute": {"modules": ["Block"]}}
+    if offload:
+        wanted["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    with zero.Init():
+        model = make_net()
+    engine, *_ = zero.initialize(model=model, config=wanted)
+    values = [step(engine, number) for number in range(4)]
+    found = weights(engine)
+    engine.destroy()
+    return values, found
+
+
+@pytest.mark.parametrize("offload", [True, *longer(False)], ids=["offload", "device"])
+def test_other_features_do_what_they_do_on_all_meshes(pool, offload):
+    wanted = pool.run(4, with_others, 4, offload)
+    for shard in (2, 1, 0) if not offload else (2, 0):
+        for found, params in zip(pool.run(4, with_others, shard, offload), wanted, strict=True):
+            assert found[0] == params[0]
+            assert all(torch.equal(found[1][name], params[1][name]) for name in params[1])
+
+
+def checked(shard: int) -> tuple[bool, str]:
+    engine, *_ = zero.initialize(model=make_net(), config=settings(3, shard, "ranks"))
+    report = engine.check([batch(dist.get_rank(), 2)], steps=2, stages=(0, 2, 3), accumulations=(1,))
+    engine.destroy()
+    return bool(report), str(report)
+
+
+@pytest.mark.parametrize("shard", [2, *longer(0)], ids=["HSDP", "hpZ"])
+def test_the_trust_check_runs_on_a_mesh(pool, shard):
+    for good, text in pool.run(4, checked, shard):
+        assert good, text
 
 
 # --- values that are changed between steps ------------------------------------------------------------------

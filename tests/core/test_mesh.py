@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from zero.core import comm
 from zero.core.mesh import Axis, Mesh, backend_of, make_mesh, mesh_of_one, slow_backend
+from zero.log import logger
 from zero.plan.sharding import Sharding
 
 SHAPES = [(4, 1), (2, 2), (1, 4)]
@@ -151,5 +154,26 @@ def test_the_backend_is_asked_per_device(pool):
 
 def test_a_slow_backend_is_said_with_its_cost():
     text = slow_backend(torch.device("cuda"), "gloo")
-    assert "sends over gloo" in text
+    assert "the process group sends over gloo" in text
     assert "copied to host memory" in text
+
+
+def warned_of() -> list[str]:
+    """What two meshes on a stand-in for a GPU log, whose messages gloo sends."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero.core.mesh.local_device", lambda: torch.device("xpu"))
+        for _ in range(2):
+            make_mesh(Sharding.of_stage(3), 60.0).watchdog.close()
+    logger.removeHandler(handler)
+    return lines
+
+
+def test_a_slow_backend_is_warned_of_once(pool):
+    first, second = pool.run(2, warned_of)
+    assert len(first) == 1
+    assert first[0].startswith("the model is on xpu and the process group sends over no backend of that device")
+    assert second == []

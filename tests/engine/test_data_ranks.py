@@ -121,6 +121,8 @@ def beside_each_other() -> dict[str, Any]:
         engine.step()
     sizes = (engine.train_batch_size(), engine.dp_world_size, engine.global_rank)
     state = engine._consolidated_16bit_state_dict() is not None
+    with pytest.raises(ValueError, match="on all 4 ranks, and this engine is one of 2 of them"):
+        engine.check([batch(0, 2)])
     with zero.GatheredParameters(engine.module.head.weight, modifier_rank=2 + tp):
         engine.module.head.weight.data.fill_(dist.get_rank())
     with pytest.raises(ValueError, match=rf"got {3 - tp}; wanted one of the engine's ranks \[{tp}, {2 + tp}\]"):

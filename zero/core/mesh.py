@@ -7,6 +7,7 @@ axis, which is both together, rank number = place along replica x size of shard 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zero.log import logger
+from zero.log import log_once
 from zero.plan.grid import Grid
 from zero.plan.sharding import Sharding
 from zero.watchdog.hang_report import Phase
@@ -119,8 +120,8 @@ def make_mesh(
     point = Axis(None, 1, 0, native, watchdog, (ranks[rank],))
     if size == 1:
         return Mesh(data, point, data)
-    if device.type != "cpu" and not native and rank == 0:
-        logger.warning("%s", slow_backend(device, backend))
+    if device.type != "cpu" and not native:
+        log_once(logging.WARNING, slow_backend(device, backend))
     watchdog.start(ranks, group, timeout, native)
     try:
         watchdog.store.renumber(_agreed_number(data, shard_size, secondary_size))

@@ -72,9 +72,15 @@ class Progress:
         compiled = isa() if device.type == "cpu" else "CUDA" if cuda.available(device) else "torch"
         kept = f", masters as {formats.master}" if dtype != "fp32" else ""
         kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
+        mesh = sharded.mesh
+        ranks = f"{mesh.data.size} rank(s)"
+        if mesh.shard.size > 1 and mesh.replica.size > 1:
+            ranks += f" ({mesh.replica.size} replicas of {mesh.shard.size} shards)"
+        elif mesh.secondary is not None:
+            ranks += f" (parameters gathered among {mesh.secondary.size})"
         rank_zero(
             logging.INFO,
-            f"stage {config.zero_optimization.stage} on {sharded.mesh.data.size} rank(s), {device.type}: "
+            f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
             f"{numel:,} parameters in {dtype}, {len(sharded.units)} units, "
             f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest, {compiled} kernels{kept}",
         )

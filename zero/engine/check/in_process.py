@@ -31,6 +31,11 @@ class InProcessCheck:
         self._initialize = initialize
         self._batches = batches
         self._loss_fn = loss_fn
+        if dist.is_initialized() and engine.world_size != dist.get_world_size():
+            raise ValueError(
+                f"engine.check() trains copies on all {dist.get_world_size()} ranks, and this engine is one of "
+                f"{engine.world_size} of them"
+            )
         self._random = random_state.capture(engine.device)
         self._model = whole_copy(engine)
 

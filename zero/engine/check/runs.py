@@ -91,6 +91,8 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     if run.kind is Kind.ENGINE:
         section = raw.get("zero_optimization")
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)
+        if run.stage == 0 and isinstance(raw.get("zero"), dict):
+            raw["zero"].pop("shard_size", None)
     if settings.fp16.enabled:
         raw["fp16"] = {**raw["fp16"], "loss_scale": 1}
     states = lookup(raw, "optimizer.params.zero")  # any of the three may be "auto"
@@ -100,10 +102,13 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
 
 
 def _placed(section: dict[str, Any], run: Run) -> dict[str, Any]:
-    """The section with what may rest off the device on the run's stage, and where the run says."""
+    """The section with what may rest off the device on the run's stage, where the run says, and sizes that fit it."""
     old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
         if run.places is not None or run.stage < least:
             section.pop(key, None)
             section.pop(old[key], None)
+    for key, least in (("mics_shard_size", 1), ("zero_hpz_partition_size", 3)):
+        if run.stage < least:
+            section.pop(key, None)
     return section | copy.deepcopy(dict(PLACES[run.places] if run.places is not None else {}))
