@@ -305,6 +305,29 @@ def test_the_trust_check_runs_on_a_mesh(pool, shard):
         assert good, text
 
 
+def refuse(module: Any, args: Any) -> None:
+    raise ValueError("bad batch")
+
+
+def failing(shard: int) -> str:
+    """What this rank raises when rank 3 cannot run its forward."""
+    engine, *_ = zero.initialize(model=make_net(), config=settings(3, shard))
+    step(engine, 0)
+    if dist.get_rank() == 3:
+        engine.module.blocks[1].register_forward_pre_hook(refuse)
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        step(engine, 1), step(engine, 2)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shard", [2, *longer(0)], ids=["HSDP", "hpZ"])
+def test_a_rank_that_fails_is_named_in_all_groups(pool, shard):
+    *others, own = pool.run(4, failing, shard)
+    assert own == "bad batch"
+    for text in others:
+        assert "rank 3 raised ValueError: bad batch" in text
+
+
 # --- values that are changed between steps ------------------------------------------------------------------
 
 

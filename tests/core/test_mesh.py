@@ -29,6 +29,10 @@ def meshes(stage: int) -> list[tuple]:
         places = (mesh.shard.rank, mesh.replica.rank, mesh.data.rank, mesh.span, mesh.global_rank)
         found.append((_axes(mesh), places, mesh.by_span))
         mesh.watchdog.close()
+    for axis in (mesh.shard, mesh.replica):
+        if axis.group not in (None, dist.group.WORLD):
+            with pytest.raises(ValueError):  # destroyed with the engine it was made for
+                dist.get_rank(axis.group)
     return found
 
 

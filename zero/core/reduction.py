@@ -87,8 +87,10 @@ class ReplicaReduction:
     def finish(self, into: Accumulator) -> None:
         """See `Reduction.finish`."""
         self.advance(into)
-        self._transfer.wait()
-        into.add(self._transfer.full)
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:  # None where an exception has ended the first stage
+            transfer.wait()
+            into.add(transfer.full)
 
 
 class HierarchicalReduction:
@@ -107,13 +109,16 @@ class HierarchicalReduction:
         if self._between is not None:
             self._between.advance(into)
             return
-        total = self._memory(self._inbox.rows[0].numel(), torch.float32)
-        self._inbox.sum(total, False)
-        self._inbox = None
+        inbox, self._inbox = self._inbox, None
+        if inbox is None:  # an exception has ended this stage
+            return
+        total = self._memory(inbox.rows[0].numel(), torch.float32)
+        inbox.sum(total, False)
         self._between = ReplicaReduction(total, self._replica, self._tag, self._as_tree, self._memory)
 
     def finish(self, into: Accumulator) -> None:
         """See `Reduction.finish`."""
         if self._between is None:
             self.advance(into)
-        self._between.finish(into)
+        if self._between is not None:
+            self._between.finish(into)
