@@ -109,7 +109,7 @@ def landings(stage: int) -> tuple[list[bool], list[bool]]:
     units = engine._sharded.trained
 
     def look(*args: Any) -> None:
-        found.append([unit.placement.host_gradients.has_sum for unit in units])
+        found.append([unit.placement.host_gradients.held for unit in units])
 
     tokens, targets = batch(0, 2)
     loss = engine(tokens, targets)
@@ -267,6 +267,8 @@ def test_an_update_begun_while_another_thread_waited_for_the_last_is_not_forgott
         unit.wait()
         moved.set()
 
+    unit.invalidate()
+    unit.publish()
     unit.masters.defer(PendingUpdate(first, os.getpid(), Waits()))
     reader = threading.Thread(target=read)
     reader.start()

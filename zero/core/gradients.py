@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from zero.core.accumulator import Accumulator, DeviceAccumulator, HostAccumulator, TreeAccumulator
+from zero.core.accumulator import DeviceAccumulator, TreeAccumulator
 from zero.core.mesh import Mesh
-from zero.core.reduction import Reduction, reduce
+from zero.core.reduction import Accumulator, Reduction, reduce
 from zero.core.tree import Leaf
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.plan.units import UnitPlan
@@ -57,7 +57,7 @@ class Gradients:
         """`host`: where the reduced sum adds up instead of in the memory of this device."""
         self.plan = plan
         self.flat: torch.Tensor | None = None
-        self.sum: Accumulator = DeviceAccumulator(dtypes.kept) if host is None else HostAccumulator(host)
+        self.sum: Accumulator = host or DeviceAccumulator(dtypes.kept)
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
         self._dtypes = self._base = dtypes
@@ -81,7 +81,7 @@ class Gradients:
     @property
     def nbytes(self) -> int:
         """Bytes of gradients alive on this rank, kept memory included; what rests in host memory is not."""
-        reduced = () if isinstance(self.sum, HostAccumulator) else self.sum.parts()
+        reduced = () if isinstance(self.sum, HostGradAccumulator) else self.sum.parts()
         return sum(tensor.nbytes for tensor in (self.flat, self._kept, *reduced) if tensor is not None)
 
     @property
@@ -145,7 +145,6 @@ class Gradients:
 
         `leaf`: which backward is being reduced, where that is another one than before; it matters only to the tree.
         """
-        self.sum.leaf = leaf or self.sum.leaf
         flat = self.flat
         if flat is None:
             flat = torch.zeros(self.plan.layout.numel, dtype=self._dtypes.local, device=self._device)
@@ -154,6 +153,8 @@ class Gradients:
                 if index not in self._filled:
                     flat.narrow(0, *span).zero_()
         as_tree = isinstance(self.sum, TreeAccumulator)
+        if as_tree and leaf is not None:
+            self.sum.leaf = leaf
         if self._mesh.data.size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self.flat, self._dtypes = None, self._base

@@ -11,35 +11,17 @@ The sums are taken in the order of ranks, as a binary tree over them, or in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from zero.core import comm
-from zero.core.accumulator import Accumulator
+from zero.core.accumulator import DeviceAccumulator
 from zero.core.comm import Inbox, Transfer
 from zero.core.mesh import Axis, Mesh
+from zero.memory.host_gradients import HostGradAccumulator
 
+Accumulator = DeviceAccumulator | HostGradAccumulator
 Memory = Callable[[int, torch.dtype], torch.Tensor]  # uninitialized, [numel], on the unit's device
-
-
-class Reduction(Protocol):
-    """A sum that has begun. What is not given to the accumulator by `advance` is given by `finish`."""
-
-    def advance(self, into: Accumulator) -> None:
-        """Wait for the messages of the present stage and begin the next one; does nothing in the last one."""
-
-    def finish(self, into: Accumulator) -> None:
-        """Wait until `into` has the sum."""
-
-
-def reduce(flat: torch.Tensor, mesh: Mesh, tag: int, as_tree: bool, memory: Memory) -> Reduction:
-    """Begin to sum `flat` [layout.numel] over the mesh; it belongs to the reduction from now on."""
-    if mesh.replica.size == 1:
-        return ShardReduction(flat, mesh.shard, tag, as_tree, memory)
-    if mesh.shard.size == 1:
-        return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory)
-    return HierarchicalReduction(flat, mesh, tag, as_tree, memory)
 
 
 class ShardReduction:
@@ -50,7 +32,7 @@ class ShardReduction:
         self._memory = memory
 
     def advance(self, into: Accumulator) -> None:
-        """See `Reduction.advance`."""
+        """Wait for the messages of the present stage and begin the next one; does nothing in the last one."""
         inbox, self._inbox = self._inbox, None
         if inbox is None or into.add_rows(inbox):
             return
@@ -58,7 +40,9 @@ class ShardReduction:
         inbox.sum(total, False)
         into.add(total)
 
-    finish = advance
+    def finish(self, into: Accumulator) -> None:
+        """Wait until `into` has the sum."""
+        self.advance(into)
 
 
 class ReplicaReduction:
@@ -73,7 +57,7 @@ class ReplicaReduction:
         self._transfer: Transfer | None = None
 
     def advance(self, into: Accumulator) -> None:
-        """See `Reduction.advance`."""
+        """See `ShardReduction.advance`."""
         inbox, self._inbox = self._inbox, None
         if inbox is None:
             return
@@ -85,7 +69,7 @@ class ReplicaReduction:
         self._transfer = comm.gather(total, self._axis, self._tag + 1)
 
     def finish(self, into: Accumulator) -> None:
-        """See `Reduction.finish`."""
+        """See `ShardReduction.finish`."""
         self.advance(into)
         transfer, self._transfer = self._transfer, None
         if transfer is not None:  # None where an exception has ended the first stage
@@ -105,7 +89,7 @@ class HierarchicalReduction:
         self._between: ReplicaReduction | None = None
 
     def advance(self, into: Accumulator) -> None:
-        """See `Reduction.advance`."""
+        """See `ShardReduction.advance`."""
         if self._between is not None:
             self._between.advance(into)
             return
@@ -117,8 +101,20 @@ class HierarchicalReduction:
         self._between = ReplicaReduction(total, self._replica, self._tag, self._as_tree, self._memory)
 
     def finish(self, into: Accumulator) -> None:
-        """See `Reduction.finish`."""
+        """See `ShardReduction.finish`."""
         if self._between is None:
             self.advance(into)
         if self._between is not None:
             self._between.finish(into)
+
+
+Reduction = ShardReduction | ReplicaReduction | HierarchicalReduction
+
+
+def reduce(flat: torch.Tensor, mesh: Mesh, tag: int, as_tree: bool, memory: Memory) -> Reduction:
+    """Begin to sum `flat` [layout.numel] over the mesh; it belongs to the reduction from now on."""
+    if mesh.replica.size == 1:
+        return ShardReduction(flat, mesh.shard, tag, as_tree, memory)
+    if mesh.shard.size == 1:
+        return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory)
+    return HierarchicalReduction(flat, mesh, tag, as_tree, memory)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -42,16 +42,14 @@ class StagingBuffers:
 
 
 class HostGradAccumulator:
-    """A sum over ranks and micro-batches [n] that adds up in host memory.
+    """A sum over ranks and micro-batches [n] that adds up in host memory; used as zero/core/accumulator.py is.
 
-    memory:  [n]: of 16 bits where they hold all of what comes, until a second sum comes that has to be added;
-    has_sum: whether there is a sum.
+    memory: [n]: of 16 bits where they hold all of what comes, until a second sum comes that has to be added.
     """
 
     def __init__(self, memory: torch.Tensor, kept: torch.dtype, staging: StagingBuffers) -> None:
         """`kept`: the dtype in which sums add up."""
         self.memory = self._base = memory
-        self.has_sum = False
         self._squares: torch.Tensor | None = None
         self._count = 0  # of sums that came since the last `clear`
         self._exposed = False  # somebody has had `memory` since, and may have written there
@@ -60,56 +58,73 @@ class HostGradAccumulator:
         self._arrived: torch.cuda.Event | None = None
         self._adding: Future[None] | None = None  # what arrives elsewhere and is added then
 
+    @property
+    def held(self) -> bool:
+        """Whether there is a sum."""
+        return self._count > 0
+
     def add(self, total: torch.Tensor) -> None:
         """Begin to take `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
         # 16 bits hold one sum of 16 bits; what several local backwards have added up comes in more.
-        if self.memory.dtype != self._kept and (self.has_sum or total.dtype != self.memory.dtype):
+        if self.memory.dtype != self._kept and (self.held or total.dtype != self.memory.dtype):
             self.wait()
             self.memory = self.memory.to(self._kept)  # for this step; nobody foresaw it
         if self._staging.separate:
             self._bring(total)
-        elif self.has_sum:
+        elif self.held:
             self.memory.add_(total)
         else:
             self.memory.copy_(total)
         self._count += 1
-        self.has_sum = True
 
-    @property
-    def squares_added(self) -> torch.Tensor | None:
-        """The sum of the squares of all that was brought from the device: a number there, fp64; else None."""
-        return self._squares if self._count and not self._exposed else None
+    def add_rows(self, inbox: Any) -> bool:
+        """Add the sum of what an `Inbox` brings without memory of its own for it; False where that cannot be.
 
-    @property
-    def squares(self) -> torch.Tensor | None:
-        """The same where it is the sum of the squares of `memory`, which came in one piece; else None."""
-        return self.squares_added if self._count == 1 else None
-
-    def add_in_place(self, sum_into: Callable[[torch.Tensor, bool], None]) -> bool:
-        """Have `Inbox.sum` write here, or add, without a copy between; False where it cannot: see there.
-
-        It can in fp32, in memory that is the device's own.
+        It can for a single row, and in fp32, in memory that is the device's own.
         """
+        if len(inbox.rows) == 1:
+            inbox.arrive()
+            self.add(inbox.rows[0])
+            return True
         if self._staging.separate or self.memory.dtype != torch.float32:
             return False
-        sum_into(self.memory, self.has_sum)
+        inbox.sum(self.memory, self.held)
         self._count += 1
-        self.has_sum = True
         return True
 
-    def tensor(self) -> torch.Tensor:
+    def total(self) -> torch.Tensor | None:
         """The sum, once it is here; to be read and written."""
+        if not self.held:
+            return None
         self.wait()
         self._exposed = True
         return self.memory
+
+    hand_over = total  # the storage, which the next sum will use: that one waits for the update
+
+    def squares(self) -> torch.Tensor | None:
+        """The sum of the squares of the total, a number on the device, fp64; None where it came in several pieces."""
+        return self._squares_added if self._count == 1 else None
+
+    def parts(self) -> list[torch.Tensor]:
+        """The sum, in a list."""
+        return [self.total()] if self.held else []
+
+    def finite_as(self) -> list[torch.Tensor]:
+        """What is finite exactly where the sum is; a number on the device, if it came from there, without a wait."""
+        return self.parts() if self._squares_added is None else [self._squares_added]
 
     def clear(self) -> None:
         """Forget the sum."""
         self.wait()  # what is on its way still writes
         self.memory = self._base
-        self.has_sum = False
         self._count = 0
         self._exposed = False
+
+    @property
+    def _squares_added(self) -> torch.Tensor | None:
+        """The sum of the squares of all that was brought from the device: a number there, fp64; else None."""
+        return self._squares if self._count and not self._exposed else None
 
     def wait(self) -> None:
         """Wait for what is on its way."""
@@ -133,19 +148,19 @@ class HostGradAccumulator:
     def _bring(self, total: torch.Tensor) -> None:
         self.wait()
         copies, target = self._staging.copies, self.memory
-        if self.has_sum:
+        if self.held:
             target = self._staging.reserve(self, total.numel(), total.dtype)
         # Converted on the device, where it is: the bytes that travel are those of the target.
         sent = total.to(target.dtype)
         if self._squares is None:
             self._squares = torch.zeros((), dtype=torch.float64, device=sent.device)
         # Here, where a pass over it takes a hundredth of what one over host memory does.
-        sum_squares_into(sent, self._squares, accumulate=self.has_sum)
+        sum_squares_into(sent, self._squares, accumulate=self.held)
         with copies.after_current():
             target.copy_(sent, non_blocking=True)
         copies.record_stream(sent)
         arrived = copies.record_event()
-        if self.has_sum:
+        if self.held:
             self._adding = self._staging.worker.submit(self._add, target, arrived)
         else:
             self._arrived = arrived
