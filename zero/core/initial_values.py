@@ -39,11 +39,12 @@ def initial_values(
     A parameter built under `zero.Init` is fetched from its ranks, one at a time, is not sent again, and has no values
     of its own afterwards.
     """
-    full = torch.zeros(plan.layout.numel, dtype=dtype, device=device)
     if not plan.requires_grad or dtype.itemsize >= 4:
+        full = torch.zeros(plan.layout.numel, dtype=dtype, device=device)
         _fill(full, params, plan, mesh)
         return full, None
-    master = torch.zeros(own.numel, dtype=torch.int16 if remainder else torch.float32, device=device)
+    full = torch.empty(plan.layout.numel, dtype=dtype, device=device)
+    master = torch.empty(own.numel, dtype=torch.int16 if remainder else torch.float32, device=device)
     for start, exact in _exact_chunks(params, plan, mesh, device):
         span = Span(start, exact.numel())
         _write(exact, full.narrow(0, *span))
@@ -75,13 +76,16 @@ def _fill(full: torch.Tensor, params: Sequence[nn.Parameter], plan: UnitPlan, me
 def _exact_chunks(
     params: Sequence[nn.Parameter], plan: UnitPlan, mesh: Mesh, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rank 0's values in fp32 by where they begin in the flat buffer; each is overwritten by the next."""
+    """The flat buffer in fp32, chunk by chunk: where each begins, and rank 0's values. The next overwrites them."""
     layout = plan.layout
     if any(owner_of(param) is not None for param in params):
-        for param, span in zip(params, layout.spans.values(), strict=True):
-            exact = torch.empty(span.numel, dtype=torch.float32, device=device)
-            if not _copy_to(param, exact, mesh):
-                _broadcast(exact, mesh, plan.name)
+        spans = list(layout.spans.values())
+        stops = [*(span.start for span in spans[1:]), layout.numel]  # the padding behind a parameter goes with it
+        for param, span, stop in zip(params, spans, stops, strict=True):
+            exact = torch.zeros(stop - span.start, dtype=torch.float32, device=device)
+            place = exact.narrow(0, 0, span.numel)
+            if not _copy_to(param, place, mesh):
+                _broadcast(place, mesh, plan.name)
             yield span.start, exact
         return
     chunk = min(layout.numel, _CHUNK.get(device.type, _CHUNK_ELSEWHERE))
@@ -90,8 +94,10 @@ def _exact_chunks(
     for start in range(0, layout.numel, chunk):
         exact = memory[: min(chunk, layout.numel - start)]
         if _is_source(mesh):
-            exact.zero_()
-            for part in layout.fragments(Span(start, exact.numel())):
+            parts = layout.fragments(Span(start, exact.numel()))
+            if sum(part.numel for part in parts) < exact.numel():
+                exact.zero_()
+            for part in parts:
                 values = by_name[part.name].detach().reshape(-1)
                 exact.narrow(0, part.at, part.numel).copy_(values.narrow(0, part.start, part.numel))
         _broadcast(exact, mesh, plan.name)
