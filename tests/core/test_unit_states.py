@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 DRAWN = (
     *("gather", "wait", "release") * 2,
-    *("conceal", "put away", "take back", "step", "step beside", "read", "write", "enter", "leave"),
+    *("conceal", "offload", "reload", "step", "step beside", "read", "write", "enter", "leave"),
     *("fail to send", "fail to free", "thread"),
 )
 
@@ -87,9 +87,9 @@ class Model:
         if verb == "conceal":
             conceals = self.cut and now is State.FULL and not (self.persistent or self.holds)
             return State.CONCEALED if conceals else now
-        if verb == "put away":
+        if verb == "offload":
             return None if self.holds or now is State.AWAY else State.AWAY
-        if verb == "take back":
+        if verb == "reload":
             return None if now is not State.AWAY else State.SHARDED if self.cut else State.FULL
         raise AssertionError(verb)
 
@@ -135,7 +135,7 @@ class Driver:
         while self.blocks:
             self.do_leave()
         if self.model.state is State.AWAY:
-            self._verb("take back")
+            self._verb("reload")
 
     def check(self, verb: str) -> None:
         unit, model = self.unit, self.model
@@ -289,10 +289,10 @@ def test_random_sequences(pool: Any, kind: str) -> None:
     for path in pool.run(2, drive, kind, 7, SEQUENCES):
         assert {(before, verb) for before, verb, _ in path} <= TRANSITIONS.keys()
         assert all(TRANSITIONS[before, verb] is after for before, verb, after in path)
-        verbs = {"gather", "wait", "put away"} | (
-            {"release", "take back"} if "stage 3" in kind else {"invalidate", "show"}
+        verbs = {"gather", "wait", "offload"} | (
+            {"release", "reload"} if "stage 3" in kind else {"invalidate", "show"}
         )
-        assert verbs | {"gather", "wait", "put away"} <= {verb for _, verb, _ in path}
+        assert verbs | {"gather", "wait", "offload"} <= {verb for _, verb, _ in path}
 
 
 def test_every_move_of_the_table_is_made(pool: Any) -> None:

@@ -131,7 +131,7 @@ def grads(engine: Any) -> Found:
     return found
 
 
-def put_away(engine: Any) -> Found:
+def offload(engine: Any) -> Found:
     if engine.config["zero_optimization"].get("offload_param") is None:
         engine.offload_states()
         engine.reload_states()
@@ -148,7 +148,7 @@ def loaded(engine: Any) -> Found:
     return list(engine.module_state_dict().values())
 
 
-COLLECTIVE = [state, gathered, grads, put_away, evaluated, loaded]
+COLLECTIVE = [state, gathered, grads, offload, evaluated, loaded]
 
 
 def run(stage: int, places: dict[str, Any], between: Callable[[Any], Found], ranks: int, more: dict[str, Any]) -> Found:

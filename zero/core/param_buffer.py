@@ -106,17 +106,17 @@ class ParamBuffer:
             param.data = view
         set_versions(self.params, self._versions)
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Have the parameters look released because their storage is about to be taken."""
         if not self.cut:
             self._hide()
-        self.move("put away")
+        self.move("offload")
 
-    def take_back(self) -> None:
-        """The storages hold again what they held at `put_away`."""
+    def reload(self) -> None:
+        """The storages hold again what they held at `offload`."""
         if not self.cut:
             self.show()
-        self.move("take back" if self.cut else "show")
+        self.move("reload" if self.cut else "show")
 
     def look_released(self) -> None:
         """Have the parameters refuse to be read; their memory stays."""

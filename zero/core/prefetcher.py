@@ -228,7 +228,7 @@ class ParamPrefetcher:
         """Release what is still full, and make this step's order the forecast of the next."""
         self.backwards += 1
         again, self._builds_graph = self._builds_graph, False
-        self._take_back(lambda for_backward: True)
+        self._end_returned(lambda for_backward: True)
         if again:  # the next one goes through this one
             self._lend([use for use in self._uses if use.unit.state in (State.FULL, State.CONCEALED)], True)
         self.release_all(keep_if_referenced=False)
@@ -257,7 +257,7 @@ class ParamPrefetcher:
         self.release_all(keep_if_referenced=False)
 
     def _begin_forward(self) -> None:
-        self._take_back(lambda for_backward: not for_backward)
+        self._end_returned(lambda for_backward: not for_backward)
         if not torch.is_grad_enabled():
             self._forecast.interrupt()
 
@@ -331,7 +331,7 @@ class ParamPrefetcher:
             use.depth += 1
             self._returned.append((use, for_backward))
 
-    def _take_back(self, which: Callable[[bool], bool]) -> None:
+    def _end_returned(self, which: Callable[[bool], bool]) -> None:
         """Give up what the root returned; what its caller still has a view of stays his."""
         over = [use for use, for_backward in self._returned if which(for_backward)]
         self._returned = [(use, for_backward) for use, for_backward in self._returned if not which(for_backward)]

@@ -199,7 +199,7 @@ class ShardedModule:
         return StateBytes(parameters, gradients, masters)
 
     def leave(self) -> None:
-        """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `take_back` gives."""
+        """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `reclaim` gives."""
         self.mesh.watchdog.close()
         if all(unit.readable and not unit.cut for unit in self.units):
             self.dissolve()
@@ -218,7 +218,7 @@ class ShardedModule:
             self.offload.close()
 
 
-def take_back(module: nn.Module) -> None:
+def reclaim(module: nn.Module) -> None:
     """Give parameters of engines that were dropped without `destroy()` whole storage of their own; collective."""
     owners = [owner for owner in map(owner_of, module.parameters()) if owner is not None]
     for sharded in list({id(owner.unit.left_by): owner.unit.left_by for owner in owners}.values()):

@@ -4,16 +4,16 @@
     ---------  -----------  ----------
     sharded    request      requested
     sharded    gather       gathering
-    sharded    put away     away
+    sharded    offload      away
     requested  gather       gathering
     gathering  wait         full
     full       conceal      concealed
     full       release      sharded
     full       invalidate   stale
-    full       put away     away
+    full       offload      away
     concealed  reveal       full
     stale      gather       gathering
-    away       take back    sharded
+    away       reload       sharded
     away       show         full
 
 Only units whose parameters are cut are ever sharded, requested or concealed, and only others stale.
@@ -50,16 +50,16 @@ class State(enum.Enum):
 TRANSITIONS: Mapping[tuple[State, str], State] = {
     (State.SHARDED, "request"): State.REQUESTED,
     (State.SHARDED, "gather"): State.GATHERING,
-    (State.SHARDED, "put away"): State.AWAY,
+    (State.SHARDED, "offload"): State.AWAY,
     (State.REQUESTED, "gather"): State.GATHERING,
     (State.GATHERING, "wait"): State.FULL,
     (State.FULL, "conceal"): State.CONCEALED,
     (State.FULL, "release"): State.SHARDED,
     (State.FULL, "invalidate"): State.STALE,
-    (State.FULL, "put away"): State.AWAY,
+    (State.FULL, "offload"): State.AWAY,
     (State.CONCEALED, "reveal"): State.FULL,
     (State.STALE, "gather"): State.GATHERING,
-    (State.AWAY, "take back"): State.SHARDED,
+    (State.AWAY, "reload"): State.SHARDED,
     (State.AWAY, "show"): State.FULL,
 }
 

@@ -17,7 +17,7 @@ from zero.plan.tree import Tree
 
 
 class Leaf(NamedTuple):
-    """Where a backward stands: the micro-batch of its optimizer step, and the how manieth backward of that."""
+    """Which backward it is: the index of its micro-batch in the optimizer step, and its index among those of that."""
 
     micro_batch: int = 0
     backward: int = 0

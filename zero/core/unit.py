@@ -273,8 +273,8 @@ class Unit:
         else:
             self.send_secondary()
 
-    def put_away(self) -> None:
-        """Nobody may read parameters or shard until `take_back`; their storages may be given back between the two."""
+    def offload(self) -> None:
+        """Nobody may read parameters or shard until `reload`; their storages may be given back between the two."""
         if self.holds:
             raise RuntimeError(f"unit '{self.plan.name}' is held open by GatheredParameters; leave that block first")
         self.settle()
@@ -282,12 +282,12 @@ class Unit:
         self._release(True)
         self.take_writes()
         with self.buffer.lock:
-            self.buffer.put_away()
+            self.buffer.offload()
 
-    def take_back(self) -> None:
-        """The storages hold what they held at `put_away`."""
+    def reload(self) -> None:
+        """The storages hold what they held at `offload`."""
         with self.buffer.lock:
-            self.buffer.take_back()
+            self.buffer.reload()
 
     def absence(self) -> RuntimeError | None:
         """Why values cannot be worked on now, or None: they, or the state of the optimizer, are in host memory."""

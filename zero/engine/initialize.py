@@ -22,7 +22,7 @@ from zero.core.mesh import MARGIN, MAX_TIMEOUT, Mesh, local_device, make_mesh
 from zero.core.offload import OffloadSettings
 from zero.core.owner import owner_of
 from zero.core.refusals import in_channels_last, refusals
-from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, take_back, wrap
+from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, reclaim, wrap
 from zero.core.unit import Unit
 from zero.data import Loader
 from zero.engine.agreement import description
@@ -200,7 +200,7 @@ def _wrap(
     if names := in_channels_last(model):
         text = "%d parameter(s) in channels_last, the first '%s', become contiguous; inputs may stay"
         rank_zero(logging.WARNING, text, len(names), names[0])
-    take_back(model)
+    reclaim(model)
     recomputing.apply(model)
     return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
 

@@ -84,7 +84,7 @@ class StateOffload:
         storages = {each.data_ptr(): each for each in self._storages(names) if each.nbytes() and resizable(each)}
         if "lp_params" in names:
             for unit in self._sharded.units:
-                unit.put_away()
+                unit.offload()
         pinned = pin_memory and self._device.type == "cuda"
         self._optimizer.away = True
         for storage in storages.values():  # one by one: where memory ends, `reload_states` brings back what has left
@@ -102,7 +102,7 @@ class StateOffload:
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         for unit in self._sharded.units:
             if unit.state is State.AWAY:
-                unit.take_back()
+                unit.reload()
         self._optimizer.away = False
 
     def _storages(self, names: Collection[str]) -> Iterator[torch.UntypedStorage]:
