@@ -289,9 +289,7 @@ def test_random_sequences(pool: Any, kind: str) -> None:
     for path in pool.run(2, drive, kind, 7, SEQUENCES):
         assert {(before, verb) for before, verb, _ in path} <= TRANSITIONS.keys()
         assert all(TRANSITIONS[before, verb] is after for before, verb, after in path)
-        verbs = {"gather", "wait", "offload"} | (
-            {"release", "reload"} if "stage 3" in kind else {"invalidate", "show"}
-        )
+        verbs = {"gather", "wait", "offload"} | ({"release", "reload"} if "stage 3" in kind else {"invalidate", "show"})
         assert verbs | {"gather", "wait", "offload"} <= {verb for _, verb, _ in path}
 
 

@@ -1,4 +1,4 @@
-"""docs/words.md has every class of the centre and says of every term where it lives; the README's map has every file."""
+"""docs/words.md has every class of the centre and says where each term lives; the README's map has every file."""
 
 from __future__ import annotations
 
