@@ -161,10 +161,10 @@ class Gradients:
         self._filled.clear()
         self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
 
-    def advance(self) -> None:
-        """Wait for the present stage of the reduction and begin the next one, where there is one."""
+    def advance(self, later: int) -> None:
+        """Go on with the reduction, `later` units (1 or 2) having begun theirs since."""
         if self._reduction is not None:
-            self._reduction.advance(self.sum)
+            self._reduction.advance(self.sum, later)
 
     def finish(self) -> None:
         """Wait until `shard` holds the sum."""

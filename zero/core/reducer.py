@@ -253,5 +253,5 @@ class Reducer:
         position = backward.reduced
         backward.reduced += 1
         self._order[position].reduce(self.leaf)
-        for unit in self._order[max(0, position - 2) : position]:  # a reduction over two axes has two stages
-            unit.gradients.advance()
+        for later, unit in enumerate(self._order[max(0, position - 2) : position][::-1], 1):
+            unit.gradients.advance(later)

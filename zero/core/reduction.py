@@ -31,8 +31,12 @@ class ShardReduction:
         self._inbox: Inbox | None = comm.scatter(flat, axis, tag, as_tree)
         self._memory = memory
 
-    def advance(self, into: Accumulator) -> None:
-        """Wait for the messages of the present stage and begin the next one; does nothing in the last one."""
+    def advance(self, into: Accumulator, later: int = 2) -> None:
+        """Wait for the messages of the present stage, and begin the next one; does nothing in the last one.
+
+        `later`: how many units (1 or 2) have begun their reduction since. Gradients that are cut are given up as early
+        as can be. Others stay anyway, so their messages have two units' time: ranks are never quite in step.
+        """
         inbox, self._inbox = self._inbox, None
         if inbox is None or into.add_rows(inbox):
             return
@@ -56,8 +60,10 @@ class ReplicaReduction:
         self._inbox: Inbox | None = comm.scatter(flat, axis, tag, as_tree)
         self._transfer: Transfer | None = None
 
-    def advance(self, into: Accumulator) -> None:
+    def advance(self, into: Accumulator, later: int = 2) -> None:
         """See `ShardReduction.advance`."""
+        if later < 2:
+            return
         inbox, self._inbox = self._inbox, None
         if inbox is None:
             return
@@ -88,7 +94,7 @@ class HierarchicalReduction:
         self._inbox: Inbox | None = comm.scatter(flat, mesh.shard, tag, as_tree)
         self._between: ReplicaReduction | None = None
 
-    def advance(self, into: Accumulator) -> None:
+    def advance(self, into: Accumulator, later: int = 2) -> None:
         """See `ShardReduction.advance`."""
         if self._between is not None:
             self._between.advance(into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -107,6 +108,8 @@ class ShardedModule:
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._attach(self._reads, self._awaited)
         guard(module)
+        tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
+        self._tables = [(table, list(table.values())) for table in tables]
 
     @property
     def handles(self) -> list[RemovableHandle]:
@@ -154,6 +157,10 @@ class ShardedModule:
 
         What was added beside them may have an optimizer of its own, so that is a warning.
         """
+        for unit in self.units:
+            check_parameters(unit)
+        if all(len(table) == len(at) and all(map(is_, table.values(), at)) for table, at in self._tables):
+            return  # no module has other parameters or children than it had
         there = dict(self.module.named_parameters())
         new = [name for name, param in there.items() if owner_of(param) is None and param.grad is not None]
         if new:
@@ -165,8 +172,6 @@ class ShardedModule:
             if not ours <= {id(param) for param in there.values()}:
                 raise RuntimeError(text)
             log_once(logging.WARNING, text)
-        for unit in self.units:
-            check_parameters(unit)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, local and reduced."""
