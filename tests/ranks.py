@@ -74,18 +74,21 @@ class Pool:
     def __init__(self, size: int = 4) -> None:
         self._size = size
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        # Stores outlive their jobs: whoever still reads one whose file is gone waits for the file.
+        self._folder = tempfile.TemporaryDirectory()
+        self._jobs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of `function(*args)` on `world_size` ranks, by rank; raises RankError."""
         if world_size > self._size:
             raise ValueError(f"world_size: got {world_size}, the pool has {self._size} ranks")
         self._start(world_size)
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            for rank in range(world_size):
-                job = (function.__module__, function.__name__, args, rank, world_size, store)
-                self._workers[rank][1].send(job)
-            replies = self._collect(world_size)
+        self._jobs += 1
+        store = str(Path(self._folder.name) / f"store-{self._jobs}")
+        for rank in range(world_size):
+            job = (function.__module__, function.__name__, args, rank, world_size, store)
+            self._workers[rank][1].send(job)
+        replies = self._collect(world_size)
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]
         if failed:
             self.close()
