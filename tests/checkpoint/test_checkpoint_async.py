@@ -198,6 +198,7 @@ if sys.argv[2] == "leaves" and world > 1:
 """
 
 
+@pytest.mark.long
 def test_the_end_of_the_program_waits_for_the_save(launchers: Launchers, tmp_path: Path) -> None:
     """Also after an exception, and after the process group was destroyed."""
     here, program = Path(__file__).parents[1], tmp_path / "program.py"

@@ -164,6 +164,7 @@ def test_memory_while_an_engine_takes_the_model_over(pool):
         assert largest < most <= 2.1 * largest  # the unit's buffer, and one parameter of it whole
 
 
+@pytest.mark.long
 def test_memory_while_building(pool):
     built = pool.run(RANKS, build_cut)
     ((plain, wanted),) = pool.run(1, build_plain)

@@ -107,6 +107,7 @@ def test_another_host_cut_off_ends_the_job_on_both_sides_but_with_min_nodes_it_g
     assert "n2" in end.err
 
 
+@pytest.mark.long
 def test_a_signal_for_the_launcher_ends_every_process_on_every_host_and_so_does_its_death(hosts, tmp_path):
     # The ranks of the first two, and a child of each that has left their session, do not want to.
     wanted = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}

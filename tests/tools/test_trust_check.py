@@ -315,6 +315,7 @@ def command(launchers: Launchers, tmp_path: Path) -> Command:
     return run
 
 
+@pytest.mark.long
 def test_a_script_that_depends_on_the_stage(command):
     options = ("--nproc", "1", "--steps", "2", "--accumulation", "1", "--stages", "2,3")
     ended = command(SCRIPT, *options, "script", "50")
