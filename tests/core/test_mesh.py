@@ -90,6 +90,22 @@ def test_collectives_work_along_groups_inside_the_world(pool):
             assert sent == ranks[-1]
 
 
+def sum_of_pieces(extra: int) -> bool:
+    """Whether a reduction that needs several messages per peer gives the sum in the order of ranks."""
+    mesh = make_mesh(Sharding.of_stage(3), 60.0)
+    numel = comm.PIECE + extra
+    rows = [torch.randn(2, numel, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.shard.size)]
+    total = torch.empty(numel)
+    comm.scatter(rows[mesh.shard.rank].view(-1), mesh.shard, 5).sum(total, False)
+    mesh.watchdog.close()
+    return torch.equal(total, rows[0][mesh.shard.rank] + rows[1][mesh.shard.rank])
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_a_reduction_around_the_size_of_a_message(pool, extra):
+    assert pool.run(2, sum_of_pieces, extra) == [True, True]
+
+
 def two_steps(native: bool) -> tuple:
     """hpZ on 2 nodes of 2: slices between the nodes first, then rows of slices inside the node."""
     mesh = make_mesh(Sharding.of_stage(3), 60.0, secondary_size=2)
