@@ -19,7 +19,6 @@ from zero.watchdog.hang_report import (
     cause_of_loss,
     clipped,
     difference_text,
-    doubtful,
     first_difference,
     hang_report,
     ranks_text,
@@ -177,14 +176,6 @@ def test_a_lost_connection_waits_for_a_culprit_but_not_for_ever() -> None:
     assert cause_of_loss(view(waiting(1), waiting(2)), 2.5) != ""
     assert cause_of_loss(view(store=math.inf, world=3), 0.0).startswith("rank 0 is stopped or dead, and with it")
     assert wanted(view(store=math.inf, world=3), WAITS) == (0,)
-
-
-def test_a_silence_that_may_mean_something_is_doubtful() -> None:
-    assert not doubtful(view(waiting(1), waiting(2)))
-    assert doubtful(view(waiting(1), waiting(2), silent={2: 1.5}))
-    assert not doubtful(view(waiting(1), waiting(2), silent={2: 2.5}))
-    assert doubtful(view(waiting(1), store=1.5))
-    assert doubtful(view(world=2))
 
 
 def test_where_lists_differ() -> None:

@@ -6,11 +6,10 @@ communication library: what counts is whether it gets on.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero.log import logger
@@ -52,50 +51,29 @@ class StoreBarrier:
         """This rank has got on; from any thread."""
         self._status.progress += max(1, nbytes)
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Around the rounds of one save, in which the store is kept whatever becomes of the process group."""
-        if self._store is None or self._store.messages.open:
-            yield
-            return
-        self.start()
-        try:
-            yield
-        finally:
-            self.shut()
-
     def start(self) -> None:
-        """Begin what `open` does; `shut`, in whatever thread, ends it."""
+        """Begin a save, in whose rounds the store is kept whatever becomes of the process group."""
         if self._store is not None:
             self._store.messages.open = True
 
     def shut(self) -> None:
-        """End what `start` began."""
+        """End what `start` began; in whatever thread."""
         if self._store is not None:
             self._store.messages.close()
 
-    def settle(
-        self,
-        value: Any,
-        decide: Callable[[list[Any]], Any],
-        phase: str,
-        in_call: bool = False,
-    ) -> Any:
+    def settle(self, value: Any, decide: Callable[[list[Any]], Any], phase: str, in_call: bool = False) -> Any:
         """What `decide`, on the first rank, makes of every rank's `value`; the same on all ranks. Waits for all.
 
         An exception as a `value`, or from `decide`, is raised on all ranks, as OSError, ValueError or RuntimeError
         that names the rank. Raises RuntimeError that names rank and `phase` where a rank makes no progress for
         `timeout` seconds, and where the store is gone. `in_call`: all ranks are inside of one call of the engine, so
-        one that has raised or ended, and does not call again within a few seconds, is not waited for.
+        one that has raised or ended, and does not call again within a few seconds, is not waited for. Between `start`
+        and `shut`.
         """
         self._round += 1
         mine = _error_of(value) if isinstance(value, BaseException) else {"value": value}
         if self.world_size == 1:
             return _result(_answer([mine], decide, self.ranks))
-        with self.open():
-            return self._settle(mine, decide, phase, in_call)
-
-    def _settle(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any], phase: str, in_call: bool) -> Any:
         messages, prefix = self._store.messages, f"{self._store.prefix}saves/{self._round}/"
         first, others = self.ranks[0], self.ranks[1:]
         if self.rank != 0:
@@ -126,7 +104,8 @@ class StoreBarrier:
             if now - looked > STOPPED:
                 began = now
             looked = now
-            quiet = {other: now - max(began, store.moved_at(other)) for other in store.messages.missing()}
+            moved_at = store.records.moved_at
+            quiet = {other: now - max(began, moved_at.get(other, 0.0)) for other in store.messages.missing()}
             silent = max(quiet.values(), default=0.0)
             missing = [other for other, seconds in quiet.items() if silent - seconds <= ALIKE]
             if not missing:
@@ -137,7 +116,7 @@ class StoreBarrier:
                     f"rank {rank}, {phase}: the store of the process group is gone ({store.failed}), and rank 0 "
                     "with it, unless a launcher keeps it"
                 )
-            why = cause(store.view(), sys.maxsize) if in_call and store.read_at > began else ""
+            why = cause(store.view(), sys.maxsize) if in_call and store.records.read_at > began else ""
             since = (since or now) if why else 0.0
             if why and now - since > SURE:
                 raise Lost(f"rank {rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")

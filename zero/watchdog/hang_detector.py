@@ -15,23 +15,12 @@ import torch
 import torch.distributed as dist
 
 from zero.log import logger
-from zero.watchdog.hang_report import (
-    UNKNOWN,
-    cause,
-    cause_of_loss,
-    clipped,
-    doubtful,
-    hang_report,
-    ranks_text,
-    wanted,
-    where,
-)
+from zero.watchdog import hang_report as report
 from zero.watchdog.rank_status import FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
 
 TICK = 0.4  # seconds between two looks
-SAYS = 3.5  # seconds of a wait before the first line, so that it stands there before 5 have passed
-DOUBTS = 0.8  # seconds more for a rank that may be stopped to be known as such
+SAYS = 4.0  # seconds of a wait before the first line, so that it stands there before 5 have passed
 AGAIN = 60.0  # seconds between two lines
 READS = 0.3  # seconds of a wait before the other ranks' records are read
 SURE = 1.0  # seconds of a wait before another rank's exception ends it
@@ -114,13 +103,13 @@ class HangDetector(threading.Thread):
             age = now - max(waiting.since, self._resumed)
             self._store.reading = age > READS
             view = self._store.view()
-            why = cause(view, waiting.collective.number) if age > SURE else ""
+            why = report.cause(view, waiting.collective.number) if age > SURE else ""
             if why:
                 self._give_up(waiting, f"{why}; {self._subject(waiting, age)}")
             elif age >= self._timeout:
                 text = f"{self._subject(waiting, age)}, the time-out (zero.timeout)"
-                self._give_up(waiting, f"{text}; {hang_report(view, waiting.collective.text)}")
-            elif age >= SAYS + DOUBTS or (age >= SAYS and not doubtful(view)):
+                self._give_up(waiting, f"{text}; {report.hang_report(view, waiting.collective.text)}")
+            elif age >= SAYS:
                 self._say(waiting, age, now)
 
     def _subject(self, waiting: Waiting, age: float) -> str:
@@ -134,7 +123,7 @@ class HangDetector(threading.Thread):
             return
         self._said, self._next = waiting, now + AGAIN
         self._store.ask()
-        there = hang_report(self._store.view(), waiting.collective.text)
+        there = report.hang_report(self._store.view(), waiting.collective.text)
         logger.log(logging.WARNING, "%s; %s", self._subject(waiting, age), there)
 
     def _answer(self, now: float) -> None:
@@ -144,7 +133,7 @@ class HangDetector(threading.Thread):
             store.reading = False
             return
         store.reading = True
-        if now - store.read_at > store.silence:
+        if now - store.records.read_at > store.silence:
             return  # look again when there is something to see
         self._asks, self._answers = store.asks, now + AGAIN
         waiting = [seen.record for seen in store.view().others.values() if seen.record.seconds >= SAYS - 1]
@@ -153,26 +142,26 @@ class HangDetector(threading.Thread):
                 logging.WARNING,
                 "rank %d is waited for by %s (%s); rank %d: %s",
                 status.rank,
-                ranks_text(record.rank for record in waiting),
+                report.ranks_text(record.rank for record in waiting),
                 f"{waiting[0].waits}, #{waiting[0].wait}",
                 status.rank,
-                where(status.record(0, int(status.failing))),
+                report.where(status.record(0, int(status.failing))),
             )
 
     def _explain(self, failed: FailedWait, now: float) -> None:
         """Find out why a wait failed, and let the thread that is in it go."""
         view, seconds = self._store.view(), now - failed.at
         collective, age = failed.waiting.collective, failed.at - failed.waiting.since
-        why = cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
+        why = report.cause_of_loss(view, seconds) if view.others or seconds > view.silence else ""
         if not why:
             return
         text = f"{why}; rank {self._status.rank} waited for the {collective} for {age:.1f} s"
         if age >= self._timeout - NEAR:
-            text += f", the time-out (zero.timeout); {hang_report(view, collective.text)}"
-        elif why == UNKNOWN:
+            text += f", the time-out (zero.timeout); {report.hang_report(view, collective.text)}"
+        elif why == report.UNKNOWN:
             # Such as the process group's own time-out, where it is shorter than ours.
-            text += f"; {hang_report(view, collective.text)}; {clipped(failed.error)}"
-        self._judge(text, wanted(view, collective.text))
+            text += f"; {report.hang_report(view, collective.text)}; {report.clipped(failed.error)}"
+        self._judge(text, report.wanted(view, collective.text))
 
     def _judge(self, text: str, missing: tuple[int, ...]) -> None:
         status = self._status
@@ -186,7 +175,7 @@ class HangDetector(threading.Thread):
     def _give_up(self, waiting: Waiting, text: str) -> None:
         status = self._status
         error, failing = status.error, status.failing
-        self._judge(text, wanted(self._store.view(), waiting.collective.text))
+        self._judge(text, report.wanted(self._store.view(), waiting.collective.text))
         if status.waiting is not waiting and status.failed_wait is None:
             # It has ended well in the last moment.
             status.error, status.failing, status.gave_up, status.missing = error, failing, "", ()

@@ -132,7 +132,8 @@ def where(record: Record) -> str:
     if record.waits:
         return f"waiting for the {record.waits}, {_within(record.phase)}after {_steps(record)}{went_on}"
     if record.phase is Phase.OUTSIDE:
-        return f"outside the engine since its {_ordinal(record)}{last}{went_on}"
+        since = f"step {record.steps}" if record.steps else "start"
+        return f"outside the engine since its {since}{last}{went_on}"
     return f"computing {_within(record.phase)}after {_steps(record)}{last}{went_on}"
 
 
@@ -180,16 +181,11 @@ def store_text(view: View) -> str:
     return f"rank {view.keeper} is stopped or dead, and with it the store of the process group ({since})"
 
 
-def doubtful(view: View) -> bool:
-    """Whether a rank or the store has been silent for a while, but not long enough to say so; or nothing is known."""
-    silent = [view.store, *(seen.silent for seen in view.others.values())]
-    return not view.others or any(view.silence / 2 < seconds < view.silence for seconds in silent)
-
-
 def wanted(view: View, waits: str) -> tuple[int, ...]:
     """The ranks for want of which the collective does not end."""
     ranks = [rank for rank, seen in view.others.items() if _phrase(seen, waits, view.silence) != _SAME]
-    return tuple(sorted(ranks)) or _keeper(view)
+    lost = view.keeper is not None and view.store > view.silence
+    return tuple(sorted(ranks)) or ((view.keeper,) if lost else ())
 
 
 def cause(view: View, number: int) -> str:
@@ -197,18 +193,13 @@ def cause(view: View, number: int) -> str:
 
     A rank that has failed or ended matters only when it has not begun that collective; else its part is sent.
     """
-    for seen in _faults(view):
-        if not seen.record.gave_up and seen.record.number < number:
-            return _told(seen.record)
-    gone = [
-        rank
-        for rank, (record, _) in view.others.items()
-        if record.phase in (Phase.ENDED, Phase.DESTROYED) and record.number < number
-    ]
-    if gone:
+    for record in _faults(view):
+        if not record.gave_up and record.number < number:
+            return _told(record)
+    if gone := [rank for rank in _ended(view) if view.others[rank].record.number < number]:
         return f"{ranks_text(gone)} {where(view.others[gone[0]].record)}"
     # Who gave up has closed its connections, or is about to.
-    return next((_told(seen.record) for seen in _faults(view) if seen.record.gave_up), "")
+    return next((_told(record) for record in _faults(view) if record.gave_up), "")
 
 
 UNKNOWN = "a message failed though every other rank still speaks"
@@ -216,23 +207,22 @@ UNKNOWN = "a message failed though every other rank still speaks"
 
 def cause_of_loss(view: View, seconds: float) -> str:
     """Why a connection was lost `seconds` ago; "" when it cannot be told yet, UNKNOWN after 1.25 x silence."""
-    own = [seen.record for seen in _faults(view) if not seen.record.gave_up]
-    if own:
-        return _told(own[0])
-    ended = sorted(rank for rank, seen in view.others.items() if seen.record.phase in (Phase.ENDED, Phase.DESTROYED))
+    faults, ended = _faults(view), _ended(view)
+    for record in faults:
+        if not record.gave_up:
+            return _told(record)
     # Who has ended is silent, too, but said so before.
     silent = sorted(rank for rank, seen in view.others.items() if seen.silent >= view.silence and rank not in ended)
-    gave_up = [seen.record for seen in _faults(view) if seen.record.gave_up]
     if silent:
         return f"{ranks_text(silent)} gone: {_silence(view.others[silent[0]])}"
     if view.store == math.inf:
         return store_text(view)
-    if seconds < 1.25 * view.silence and not gave_up:
+    if seconds < 1.25 * view.silence and not faults:
         return ""
     if ended:
         return f"{ranks_text(ended)} {where(view.others[ended[0]].record)}"
-    if gave_up:
-        return _told(gave_up[0])
+    if faults:
+        return _told(faults[0])
     return store_text(view) if view.store > view.silence else UNKNOWN
 
 
@@ -257,10 +247,6 @@ def difference_text(there: Sequence[str], nothing: str, ranks: Sequence[int] | N
 _SAME = "waiting for the same"
 
 
-def _keeper(view: View) -> tuple[int, ...]:
-    return (view.keeper,) if view.keeper is not None and view.store > view.silence else ()
-
-
 def _phrase(seen: Seen, waits: str, silence: float) -> str:
     record = seen.record
     if record.phase not in (Phase.ENDED, Phase.DESTROYED) and seen.silent >= silence:
@@ -274,8 +260,13 @@ def _silence(seen: Seen) -> str:
     return f"not heard of for {seen.silent:.0f} s, stopped or dead (when last heard: {where(seen.record)})"
 
 
-def _faults(view: View) -> list[Seen]:
-    return sorted((seen for seen in view.others.values() if seen.record.fault), key=lambda seen: seen.record.fault)
+def _faults(view: View) -> list[Record]:
+    """Of ranks that raised or gave up, in that order."""
+    return sorted((seen.record for seen in view.others.values() if seen.record.fault), key=lambda record: record.fault)
+
+
+def _ended(view: View) -> list[int]:
+    return sorted(rank for rank, (record, _) in view.others.items() if record.phase in (Phase.ENDED, Phase.DESTROYED))
 
 
 def _told(record: Record) -> str:
@@ -284,10 +275,6 @@ def _told(record: Record) -> str:
 
 def _steps(record: Record) -> str:
     return f"{record.steps} step{'' if record.steps == 1 else 's'}"
-
-
-def _ordinal(record: Record) -> str:
-    return f"step {record.steps}" if record.steps else "start"
 
 
 def _within(phase: Phase) -> str:

@@ -7,21 +7,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero.watchdog.signed_store import SignedStore
 
 POLL = (0.005, 0.25)  # seconds between two looks at the store, at first and after a while
 SHARE = 0.5  # seconds after which a turn makes way for this rank's record
-LARGEST = 4 << 20  # bytes of one value; the store takes 8 MiB
-
-
-class Message(NamedTuple):
-    """A value to put down under a key, in parts that the store takes; who reads it last of `readers` removes it."""
-
-    key: str
-    parts: list[bytes]
-    readers: int
 
 
 class Messages:
@@ -35,17 +26,16 @@ class Messages:
         self.delay = POLL[0]  # seconds until the next turn, while `busy`
         self._wake = wake
         self._state = threading.Condition()
-        self._posted: list[Message] = []
+        self._posted: dict[str, bytes] = {}
         self._unread: list[str] = []  # keys that not all have read
         self._expected: dict[str, int] = {}  # key -> the rank that puts it down
         self._received: dict[str, bytes] = {}
 
     def post(self, key: str, value: Any, readers: int = 1) -> None:
-        """Send a value that JSON holds."""
+        """Send a value that JSON holds, compressed at most 8 MiB; who reads it last of `readers` removes it."""
         data = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-        parts = [data[at : at + LARGEST] for at in range(0, len(data), LARGEST)]
         with self._state:
-            self._posted.append(Message(key, parts, readers))
+            self._posted[key] = f"{readers} ".encode() + data
         self._hurry()
 
     def expect(self, keys: Mapping[str, int]) -> None:
@@ -91,9 +81,11 @@ class Messages:
         """Put down what is posted, and take what has come; `each`: look for every message, not only for all at once."""
         end = time.monotonic() + SHARE
         while self._posted:
-            self._put(store, self._posted[0])
+            key = next(iter(self._posted))
+            store.set(key, self._posted[key])
             with self._state:
-                self._unread.append(self._posted.pop(0).key)
+                del self._posted[key]
+                self._unread.append(key)
         missing = [key for key in self._expected if key not in self._received]
         complete = bool(missing) and store.has(missing)
         for key in missing if complete or each else ():
@@ -115,23 +107,13 @@ class Messages:
         self.delay = POLL[0]
         self._wake()
 
-    def _put(self, store: SignedStore, message: Message) -> None:
-        for index, part in enumerate(message.parts[1:], 1):
-            store.set(f"{message.key}/{index}", part)
-        # Last: who sees it reads the others.
-        store.set(message.key, f"{len(message.parts)} {message.readers} ".encode() + message.parts[0])
-
     def _take(self, store: SignedStore, key: str) -> bytes | None:
         """Read a value; None for what no rank has put down."""
-        (first,) = store.get([key])
-        if first is None:
+        (value,) = store.get([key])
+        if value is None:
             return None
-        count, readers, data = first.split(b" ", 2)
-        keys = [f"{key}/{index}" for index in range(1, int(count))]
-        parts = [store.get([each])[0] for each in keys]
-        if None in parts:
-            return None
+        readers, data = value.split(b" ", 1)
         if store.add(f"{key}/read", 1) == int(readers):
-            for each in (f"{key}/read", *keys, key):
-                store.delete(each)
-        return b"".join((data, *parts))
+            store.delete(f"{key}/read")
+            store.delete(key)
+        return data

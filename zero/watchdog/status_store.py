@@ -46,17 +46,17 @@ class StatusStore(threading.Thread):
         self.asks = 0
         self.reading = False
         self.failed = ""
-        self.messages = Messages(self._wake_up)
+        self._wake = threading.Event()
+        self.messages = Messages(self._wake.set)
         self._status = status
         self._world = dist.group.WORLD
         identity = hashlib.blake2b(repr(sorted(ranks)).encode(), digest_size=8).hexdigest()
         self._store = SignedStore(f"zero/{identity}/", status.rank)
-        self._records = RecordReader(rank for rank in ranks if rank != status.rank)
+        self.records = RecordReader(rank for rank in ranks if rank != status.rank)
         self._asked = self._told = 0  # lines that this rank has said, and how many of them the store knows of
         self._fault = 0
         self._due = 0.0  # time.monotonic() of the next record
         self._answered = time.monotonic()
-        self._wake = threading.Event()
         self._ended = False
         self.number = self._count(1)
 
@@ -79,28 +79,19 @@ class StatusStore(threading.Thread):
         return 2.0 * max(PERIOD, len(self.ranks) / WRITES)
 
     @property
-    def read_at(self) -> float:
-        """time.monotonic() of the last reading of the others' records."""
-        return self._records.read_at
-
-    @property
     def unanswered(self) -> float:
         """Seconds for which the store has not answered; inf when its connection is closed."""
         return time.monotonic() - self._answered
 
     def view(self) -> View:
         """What was read last."""
-        others = {rank: seen for rank, (seen, _) in self._records.seen.copy().items()}
+        others = {rank: seen for rank, (seen, _) in self.records.seen.copy().items()}
         return View(others, len(self.ranks), self.silence, self.unanswered, None if self.keeps else self._store.keeper)
 
     @property
     def keeps(self) -> bool:
         """Whether the store goes when this process does."""
         return self._store.keeper == self._status.rank
-
-    def moved_at(self, rank: int) -> float:
-        """time.monotonic() of when a rank's progress was seen to change; -inf for a rank that was never seen."""
-        return self._records.moved_at.get(rank, -math.inf)
 
     def ask(self) -> None:
         """Tell the others that this rank waits."""
@@ -149,7 +140,7 @@ class StatusStore(threading.Thread):
             self._due = now + max(period, len(self.ranks) / WRITES * period)
             self._write()
             if wanted:
-                self._records.read(self._store, f"{self.prefix}status/", self.silence)
+                self.records.read(self._store, f"{self.prefix}status/", self.silence)
         if self.messages.busy:
             self.messages.turn(self._store, each=due)
         self._answered = time.monotonic()
@@ -162,15 +153,12 @@ class StatusStore(threading.Thread):
             self._fault = 0
         record = status.record(time.monotonic_ns(), self._fault)
         if status.rank == self.ranks[0]:  # for which all wait: they see that those get on for which it waits
-            others = (seen.record.progress for seen, _ in self._records.seen.values())
+            others = (seen.record.progress for seen, _ in self.records.seen.values())
             record = replace(record, progress=sum(others, record.progress))
         self._store.set(f"{self.prefix}status/{status.rank}", record.to_json().encode())
         asked = self._asked
         self.asks = self._store.add(self.prefix + "asks", asked - self._told)
         self._told = asked
-
-    def _wake_up(self) -> None:
-        self._wake.set()
 
 
 class RecordReader:
