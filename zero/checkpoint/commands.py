@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tqdm import tqdm
+
 from zero.checkpoint import folder as folders
 from zero.checkpoint.consolidate import consolidate
 from zero.checkpoint.model_files import size_of
@@ -22,27 +24,24 @@ def run(args: argparse.Namespace) -> int:
         return what(args)
     except BrokenPipeError:  # of the standard output
         raise
-    except (OSError, ValueError) as error:
+    except (argparse.ArgumentError, OSError, ValueError) as error:
         print(f"zero {args.command}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        return 2 if isinstance(error, argparse.ArgumentError) else 1
 
 
-def _refuse(args: argparse.Namespace, problem: str) -> int:
-    print(f"zero {args.command}: error: {problem}", file=sys.stderr)
-    return 2
+def _refused(problem: object) -> argparse.ArgumentError:
+    return argparse.ArgumentError(None, str(problem))
 
 
 def _consolidate(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.suffix == ".safetensors" and not args.hf and args.max_shard_size is not None:
-        return _refuse(args, f"--max-shard-size is for a folder, and '{out}' is one file; give a folder, or --hf")
+        raise _refused(f"--max-shard-size is for a folder, and '{out}' is one file; give a folder, or --hf")
     try:
         limit = None if args.max_shard_size is None else size_of(args.max_shard_size, "--max-shard-size")
-        folder = chosen(Path(args.folder), args.tag)
     except ValueError as error:
-        return _refuse(args, str(error))
+        raise _refused(error) from None
+    folder = _chosen(args)
     with bar("consolidating") as progress:
         files = consolidate(folder, out, args.dtype, limit, args.hf, progress)
     for path in files:
@@ -57,17 +56,11 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     root = Path(args.folder)
-    try:
-        if not args.all:
-            checkpoints = [chosen(root, args.tag)]
-        elif args.tag is not None:
-            return _refuse(args, "--all is of all tags; leave out --tag")
-        else:
-            checkpoints = [root / tag for tag in folders.tags(root)]
-            if not checkpoints:
-                return _refuse(args, f"{root} has no whole checkpoint")
-    except ValueError as error:
-        return _refuse(args, str(error))
+    if args.all and args.tag is not None:
+        raise _refused("--all is of all tags; leave out --tag")
+    checkpoints = [root / tag for tag in folders.tags(root)] if args.all else [_chosen(args)]
+    if not checkpoints:
+        raise _refused(f"{root} has no whole checkpoint")
     good = [_verify_one(folder) for folder in checkpoints]
     return 0 if all(good) else 1
 
@@ -94,12 +87,9 @@ def _verify_one(folder: Path) -> bool:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from zero.checkpoint.import_deepspeed import find, import_deepspeed
+    from zero.checkpoint.import_deepspeed import import_deepspeed
 
-    try:
-        folder = find(Path(args.folder), args.tag)
-    except ValueError as error:
-        return _refuse(args, str(error))
+    folder = _chosen(args, "*_optim_states.pt")
     with bar("importing") as progress:
         target, left = import_deepspeed(folder, Path(args.out), progress)
     for text in left:
@@ -108,32 +98,24 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(root: Path, tag: str | None = None) -> Path:
-    """The folder of one checkpoint: `root` itself, or the one below it that `tag` or `latest` names.
-
-    Raises ValueError where that says nothing.
-    """
+def _chosen(args: argparse.Namespace, marker: str = folders.INDEX) -> Path:
+    """The folder of one checkpoint, which has `marker` in it: DIR itself, or the one below it that is named."""
+    root, tag, there = Path(args.folder), args.tag, "no whole checkpoint"
     if not root.is_dir():
-        raise ValueError(f"there is no folder {root}")
-    if tag is not None:
-        if not (root / tag).is_dir():
-            raise ValueError(f"{root} has no checkpoint '{tag}'; it has {_there(root)}")
-        return root / tag
-    if (root / folders.INDEX).exists():
+        raise _refused(f"there is no folder {root}")
+    if tag is None and any(root.glob(marker)):
         return root
-    named = folders.latest(root)
-    if named is None:
-        raise ValueError(
-            f"{root} has neither {folders.INDEX}, as a checkpoint, nor {folders.LATEST}, as the folder of a run: "
-            f"name a checkpoint with --tag; there is {_there(root)}"
+    if tags := folders.tags(root, marker):
+        there = ", ".join(f"'{each}'" for each in tags)
+    if tag is None and (tag := folders.latest(root)) is None:
+        raise _refused(
+            f"{root} has neither {marker}, as a checkpoint, nor {folders.LATEST}, as the folder of a run: "
+            f"name a checkpoint with --tag; there is {there}"
         )
-    if not (root / named).is_dir():
-        raise ValueError(f"{root / folders.LATEST} names '{named}', which is not there; there is {_there(root)}")
-    return root / named
-
-
-def _there(root: Path) -> str:
-    return ", ".join(f"'{tag}'" for tag in folders.tags(root)) or "no whole checkpoint"
+    if not (root / tag).is_dir():
+        named = f", which {folders.LATEST} names" if args.tag is None else ""
+        raise _refused(f"{root} has no checkpoint '{tag}'{named}; it has {there}")
+    return root / tag
 
 
 @contextmanager
@@ -142,19 +124,10 @@ def bar(about: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
 
     Nothing is shown where the standard error is no terminal.
     """
-    if not sys.stderr.isatty():
-        yield lambda total: _nothing
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=about, unit="B", unit_scale=True, leave=False) as shown:
+    with tqdm(desc=about, unit="B", unit_scale=True, leave=False, disable=None) as shown:
 
         def start(total: int) -> Callable[[int], None]:
             shown.reset(total)
             return shown.update
 
         yield start
-
-
-def _nothing(nbytes: int) -> None:
-    """Shows nothing."""

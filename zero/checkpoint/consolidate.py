@@ -36,8 +36,6 @@ def consolidate(
     Raises Damaged for a checkpoint that is not whole, and OSError.
     """
     single = out.suffix == ".safetensors" and not hf
-    if single and limit is not None:
-        raise ValueError(f"a largest size of files is for a folder, and '{out}' is one file; give a folder")
     index = read_index(folder)
     with Reader(folder, index) as reader:
         chunks = model_chunks(reader, dtype)

@@ -57,6 +57,14 @@ class Files:
         """The flat tensors of exact values."""
         return self.states[rank]["fp32_flat_groups" if self.cut else "single_partition_of_fp32_groups"]
 
+    def master(self, rank: int, flat: int) -> torch.Tensor:
+        """One of them, [n]."""
+        return self.masters(rank)[flat].detach().view(-1)
+
+    def moment(self, key: str, rank: int, flat: int) -> torch.Tensor:
+        """State `key` of a flat tensor, [n]."""
+        return self.state(rank, flat)[key].detach().view(-1)
+
     def state(self, rank: int, flat: int) -> Mapping[str, Any]:
         """What the optimizer keeps of a flat tensor, by torch's name of it."""
         base = self.base(rank)

@@ -91,13 +91,13 @@ def latest(folder: Path) -> str | None:
         return None
 
 
-def tags(folder: Path) -> list[str]:
-    """The tags in a folder that have an index, oldest first."""
+def tags(folder: Path, marker: str = INDEX) -> list[str]:
+    """The tags in a folder that have an index, or files like `marker`, oldest first."""
     dated = []
-    for path in folder.glob(f"*/{INDEX}"):
+    for path in folder.glob(f"*/{marker}"):
         with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
             dated.append((path.stat().st_mtime_ns, _natural(path.parent.name), path.parent.name))
-    return [tag for *_, tag in sorted(dated)]
+    return list(dict.fromkeys(tag for *_, tag in sorted(dated)))
 
 
 def _natural(tag: str) -> list[tuple[int, str]]:
@@ -109,11 +109,9 @@ def whole_ones(folder: Path) -> list[str]:
     """The tags in a folder that can be loaded as far as their indices and the sizes of files tell, oldest first."""
     whole = []
     for tag in tags(folder):
-        try:
+        with contextlib.suppress(Damaged, OSError):
             read_index(folder / tag)
-        except (Damaged, OSError):
-            continue
-        whole.append(tag)
+            whole.append(tag)
     return whole
 
 

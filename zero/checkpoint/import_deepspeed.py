@@ -30,20 +30,6 @@ _OWN = (
 )
 
 
-def find(root: Path, tag: str | None = None) -> Path:
-    """The folder with the files: `root` itself, or the one below it that `tag` or `latest` names."""
-    if not root.is_dir():
-        raise ValueError(f"there is no folder {root}")
-    if tag is None and any(root.glob("*_optim_states.pt")):
-        return root
-    tag = folders.latest(root) if tag is None else tag
-    if tag is None:
-        raise ValueError(f"{root} has neither *_optim_states.pt nor the file '{folders.LATEST}'; give --tag")
-    if not (root / tag).is_dir():
-        raise ValueError(f"{root} has no checkpoint '{tag}'")
-    return root / tag
-
-
 def import_deepspeed(
     folder: Path, out: Path, progress: Callable[[int], Callable[[int], None]] = lambda total: id
 ) -> tuple[Path, list[str]]:
@@ -61,7 +47,15 @@ def import_deepspeed(
         where = slices(files)
         weights, known = _weights(files, where, left)
         kinds = {"weights": weights, "masters": _masters(files, where, known), "moments": _moments(files, where, known)}
-        values = _fields(files, known, left)
+        values = {
+            "tied": _tied(files, known),
+            "shared": _shared(files),
+            "ranks": ({},),
+            "client": _client(files, left),
+            "signed": dict.fromkeys(_NOT_NEGATIVE, False),
+            "config": as_json(files.model.get("ds_config")),
+            "rotates": True,
+        }
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise Damaged(
             f"{folder} is not laid out as DeepSpeed's ZeRO 1, 2 and 3 lay it out ({type(error).__name__}: {error}); "
@@ -85,40 +79,29 @@ def import_deepspeed(
     return target, left
 
 
-def _fields(files: Files, known: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
-    """What the index says beside where things lie."""
-    return {
-        "tied": _tied(files, known),
-        "shared": _shared(files),
-        "ranks": ({},),
-        "client": _client(files, left),
-        "signed": dict.fromkeys(_NOT_NEGATIVE, False),
-        "config": as_json(files.model.get("ds_config")),
-        "rotates": True,
-    }
-
-
 def _weights(
     files: Files, where: Mapping[str, Sequence[Slice]], left: list[str]
 ) -> tuple[list[TensorChunk], dict[str, dict[str, Any]]]:
     """Parameters as the model computes with them, buffers, and what `assemble` wants to know of the parameters."""
     module, buffers = files.model["module"], set(files.model["buffer_names"])
+    tied = files.model.get("shared_params") or {}
     chunks, known = [], {}
+
+    def add(name: str, shape: tuple[int, ...], values: Any, group: int | None = None, numbers: Any = None) -> None:
+        chunks.append(TensorChunk("weight", name, 0, shape, values))
+        known[name] = {"group": group, "numbers": numbers or {}, "dtype": NAMES[values.dtype], "shape": shape}
+
     for flat, shapes in enumerate(files.shapes()):
         group, numbers = files.group_of(flat), _numbers(files, flat)
         for name, shape in shapes.items():
-            dtype, numel = _dtype(files, name), math.prod(shape)
             whole = module.get(name)
-            if isinstance(whole, torch.Tensor) and whole.numel() == numel:
+            if isinstance(whole, torch.Tensor) and whole.numel() == math.prod(shape):
                 values: torch.Tensor | LazyTensor = whole.detach().contiguous().view(-1)
             else:
-                values = LazyTensor(dtype, numel, partial(_gather, where[name], partial(_master, files)))
-            chunks.append(TensorChunk("weight", name, 0, shape, values))
-            known[name] = {"group": group, "numbers": numbers, "dtype": NAMES[dtype], "shape": shape}
-    tied = files.model.get("shared_params") or {}
+                values = _lazy(shape, _dtype(files, name), where[name], files.master)
+            add(name, shape, values, group, numbers)
     for name, shape, values in _frozen(files):
-        chunks.append(TensorChunk("weight", name, 0, shape, values))
-        known[name] = {"group": None, "numbers": {}, "dtype": NAMES[values.dtype], "shape": shape}
+        add(name, shape, values)
     for name, value in module.items():
         if name in known or name in tied:
             continue
@@ -129,8 +112,7 @@ def _weights(
         if name in buffers:
             chunks.append(TensorChunk("buffer", name, 0, shape, flat_values))
         elif not files.cut:  # at ZeRO 3 it is empty: its values are elsewhere, or were left out
-            chunks.append(TensorChunk("weight", name, 0, shape, flat_values))
-            known[name] = {"group": None, "numbers": {}, "dtype": NAMES[value.dtype], "shape": shape}
+            add(name, shape, flat_values)
         else:
             left.append(f"parameter '{name}', which was saved without values")
     return chunks, known
@@ -146,47 +128,45 @@ def _frozen(files: Files) -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
             begin += some[-1].numel
         if begin != numel:
             raise Damaged(f"frozen parameter '{name}' has {begin} of its {numel} elements")
-        of = partial(_gather, some, lambda rank, flat, fragments=fragments: fragments[rank])
-        yield name, tuple(shape), LazyTensor(fragments[0].dtype, numel, of)
+        values = _lazy(shape, fragments[0].dtype, some, lambda rank, flat, fragments=fragments: fragments[rank])
+        yield name, tuple(shape), values
 
 
 def _masters(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
     chunks = []
     for name, some in where.items():
-        shape = known[name]["shape"]
-        dtypes = {NAMES[_master(files, one.rank, one.flat).dtype] for one in some}
+        dtypes = {NAMES[files.master(one.rank, one.flat).dtype] for one in some}
         if dtypes - {known[name]["dtype"]}:  # else the weight is exact
-            flow = LazyTensor(torch.float32, math.prod(shape), partial(_gather, some, partial(_master, files)))
-            chunks.append(TensorChunk("master", name, 0, shape, flow))
+            shape = known[name]["shape"]
+            values = _lazy(shape, torch.float32, some, files.master)
+            chunks.append(TensorChunk("master", name, 0, shape, values))
     return chunks
 
 
 def _moments(files: Files, where: Mapping[str, Sequence[Slice]], known: Mapping[str, Any]) -> list[TensorChunk]:
     chunks = []
     for name, some in where.items():
-        if not some:
-            continue
-        shape = known[name]["shape"]
-        for key in _wide(files, some[0]):
-            for one in some:
-                _wide(files, one, key)
-            values = _moment(files, key, some[0].rank, some[0].flat)
-            dtype = values.dtype if values.dtype == torch.bfloat16 else torch.float32
-            flow = LazyTensor(dtype, math.prod(shape), partial(_gather, some, partial(_moment, files, key)))
-            chunks.append(TensorChunk(key, name, 0, shape, flow))
+        wide = [_wide(files, one) for one in some]
+        for key in wide[0] if wide else ():
+            for one, keys in zip(some, wide, strict=True):
+                if key not in keys:
+                    raise Damaged(f"state '{key}' of rank {one.rank}, group {one.flat}, is missing")
+            first = files.moment(key, some[0].rank, some[0].flat)
+            dtype = first.dtype if first.dtype == torch.bfloat16 else torch.float32
+            shape = known[name]["shape"]
+            values = _lazy(shape, dtype, some, partial(files.moment, key))
+            chunks.append(TensorChunk(key, name, 0, shape, values))
     return chunks
 
 
-def _wide(files: Files, one: Slice, wanted: str | None = None) -> list[str]:
-    """The states with an element per parameter, of which `wanted` must be one."""
+def _wide(files: Files, one: Slice) -> list[str]:
+    """The states with an element per parameter."""
     length = files.masters(one.rank)[one.flat].numel()
     state = files.state(one.rank, one.flat)
     wide = {key: value.numel() for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
     for key, numel in wide.items():
         if numel < length:
             raise Damaged(f"state '{key}' of rank {one.rank} has {numel} elements for {length}; not read")
-    if wanted is not None and wanted not in wide:
-        raise Damaged(f"state '{wanted}' of rank {one.rank}, group {one.flat}, is missing")
     return list(wide)
 
 
@@ -203,22 +183,20 @@ def _numbers(files: Files, flat: int) -> dict[str, float]:
     return {key: int(value) if value.is_integer() else value for key, value in numbers.items()}
 
 
-def _gather(some: Sequence[Slice], flat: Callable[[int, int], torch.Tensor], start: int, numel: int) -> torch.Tensor:
-    """Elements [start, start + numel) of a tensor of which `flat` gives the flat tensors of ranks."""
-    parts = []
-    for one in some:
-        low, high = max(one.start, start), min(one.start + one.numel, start + numel)
-        if low < high:
-            parts.append(flat(one.rank, one.flat).narrow(0, one.at + low - one.start, high - low))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _lazy(
+    shape: Sequence[int], dtype: torch.dtype, some: Sequence[Slice], flat: Callable[[int, int], torch.Tensor]
+) -> LazyTensor:
+    """A tensor whose elements lie in `some` places of the flat tensors that `flat` gives by rank and number."""
 
+    def of(start: int, numel: int) -> torch.Tensor:
+        parts = []
+        for one in some:
+            low, high = max(one.start, start), min(one.start + one.numel, start + numel)
+            if low < high:
+                parts.append(flat(one.rank, one.flat).narrow(0, one.at + low - one.start, high - low))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-def _master(files: Files, rank: int, flat: int) -> torch.Tensor:
-    return files.masters(rank)[flat].detach().view(-1)
-
-
-def _moment(files: Files, key: str, rank: int, flat: int) -> torch.Tensor:
-    return files.state(rank, flat)[key].detach().view(-1)
+    return LazyTensor(dtype, math.prod(shape), of)
 
 
 def _dtype(files: Files, name: str) -> torch.dtype:

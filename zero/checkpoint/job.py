@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,75 +21,58 @@ APPEARS = 10.0  # seconds that another host's file may take to be seen
 WRITES = "writing a checkpoint"
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a save goes. save: see `Index`; `latest`: whether the file of that name will name it."""
-
-    root: Path
-    tag: str
-    save: str
-    latest: bool
-    retention: Retention
-    began: float
-
-    @property
-    def place(self) -> Path:
-        """The folder of the tag."""
-        return self.root / self.tag
-
-
 class Job:
     """The files of this rank in one save, and how it ends.
 
     Chunks come through `put`, as many and in whatever order they become readable; `finish` does the rest, in any
-    thread. fields: of the index; used on rank 0 only. own: what this rank keeps for itself, as JSON. failure: why this
-    rank's part cannot be written, or None.
+    thread.
+
+    root, tag: where it goes; save: see `Index`; latest: whether the file of that name will name it;
+    fields, known: of the index, see `assemble`; used on rank 0 only. own: what this rank keeps for itself, as JSON;
+    failure: why this rank's part cannot be written, or None.
     """
 
-    def __init__(self, target: Target, barrier: StoreBarrier) -> None:
-        self.target = target
+    def __init__(
+        self, barrier: StoreBarrier, root: Path, tag: str, save: str, latest: bool, retention: Retention, began: float
+    ) -> None:
+        """`began`: time.time() of the start of the run, as of `tidy`."""
+        self.root = root
+        self.tag = tag
+        self.save = save
+        self.latest = latest
+        self.place = root / tag
         self.fields: dict[str, Any] = {}
-        self.known: Mapping[str, Mapping[str, Any]] = {}
+        self.known: dict[str, dict[str, Any]] = {}
         self.signed: dict[str, bool] = {}
         self.own: Any = {}
+        self.failure: BaseException | None = None
+        self.moved = barrier.moved
         self._barrier = barrier
-        self._kinds: Mapping[str, Sequence[TensorChunk]] | None = {}
+        self._retention = retention
+        self._began = began
         self._writings: list[Writing] = []
         self._homes: dict[tuple[str, str, int], Writing] = {}
-        self.failure: BaseException | None = None
 
     def begin(self, kinds: Mapping[str, Sequence[TensorChunk]]) -> None:
-        """Say for each kind of file which chunks it will hold; their values may be on the meta device."""
-        self._kinds = kinds
-
-    def _open(self) -> None:
-        """Make the files, unless they are there."""
-        kinds, self._kinds = self._kinds, None
-        if kinds is None:
-            return
+        """Make the files, each for chunks like these, whose values may be on the meta device. Raises OSError."""
         rank, world_size, staging = self._barrier.rank, self._barrier.world_size, Staging()
         end = time.monotonic() + APPEARS
-        while not self.target.place.is_dir() and time.monotonic() < end:
+        while not self.place.is_dir():
+            if time.monotonic() > end:
+                raise RuntimeError(_not_shared(self.place, "the folder that rank 0 has made"))
             time.sleep(0.1)
-        if not self.target.place.is_dir():
-            raise RuntimeError(_not_shared(self.target.place, "the folder that rank 0 has made"))
         for kind, forms in kinds.items():
-            path = self.target.place / file_name(kind, rank, world_size, self.target.save)
+            path = self.place / file_name(kind, rank, world_size, self.save)
             with _naming(path):
-                writing = Writing(path, forms, {}, self._barrier.moved, staging)
+                writing = Writing(path, forms, {}, self.moved, staging)
             self._writings.append(writing)
             self._homes |= {(form.kind, form.name, form.start): writing for form in forms}
 
     def put(self, chunk: TensorChunk) -> None:
         """Write one chunk. Raises OSError."""
-        self._open()
         writing = self._homes[chunk.kind, chunk.name, chunk.start]
         with _naming(writing.path):
             writing.put(chunk)
-
-    def moved(self, nbytes: int) -> None:
-        """This rank gets on."""
-        self._barrier.moved(nbytes)
 
     @property
     def interrupted(self) -> bool:
@@ -111,7 +93,6 @@ class Job:
         try:
             if self.failure is not None:
                 raise self.failure
-            self._open()
             for chunk in rest:
                 self.put(chunk)
             report = self._said()
@@ -137,7 +118,7 @@ class Job:
             with _naming(writing.path):
                 lines += [line_of(*found) for found in writing.finish()]
         if self._writings:
-            folder.sync(self.target.place)
+            folder.sync(self.place)
         files = {writing.path.name: writing.nbytes for writing in self._writings}
         return {"lines": lines, "files": files, "signed": self.signed, "own": self.own}
 
@@ -153,7 +134,7 @@ class Job:
                     writing.path.unlink(missing_ok=True)
         if agreed:
             with contextlib.suppress(OSError):
-                self.target.place.rmdir()  # where nothing else is in it
+                self.place.rmdir()  # where nothing else is in it
 
     def _publish(self, reports: list[dict[str, Any]]) -> None:
         """On rank 0: see that everything is there, write the index, then `latest`, and then clean up."""
@@ -164,37 +145,35 @@ class Job:
         signed = {key: value for report in reversed(reports) for key, value in report["signed"].items()}
         more = {"files": files, "signed": signed, "ranks": tuple(report["own"] for report in reports)}
         lines = (line for report in reports for line in report["lines"])
-        target = self.target
         index = assemble(lines, self.known, self.fields | more)
         if problems := index.problems():
             raise RuntimeError(f"the ranks have not written a whole checkpoint: {'; '.join(problems[:5])}")
-        self._barrier.moved(1)
+        self.moved(1)
         self._name(index.to_json())
         try:
-            tidy(target.root, target.tag, target.retention, target.began, self._barrier.moved)
+            tidy(self.root, self.tag, self._retention, self._began, self.moved)
         except (OSError, ValueError) as error:  # nothing that a run depends on
-            logger.warning("checkpoint '%s' is saved, but what is old could not be removed: %s", target.tag, error)
+            logger.warning("checkpoint '%s' is saved, but what is old could not be removed: %s", self.tag, error)
         except BaseException as error:
             self.failure = error  # for this rank's caller; saved is saved
 
     def _name(self, text: str) -> None:
         """The index, which makes it a checkpoint, and `latest`; both or neither."""
-        target = self.target
-        path, latest = target.place / folder.INDEX, target.root / folder.LATEST
+        path, latest = self.place / folder.INDEX, self.root / folder.LATEST
         before = path.read_text(encoding="utf-8") if path.exists() else None
         prepared = []
         try:
             with _naming(path):
                 prepared.append(folder.prepare(path, text))
-            if target.latest:
+            if self.latest:
                 with _naming(latest):
-                    prepared.append(folder.prepare(latest, target.tag + "\n"))
+                    prepared.append(folder.prepare(latest, self.tag + "\n"))
             try:
                 with _naming(path):
                     os.replace(prepared[0], path)
-                    folder.sync(target.place)
-                    folder.sync(target.root)
-                if target.latest:
+                    folder.sync(self.place)
+                    folder.sync(self.root)
+                if self.latest:
                     os.replace(prepared[1], latest)
             except BaseException:
                 if before is None:
@@ -206,11 +185,11 @@ class Job:
             for beside in prepared:
                 beside.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            folder.sync(target.root)
+            folder.sync(self.root)
 
     def _see(self, rank: int, name: str, size: int) -> None:
         """Raise RuntimeError unless a rank's file is there with its size; network file systems may take a moment."""
-        path, end = self.target.place / name, time.monotonic() + APPEARS
+        path, end = self.place / name, time.monotonic() + APPEARS
         while True:
             try:
                 with open(path, "rb") as file:  # which has caches look again, as stat need not
@@ -224,7 +203,7 @@ class Job:
                 raise RuntimeError(
                     _not_shared(path, f"what rank {rank} has written, {size} bytes, for rank 0: {problem}")
                 )
-            self._barrier.moved(1)
+            self.moved(1)
             time.sleep(0.1)
 
 

@@ -63,7 +63,10 @@ def write_model(
     if many:
         publish(index, _index(paths, cut))
     if limit is not None:
-        _remove_others(folder, stem, {path.name for path in paths})
+        ours = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors")
+        for path in list(folder.iterdir()):
+            if ours.fullmatch(path.name) and path not in paths and path.is_file():
+                path.unlink()
     sync(folder)
     return paths
 
@@ -84,10 +87,3 @@ def _index(paths: Sequence[Path], cut: Sequence[Sequence[TensorChunk]]) -> str:
     total = sum(chunk.values.nbytes for some in cut for chunk in some)
     where = {chunk.name: path.name for path, some in zip(paths, cut, strict=True) for chunk in some}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
-
-
-def _remove_others(folder: Path, stem: str, names: set[str]) -> None:
-    ours = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors")
-    for path in list(folder.iterdir()):
-        if ours.fullmatch(path.name) and path.name not in names and path.is_file():
-            path.unlink()

@@ -197,10 +197,6 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _device(value: dict, tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    return torch.device(value["$device"])
-
-
 def _tensor(value: dict, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     tensor = tensors[value["$tensor"]]
     if "dtype" not in value:
@@ -239,7 +235,7 @@ _DECODERS: dict[str, Callable[[dict, Mapping[str, torch.Tensor]], Any]] = {
     **{form: _mapping(kind, form) for kind, form in _MAPPINGS.items()},
     "$float": _float,
     "$dtype": lambda value, tensors: _dtype(value["$dtype"]),
-    "$device": _device,
+    "$device": lambda value, tensors: torch.device(value["$device"]),
     "$tensor": _tensor,
     "$array": _array,
     "$scalar": _scalar,

@@ -6,11 +6,9 @@ Who reads many ranges asks for them, with what to call when they are there, and 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +31,7 @@ _THREADS = 4  # reading and checking more would only share one memory
 
 
 class Task(NamedTuple):
-    """Bytes from `skip` of a part on into `target`; the tensor of the target is kept alive by the `Reader`."""
+    """The arguments of `read_part`; the tensor of the target is kept alive by the `Reader`."""
 
     file: int
     part: Part
@@ -41,10 +39,6 @@ class Task(NamedTuple):
     target: memoryview
     itemsize: int
     what: str
-
-    def run(self) -> None:
-        """Read and check them; raises Damaged."""
-        read_part(*self)
 
 
 class SavedMoment(NamedTuple):
@@ -59,7 +53,7 @@ class SavedMoment(NamedTuple):
 
 
 class Reader:
-    """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread and closed in the end.
+    """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread, in a `with` statement.
 
     What has a `then` is handed over by `finish`, on the CPU; names are those of `index`.
     """
@@ -67,7 +61,7 @@ class Reader:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
         self.index = index
-        self._files: OrderedDict[str, int] = OrderedDict()
+        self._files: dict[str, int] = {}
         self._tasks: list[Task] = []
         self._then: list[Callable[[], None]] = []
         self._alive: list[torch.Tensor] = []
@@ -77,10 +71,12 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        """Close all files; what was asked for and not read is forgotten."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._tasks, self._then, self._alive = [], [], []
+        self._close_files()
 
     def read(self, stored: Stored, start: int, numel: int, what: str) -> torch.Tensor:
         """Elements [start, start + numel) of a tensor, [numel] in the stored dtype, at once; raises Damaged."""
@@ -171,8 +167,7 @@ class Reader:
         tasks, then, alive = self._tasks, self._then, self._alive
         self._tasks, self._then, self._alive, self._staged = [], [], [], 0
         if sum(task.target.nbytes for task in tasks) <= _TASK:
-            for task in tasks:
-                task.run()
+            _run(tasks)
         else:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max(2, min(_THREADS, host_threads())), "zero-read")
@@ -184,14 +179,6 @@ class Reader:
             call()
         del alive  # the memory that the tasks wrote to
 
-    def close(self) -> None:
-        """Close all files; what was asked for and not read is forgotten."""
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._tasks, self._then, self._alive = [], [], []
-        while self._files:
-            os.close(self._files.popitem()[1])
-
     def _stage(self, stored: Stored, start: int, numel: int, what: str, then: Callable[[torch.Tensor], Any]) -> None:
         out = torch.empty(numel, dtype=DTYPES[stored.dtype])
         self.ask(stored, start, out, what, lambda: then(out))
@@ -199,27 +186,25 @@ class Reader:
     def _open(self, name: str, what: str) -> int:
         if name not in self._files:
             if len(self._files) >= _OPEN:
-                self._run_early()
-                os.close(self._files.popitem(last=False)[1])
+                _run(self._tasks)  # before the files are closed
+                self._tasks = []
+                self._close_files()
             try:
                 self._files[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 raise Damaged(f"{what}: {name} is missing in {self.folder}") from None
             except OSError as error:
                 raise Damaged(f"{what}: {self.folder / name} cannot be read: {error.strerror}") from None
-        self._files.move_to_end(name)
         return self._files[name]
 
-    def _run_early(self) -> None:
-        """A file that a task is to read from must not be closed before."""
-        for task in self._tasks:
-            task.run()
-        self._tasks = []
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
-def _run(group: list[Task]) -> None:
-    for task in group:
-        task.run()
+def _run(tasks: list[Task]) -> None:
+    for task in tasks:
+        read_part(*task)
 
 
 def _groups(tasks: list[Task]) -> list[list[Task]]:

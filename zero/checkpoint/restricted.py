@@ -59,11 +59,8 @@ def _reason(text: str) -> str:
     match = re.search(r"GLOBAL (\S+)", text)
     if match is None:
         return text.splitlines()[0]
+    names = ", ".join(name.rpartition(".")[2] for name in _NAMES)
     return (
-        f"it holds an object of {match[1]}; only tensors, plain containers and {', '.join(_short())} of DeepSpeed "
+        f"it holds an object of {match[1]}; only tensors, plain containers and {names} of DeepSpeed "
         "are read, as others may run code. Leave it out of client_state where the checkpoint is saved"
     )
-
-
-def _short() -> list[str]:
-    return [name.rpartition(".")[2] for name in _NAMES]

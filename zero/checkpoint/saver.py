@@ -5,15 +5,20 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero.checkpoint.job import Job, Target
+import torch
+
+from zero.checkpoint.job import Job
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.safe_file import TensorChunk
-from zero.checkpoint.snapshot import Snapshot
 from zero.checkpoint.store_barrier import StoreBarrier
+from zero.core import comm
+from zero.core.mesh import Axis
 from zero.log import logger
+from zero.memory.store import ALIGNED
+from zero.plan.layout import round_up
 
 
 class Outcome(enum.IntEnum):
@@ -24,6 +29,57 @@ class Outcome(enum.IntEnum):
     SAVED = 2
     FAILED = 3
     RAISED = 4  # failed, and this rank's program knows
+
+
+class Snapshot:
+    """A copy of what a save will write, in host memory that is taken once and used again by the next save.
+
+    pinned: whether a GPU copies into it.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+        self._mark: torch.cuda.Event | None = None
+        self.chunks: list[TensorChunk] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def begin(self, forms: Sequence[TensorChunk]) -> None:
+        """Make room for these, and forget what was in it; MemoryError where there is none."""
+        wanted = max(ALIGNED, sum(round_up(form.values.nbytes, ALIGNED) for form in forms))
+        self.clear()
+        if wanted > self.nbytes:
+            self._memory = None  # before there are two
+            try:
+                self._memory = torch.empty(wanted, dtype=torch.uint8, pin_memory=self._pinned)
+            except RuntimeError as error:
+                raise MemoryError(f"an asynchronous save needs {wanted} bytes of host memory: {error}") from None
+
+    def take(self, chunk: TensorChunk) -> None:
+        """Copy a chunk; on a GPU behind what its current stream does, which goes on behind the copy."""
+        values = chunk.values
+        place = self._memory.narrow(0, self._used, values.nbytes).view(values.dtype)
+        place.copy_(values, non_blocking=self._pinned)
+        self._used = round_up(self._used + values.nbytes, ALIGNED)
+        self.chunks.append(chunk._replace(values=place))
+        if values.device.type == "cuda":
+            self._mark = torch.cuda.current_stream(values.device).record_event()
+
+    def copies(self) -> Iterator[TensorChunk]:
+        """The copies, once they are there."""
+        if self._mark is not None:
+            self._mark.synchronize()
+            self._mark = None
+        yield from self.chunks
+
+    def clear(self) -> None:
+        """Forget the chunks, but keep the memory."""
+        self.chunks, self._used, self._mark = [], 0, None
 
 
 class Saver:
@@ -53,8 +109,8 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def job(self, root: Path, tag: str, save: str, latest: bool) -> Job:
-        """A new save; see `Target`."""
-        return Job(Target(root, tag, save, latest, self._retention, self._began), self.barrier)
+        """A new save; see `Job`."""
+        return Job(self.barrier, root, tag, save, latest, self._retention, self._began)
 
     def begin(self, job: Job) -> None:
         """Have the snapshot written beside the caller; at the interpreter's end it is waited for."""
@@ -74,9 +130,7 @@ class Saver:
         if self.outcome is not Outcome.FAILED:
             return None
         self._ended = Outcome.RAISED
-        return _like(
-            self._error, f"the last checkpoint could not be saved beside the training loop: {_text(self._error)}"
-        )
+        return _failure("the last checkpoint", self._error)
 
     def missed(self) -> None:
         """This rank leaves a save that the others go on with beside their loops, and knows that it fails."""
@@ -86,29 +140,29 @@ class Saver:
         """All ranks know how the last save ended."""
         self._ended, self._error, self._thread = Outcome.NONE, None, None
 
-    def look(self, gather: Callable[[int], list[int]], when: str) -> None:
+    def look(self, axis: Axis, device: torch.device, when: str) -> None:
         """At a boundary that all ranks come to: raise, on all of them alike, what the save beside them failed with.
 
-        gather: every rank's number, in order; called by all ranks while any of them has not heard how the save ended.
+        A collective over `axis`, with a message on `device`, while any rank has not heard how the save ended.
         """
         if self.outcome is Outcome.NONE:
             return
-        told = gather(int(self.outcome))
-        if Outcome.RUNS in told:
+        mine = torch.tensor([int(self.outcome)], dtype=torch.int64, device=device)
+        outcomes = comm.gather_scalars(mine, axis, "outcome of a checkpoint").view(-1).tolist()
+        if Outcome.RUNS in outcomes:
             return
-        error, failed = self._error, Outcome.FAILED in told
+        error = self._error
         self.heard()
-        if failed:
-            text = f"a checkpoint could not be saved beside the training loop: {_text(error)}; {when}"
-            raise _like(error, text) from error
+        if Outcome.FAILED in outcomes:
+            raise _failure("a checkpoint", error, f"; {when}") from error
 
     def _run(self, job: Job) -> None:
         try:
-            job.finish(_copies(self.snapshot))
+            job.finish(self.snapshot.copies())
             self._ended, self._error = Outcome.SAVED, None
         except Exception as error:
             self._error = error
-            where = f"'{job.target.tag}' in {job.target.root}"
+            where = f"'{job.tag}' in {job.root}"
             rank = self.barrier.ranks[self.barrier.rank]
             logger.error("rank %d: checkpoint %s could not be saved: %s", rank, where, error)
         finally:
@@ -116,20 +170,11 @@ class Saver:
             self.snapshot.clear()
 
 
-def _copies(snapshot: Snapshot) -> Iterator[TensorChunk]:
-    """Those of the snapshot; what fails on the way fails where they are written."""
-    yield from snapshot.wait()
-
-
-def _text(error: Exception | None) -> str:
-    """Without the number of an OSError, which stands in front again."""
-    if error is None:
-        return "another rank failed"
-    return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
-
-
-def _like(error: Exception | None, text: str) -> Exception:
-    """An exception of the same kind with another text."""
+def _failure(what: str, error: Exception | None, when: str = "") -> Exception:
+    """An exception of the kind of `error`, which another rank has where it is None."""
+    # Without the number of an OSError, which stands in front again.
+    reason = getattr(error, "strerror", None) or error or "another rank failed"
+    text = f"{what} could not be saved beside the training loop: {reason}{when}"
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, text)
     return RuntimeError(text)

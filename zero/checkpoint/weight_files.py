@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -48,11 +49,9 @@ def sort_out(index: Index, buffers: Collection[str], rename: Callable[[str], str
 
 
 def _renamed(index: Index, rename: Callable[[str], str | None]) -> Index:
-    names = [*index.parameters, *index.buffers, *index.tied]
-    new = {name: rename(name) for name in names}
-    kept = [name for name in new.values() if name is not None]
-    twice = sorted({name for name in kept if kept.count(name) > 1}) if len(set(kept)) < len(kept) else []
-    if twice:
+    new = {name: rename(name) for name in (*index.parameters, *index.buffers, *index.tied)}
+    counts = Counter(name for name in new.values() if name is not None)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"rename gives several tensors the name {', '.join(map(repr, twice))}")
     return replace(
         index,

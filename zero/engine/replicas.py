@@ -21,6 +21,7 @@ from zero.core.unit import Unit
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.layout import Span
+from zero.watchdog.hang_report import ranks_text
 
 _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash over steps
 
@@ -49,9 +50,8 @@ class Replicas:
         self._every = every
         self._axis = sharded.mesh.data
         self._whole = [unit for unit in sharded.units if not unit.cut]
-        self._seen: dict[
-            int, torch.Tensor
-        ] = {}  # by index of the unit: hashes over the steps since the last comparison
+        # By index of the unit: hashes over the steps since the last comparison.
+        self._seen: dict[int, torch.Tensor] = {}
         self._own_buffers: set[str] | None = None  # buffers that are each rank's own; None until the first comparison
 
     @torch.no_grad()
@@ -180,13 +180,11 @@ def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
     holders: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
-    sizes = sorted((len(ranks) for ranks in holders.values()), reverse=True)
-    named = {value: f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in holders.items()}
-    if sizes[0] == sizes[1]:
-        return f"{' and '.join(named.values())} hold different values, and no value has a majority"
-    most = max(holders, key=lambda value: len(holders[value]))
-    odd = [text for value, text in named.items() if value != most]
-    return f"{' and '.join(odd)} differ{'s' * (len(values) - sizes[0] == 1)} from {named[most]}"
+    groups = sorted(holders.values(), key=len, reverse=True)
+    first, *others = [ranks_text(group) for group in groups]
+    if len(groups[0]) == len(groups[1]):
+        return f"{' and '.join([first, *others])} hold different values, and no value has a majority"
+    return f"{' and '.join(others)} differ{'s' * (len(values) - len(groups[0]) == 1)} from {first}"
 
 
 def _plain(value: Any) -> str | None:

@@ -7,18 +7,10 @@ import errno
 import os
 import secrets
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zero.checkpoint.folder import LATEST
 from zero.watchdog.hang_report import difference_text
-
-
-class Options(NamedTuple):
-    """How to save: whether `latest` will name it, and whether frozen parameters are left out."""
-
-    latest: bool
-    exclude_frozen: bool
-
 
 SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
 
@@ -65,13 +57,9 @@ def begin(requests: list[dict[str, Any]]) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 place.rmdir()
         raise OSError(error.errno, f"save_checkpoint() cannot write to {place}: {error.strerror}") from error
-    differ = _different([one["buffers"] for one in requests])
+    buffers = zip(*(one["buffers"] for one in requests), strict=True)
+    differ = [same[0][0] for same in buffers if any(one != same[0] for one in same)]
     return {"save": secrets.token_hex(4), "differ": differ, "files": any(one["files"] for one in requests)}
-
-
-def _different(buffers: list[list[list[Any]]]) -> list[str]:
-    """The names of the buffers whose values are not the same on all ranks."""
-    return [same[0][0] for same in zip(*buffers, strict=True) if any(one != same[0] for one in same)]
 
 
 def _check_room(place: Path, needed: int) -> None:

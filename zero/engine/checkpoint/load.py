@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zero.checkpoint.differences import Ask, Match, Wanted
 from zero.checkpoint.folder import LATEST, find
 from zero.checkpoint.index import Index
+from zero.checkpoint.plain import decode
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.saver import Saver
@@ -24,18 +24,25 @@ from zero.core.unit import Unit
 from zero.engine.checkpoint.checks import check_folder
 from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
-from zero.engine.checkpoint.others import load_others, renew, replaced
+from zero.engine.checkpoint.random_state import for_world
 from zero.engine.checkpoint.resume import check, restore
-from zero.engine.checkpoint.units import (
-    fit,
-    load_buffers,
-    load_unit,
-    names_of_parameters,
-    restart,
-)
-from zero.engine.checkpoint.values import Values, saved_values
+from zero.engine.checkpoint.units import fit, load_buffers, load_unit, names_of_parameters, renew, replaced, restart
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
+
+
+class Values(NamedTuple):
+    """What a checkpoint holds for one rank beside the model's tensors.
+
+    shared, own: for `restore`; shared is None in a checkpoint that another program has written, own where no random
+    numbers were saved. extra: what modules gave by `get_extra_state`, by name in a state_dict. steps: of the optimizer.
+    """
+
+    shared: dict[str, Any] | None
+    own: dict[str, Any] | None
+    client: dict[str, Any]
+    extra: dict[str, Any]
+    steps: int
 
 
 class CheckpointLoader:
@@ -88,20 +95,20 @@ class CheckpointLoader:
 
         def look() -> LoadPlan | None:
             nonlocal values
-            plan = self._find(load_dir, None if tag is None else str(tag), ask)
-            if plan is not None:
-                values = saved_values(plan, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
-                if values.shared is not None and not load_module_only:
-                    what = (load_optimizer_states, load_lr_scheduler_states, str(plan.place))
-                    check(self._engine, values.shared, *what)
+            there = find(check_folder(load_dir, "load_checkpoint(): load_dir"), None if tag is None else str(tag))
+            if there is None:
+                return None
+            plan = self._fitted(*there, ask)
+            values = _saved_values(plan, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
+            if values.shared is not None and not load_module_only:
+                check(self._engine, values.shared, load_optimizer_states, load_lr_scheduler_states, str(plan.place))
             return plan
 
         plan = ranks.find(look)
         if plan is None:
             rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
             return None, None
-        anew = not load_optimizer_states and not load_module_only
-        self._take(ranks, plan, anew, custom_load_fn)
+        self._take(ranks, plan, not load_optimizer_states and not load_module_only, custom_load_fn)
         self._sharded.module.load_state_dict(values.extra, strict=False)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
@@ -140,18 +147,10 @@ class CheckpointLoader:
         if held:
             raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
 
-    def _find(self, load_dir: Any, tag: str | None, ask: Ask) -> LoadPlan | None:
-        there = find(check_folder(load_dir, "load_checkpoint(): load_dir"), tag)
-        return None if there is None else self._fitted(*there, ask)
-
     def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
         """Raises ValueError where the engine cannot take what is there."""
         self._may_load()
-        parts = (
-            (part, unit.master is not None)
-            for unit in self._sharded.units
-            for part in unit.plan.layout.fragments(unit.window)
-        )
+        parts = (part for unit in self._sharded.units for part in unit.plan.layout.fragments(unit.window))
         ask = ask._replace(left_out=index.excluded)
         return fit(place, index, ask, self._wanted(), self._sharded.module, parts, "engine")
 
@@ -215,8 +214,7 @@ class CheckpointLoader:
         for unit in self._sharded.units:
             unit.invalidate()
         for unit in self._sharded.units:
-            more = partial(load_others, reader=reader, plan=plan) if unit in whole else None
-            load_unit(unit, self._optimizer, reader, plan.match, plan.ask, more)
+            load_unit(unit, self._optimizer, reader, plan, unit in whole)
             if anew and unit.master is not None:
                 restart(unit, self._optimizer)
         reader.finish()
@@ -237,3 +235,34 @@ def _state_dict(reader: Reader) -> dict[str, torch.Tensor]:
     state.update({name: state[other] for name, other in index.tied.items()})
     state.update({name: reader.whole(stored, f"buffer '{name}'") for name, stored in index.buffers.items()})
     return state
+
+
+def _saved_values(plan: LoadPlan, rank: int, world_size: int) -> Values:
+    """Read them; at another world size than the saved one, new ranks get random numbers of their own."""
+    index = plan.index
+    with Reader(plan.place, index) as reader:
+
+        def value(what: str, plain: Any) -> Any:
+            names = [name for name in index.tensors if name.startswith(f"{what}/")]
+            return decode(plain, {name: reader.whole(index.tensors[name], f"tensor '{name}'") for name in names})
+
+        def state(number: int) -> Any:
+            plain = (index.ranks[number] or {}).get("state")
+            return None if plain is None else value(f"rank_state/{number}", plain)
+
+        fields = index.shared if isinstance(index.shared, dict) else {}
+        shared, extra = fields.get("state"), fields.get("extra_state")
+        own, step = None, int(fields.get("global_steps", 0))
+        if index.world_size == world_size:
+            own = state(rank)
+        elif index.ranks and state(0) is not None:
+            wanted = {0, 1, rank}
+            saved = [state(number) if number in wanted else None for number in range(index.world_size)]
+            own = {"random": for_world([each and each["random"] for each in saved], rank, world_size, step)}
+        return Values(
+            shared=None if shared is None else value("engine_state", shared),
+            own=own,
+            client={} if index.client is None else value("client_state", index.client),
+            extra={} if extra is None else value("extra_state", extra),
+            steps=step,
+        )

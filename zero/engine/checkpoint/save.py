@@ -15,11 +15,9 @@ from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
 from zero.checkpoint.store_barrier import StoreBarrier
 from zero.config import Config
-from zero.core import comm
 from zero.core.sharded_module import ShardedModule
-from zero.engine.checkpoint.checks import Options, begin, check_folder, check_tag
-from zero.engine.checkpoint.resume import rank_state, shared_state
-from zero.engine.checkpoint.save_plan import Plain, SavePlan
+from zero.engine.checkpoint.checks import begin, check_folder, check_tag
+from zero.engine.checkpoint.save_plan import SavePlan
 from zero.watchdog.hang_report import Phase
 
 CHECKS = "the checks before a checkpoint is written"
@@ -62,7 +60,7 @@ class CheckpointSaver:
         """
         saver = self.saver
         saver.join()
-        options = Options(bool(save_latest), bool(exclude_frozen_parameters))
+        options = [bool(save_latest), bool(exclude_frozen_parameters)]
         saver.barrier.start()
         try:
             with self._sharded.mesh.watchdog.call(Phase.SAVE):
@@ -81,8 +79,11 @@ class CheckpointSaver:
         if (error := self.saver.error()) is not None:
             raise error
 
-    def _save(self, save_dir: Any, tag: Any, client: Any, options: Options) -> Exception | None:
-        """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks."""
+    def _save(self, save_dir: Any, tag: Any, client: Any, options: list[bool]) -> Exception | None:
+        """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks.
+
+        options: whether `latest` will name it, and whether frozen parameters are left out.
+        """
         engine, saver, plan, asked = self._engine, self.saver, None, None
         try:
             if (error := saver.error()) is not None:
@@ -91,15 +92,8 @@ class CheckpointSaver:
             self._check_window()
             root = Path(os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir")))
             tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
-            plain = Plain(shared_state(engine), client or {}, rank_state(engine))
-            units, rank = self._sharded.units, saver.barrier.rank
-            plan = SavePlan(engine.module, units, engine.optimizer, plain, rank, options.exclude_frozen)
-            asked = {
-                "dir": str(root),
-                "tag": tag,
-                "options": list(options),
-                **plan.request(saver.barrier.world_size == 1),
-            }
+            plan = SavePlan(engine, self._sharded.units, client or {}, saver.barrier, skip_frozen=options[1])
+            asked = {"dir": str(root), "tag": tag, "options": options, **plan.request()}
         except Exception as error:
             asked = error
         try:
@@ -107,16 +101,13 @@ class CheckpointSaver:
         except (OSError, ValueError, RuntimeError) as error:
             return error
         saver.heard()
-        job = saver.job(root, tag, answer["save"], options.latest)
+        job = saver.job(root, tag, answer["save"], options[0])
         return self._write(job, plan, answer)
 
     def _write(self, job: Job, plan: SavePlan, answer: Mapping[str, Any]) -> Exception | None:
-        engine, saver, rest = self._engine, self.saver, []
+        saver, rest = self.saver, []
         try:
-            if saver.barrier.rank == 0:
-                plan.describe(job, engine.config, engine.global_steps)
-            snapshot = saver.snapshot if saver.asynchronous else None
-            rest = plan.write(job, saver.barrier.rank, answer["differ"], snapshot)
+            rest = plan.write(job, answer["differ"], saver.snapshot if saver.asynchronous else None)
         except BaseException as error:
             job.fail(error)  # the others must hear of it
         if saver.asynchronous and answer["files"]:
@@ -138,13 +129,8 @@ class CheckpointSaver:
 
     def raise_failure(self) -> None:
         """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
-        engine, axis = self._engine, self._sharded.mesh.data
-
-        def gather(number: int) -> list[int]:
-            mine = torch.tensor([number], dtype=torch.int64, device=engine.device)
-            return comm.gather_scalars(mine, axis, "outcome of a checkpoint").view(-1).tolist()
-
-        self.saver.look(gather, f"step {engine.global_steps} itself is done")
+        engine = self._engine
+        self.saver.look(self._sharded.mesh.data, engine.device, f"step {engine.global_steps} itself is done")
 
     def _check_window(self) -> None:
         """Raise RuntimeError while gradients wait for a step."""

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from zero.checkpoint.job import Job
 from zero.checkpoint.plain import as_json, encode
 from zero.checkpoint.safe_file import NAMES, TensorChunk
-from zero.checkpoint.snapshot import Snapshot
+from zero.checkpoint.saver import Snapshot
+from zero.checkpoint.store_barrier import StoreBarrier
 from zero.core.unit import Unit
-from zero.engine.checkpoint.chunks import (
-    buffer_chunks,
-    by_file,
-    digest,
-    extra_states,
-    form_of,
-    numbers,
-    saved_buffers,
-    signs,
-    tensor_chunks,
-    tied_names,
-    unit_chunks,
-    unit_forms,
-)
-from zero.optim.optimizer import ZeroOptimizer
-
-
-class Plain(NamedTuple):
-    """What is no tensor of the model: of all ranks alike, of the caller, and of this rank alone."""
-
-    shared: Mapping[str, Any]
-    client: Mapping[str, Any]
-    own: Mapping[str, Any]
+from zero.engine.checkpoint import chunks
+from zero.engine.checkpoint.resume import rank_state, shared_state
 
 
 class SavePlan:
@@ -47,20 +25,15 @@ class SavePlan:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[Unit],
-        optimizer: ZeroOptimizer | None,
-        plain: Plain,
-        rank: int,
-        skip_frozen: bool,
+        self, engine: Any, units: Sequence[Unit], client: Mapping[str, Any], barrier: StoreBarrier, skip_frozen: bool
     ) -> None:
         self.units = [unit for unit in units if unit.plan.requires_grad or not skip_frozen]
         self.excluded = sorted(spec.name for unit in units if unit not in self.units for spec in unit.plan.params)
-        self._module = module
-        self._optimizer = optimizer
-        if optimizer is not None:
-            optimizer.settle()
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._barrier = barrier
+        if self._optimizer is not None:
+            self._optimizer.settle()
         for unit in units:
             if unit.edited:
                 raise RuntimeError(
@@ -68,85 +41,74 @@ class SavePlan:
                     f"'{unit.plan.name}'; call it outside"
                 )
             unit.take_writes()
-        self._buffers = saved_buffers(module)
-        self._extra = encode(extra_states(module), "extra_state")
-        self._shared = encode(plain.shared, "engine_state")
-        self._client = encode(plain.client, "client_state")
-        self._own = encode(plain.own, f"rank_state/{rank}")
-        self._forms = [form for unit in self.units for form in unit_forms(unit, optimizer)]
-        self._checked = [form_of(chunk) for chunk in buffer_chunks(self._buffers)]
+        self._buffers = chunks.saved_buffers(engine.module)
+        self._extra = encode(chunks.extra_states(engine.module), "extra_state")
+        self._shared = encode(shared_state(engine), "engine_state")
+        self._client = encode(client, "client_state")
+        self._own = encode(rank_state(engine), f"rank_state/{barrier.rank}")
+        self._forms = {unit: list(chunks.unit_chunks(unit, self._optimizer, forms=True)) for unit in self.units}
+        self._whole = chunks.whole_chunks("buffer", self._buffers)
 
-    @property
-    def in_files(self) -> bool:
-        """Whether some of it rests in files, and can only be written during the call."""
-        return not all(unit.placement.resident for unit in self.units)
-
-    def request(self, alone: bool) -> dict[str, Any]:
-        """What rank 0 must know of it before anything is written, as JSON; `alone`: there is no other rank."""
-        every = chain(self._forms, self._checked)
+    def request(self) -> dict[str, Any]:
+        """What rank 0 must know of it before anything is written, as JSON."""
+        nbytes = sum(form.values.nbytes for forms in self._forms.values() for form in forms)
+        buffers = [] if self._barrier.world_size == 1 else self._buffers.items()
         return {
-            "buffers": [] if alone else [[name, *digest(value)] for name, value in self._buffers.items()],
-            "nbytes": sum(form.values.nbytes for form in every),
-            "files": self.in_files,
+            "buffers": [[name, *chunks.digest(value)] for name, value in buffers],
+            "nbytes": nbytes + sum(chunk.values.nbytes for chunk in self._whole),
+            "files": not all(unit.placement.resident for unit in self.units),
         }
 
-    def write(self, job: Job, rank: int, differ: Sequence[str], snapshot: Snapshot | None) -> list[TensorChunk]:
+    def write(self, job: Job, differ: Sequence[str], snapshot: Snapshot | None) -> list[TensorChunk]:
         """Hand all chunks to the job, or, where they are in memory, to the snapshot; returns what is left to write."""
-        small = self._small(job, rank, differ)
-        job.begin(by_file([*self._forms, *map(form_of, small)]))
-        if snapshot is None:
-            self._write_units(job, None)
-            return small
-        kept = [form for unit in self.units if unit.placement.resident for form in unit_forms(unit, self._optimizer)]
-        snapshot.begin([*kept, *small])
-        for chunk in small:
-            snapshot.take(chunk)
-        self._write_units(job, snapshot)
-        return []
-
-    def describe(self, job: Job, config: Any, step: int) -> None:
-        """Give the job, on rank 0, what the index says beside where things lie."""
-        job.known = self._known()
-        target = job.target
-        job.fields = {
-            "save": target.save,
-            "tag": target.tag,
-            "tied": {name: other for name, other in tied_names(self._module).items() if other in job.known},
-            "shared": {"global_steps": step, "state": self._shared[0], "extra_state": self._extra[0]},
-            "client": self._client[0],
-            "config": as_json(config),
-            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-            "rotates": target.latest,
-            "excluded": tuple(self.excluded),
-        }
-
-    def _small(self, job: Job, rank: int, differ: Sequence[str]) -> list[TensorChunk]:
-        """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0."""
-        own = {} if rank == 0 else {name: f"rank {rank}/buffer/{name}" for name in differ}
-        job.own = {"buffers": own, "state": self._own[0]}
-        tensors = {**{own[name]: self._buffers[name] for name in own}, **self._own[1]}
-        if rank == 0:
-            tensors |= {**self._shared[1], **self._extra[1], **self._client[1]}
-        return [*(buffer_chunks(self._buffers) if rank == 0 else ()), *tensor_chunks(tensors)]
-
-    def _write_units(self, job: Job, snapshot: Snapshot | None) -> None:
+        small = self._small(job, differ)
+        job.begin(chunks.by_file([form for forms in self._forms.values() for form in forms] + small))
+        if snapshot is not None:
+            kept = [form for unit, forms in self._forms.items() if unit.placement.resident for form in forms]
+            snapshot.begin([*kept, *small])
+            for chunk in small:
+                snapshot.take(chunk)
+            small = []
         for unit in self.units:
             with unit.acquired():
-                for chunk in unit_chunks(unit, self._optimizer):
+                for chunk in chunks.unit_chunks(unit, self._optimizer):
                     if snapshot is not None and unit.placement.resident:
                         snapshot.take(chunk)
                     else:
                         job.put(chunk)
                     job.moved(1)
-                job.signed |= signs(unit, self._optimizer)
+                job.signed |= chunks.signs(unit, self._optimizer)
+        return small
 
-    def _known(self) -> dict[str, dict[str, Any]]:
-        known = {}
+    def _small(self, job: Job, differ: Sequence[str]) -> list[TensorChunk]:
+        """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0."""
+        if self._barrier.rank == 0:
+            self._describe(job)
+            job.own = {"buffers": {}, "state": self._own[0]}
+            tensors = {**self._own[1], **self._shared[1], **self._extra[1], **self._client[1]}
+            return [*self._whole, *chunks.whole_chunks("tensor", tensors)]
+        own = {name: f"rank {self._barrier.rank}/buffer/{name}" for name in differ}
+        job.own = {"buffers": own, "state": self._own[0]}
+        return chunks.whole_chunks("tensor", {**{own[name]: self._buffers[name] for name in own}, **self._own[1]})
+
+    def _describe(self, job: Job) -> None:
+        """Give the job what the index says beside where things lie."""
         for unit in self.units:
             trained = unit.master is not None and self._optimizer is not None
-            more = numbers(unit, self._optimizer) if trained else {}
-            group = unit.plan.group if trained else None
+            more = chunks.numbers(unit, self._optimizer) if trained else {}
+            group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.dtype]
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
-                dtype = NAMES[unit.shard.dtype]
-                known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": tuple(param.shape)}
-        return known
+                job.known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": tuple(param.shape)}
+        tied = chunks.tied_names(self._engine.module)
+        steps = self._engine.global_steps
+        job.fields = {
+            "save": job.save,
+            "tag": job.tag,
+            "tied": {name: other for name, other in tied.items() if other in job.known},
+            "shared": {"global_steps": steps, "state": self._shared[0], "extra_state": self._extra[0]},
+            "client": self._client[0],
+            "config": as_json(self._engine.config),
+            "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+            "rotates": job.latest,
+            "excluded": tuple(self.excluded),
+        }

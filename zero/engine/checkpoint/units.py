@@ -1,10 +1,14 @@
-"""A checkpoint into an engine: this rank's ranges of each tensor, whoever cut them how when they were saved."""
+"""A checkpoint into an engine: this rank's ranges of each tensor, whoever cut them how when they were saved.
+
+Of parameters that every rank keeps whole, the other ranks' shards are read, too, where they would send them on one
+host: a file that one rank reads is in the page cache for all, and a message would be copied more often.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,25 +22,17 @@ from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import LoadPlan
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.shard_optimizer import ShardOptimizer
 from zero.plan.formats import BLOCK
-from zero.plan.layout import Fragment
+from zero.plan.layout import Fragment, Span
 
 
-def load_unit(
-    unit: Unit,
-    optimizer: ZeroOptimizer | None,
-    reader: Reader,
-    match: Match,
-    ask: Ask,
-    more: Callable[[Unit], None] | None = None,
-) -> None:
+def load_unit(unit: Unit, optimizer: ZeroOptimizer | None, reader: Reader, plan: LoadPlan, whole: bool) -> None:
     """Take what the checkpoint says of this rank's shard; talks to nobody, so full copies are outdated afterwards.
 
     Of a unit whose memory stays where it is the reader has only been asked, and the caller finishes: readers of many
-    units wait for each other less often than those of each one.
-    more: asks the reader for what else is to be read along with it.
+    units wait for each other less often than those of each one. `whole`: of the other ranks' shards, too.
     """
+    match, ask = plan.match, plan.ask
     states = ask.states and unit.master is not None
     with unit.acquired(changed=True):
         for part in unit.plan.layout.fragments(unit.window):
@@ -47,8 +43,8 @@ def load_unit(
                 _load_values(unit, reader, name, part, ask.masters)
             if states:
                 _load_moments(unit, optimizer, reader, name, part)
-        if more is not None:
-            more(unit)
+        if whole:
+            _load_others(unit, reader, plan)
         if not unit.placement.in_place:
             reader.finish()
             if ask.weights and unit.master is not None:
@@ -56,6 +52,43 @@ def load_unit(
     if states:
         names = [match.names[spec.name] for spec in unit.plan.params if spec.name in match.names]
         _load_numbers(unit, optimizer, reader.index, names)
+
+
+def _load_others(unit: Unit, reader: Reader, plan: LoadPlan) -> None:
+    """Ask for the full buffer of a unit but for the own shard; the unit is borrowed, and the caller finishes."""
+    own, layout = unit.window, unit.plan.layout
+    for window in (Span(0, own.start), Span(own.stop, layout.numel - own.stop)):
+        for part in layout.fragments(window):
+            name = plan.match.names[part.name]
+            place = unit.full.narrow(0, window.start + part.at, part.numel)
+            reader.fill(place, plan.index.parameters[name].weight, part.start, f"weight of '{name}'")
+
+
+def replaced(units: Iterable[Unit], plan: LoadPlan) -> list[Unit]:
+    """The units whose other shards can be read as they will be; the same ones on all ranks."""
+    if not plan.near or not plan.ask.weights:
+        return []
+    return [unit for unit in units if _replaced(unit, plan)]
+
+
+def _replaced(unit: Unit, plan: LoadPlan) -> bool:
+    if unit.cut or unit.mesh.shard.size == 1 or unit.full.device.type != "cpu":
+        return False
+    names = [plan.match.names.get(spec.name) for spec in unit.plan.params]
+    # What is not in the checkpoint, or is rounded on its way, its owner has to tell.
+    return all(name is not None and _straight(unit, plan.index.parameters[name], plan.ask.masters) for name in names)
+
+
+def renew(units: Iterable[Unit], there: Collection[Unit]) -> None:
+    """Bring what was loaded to all who keep it whole, but for units that are `there` already; collective."""
+    kept = [unit for unit in units if unit.stays_full]
+    for unit in kept:
+        if unit in there:
+            unit.complete()
+        else:
+            unit.gather()
+    for unit in kept:
+        unit.wait()
 
 
 def restart(unit: Unit, optimizer: ZeroOptimizer) -> None:
@@ -72,17 +105,18 @@ def _load_values(unit: Unit, reader: Reader, name: str, part: Fragment, masters:
     if master is None:
         fill_plain(reader, name, place, start, masters)
         return
-    if straight(unit, parameter, masters):
+    if _straight(unit, parameter, masters):
         reader.fill(place, parameter.weight, start, f"weight of '{name}'")
         if parameter.master is not None:
             kept = master.tensor.narrow(0, part.at, numel)
             reader.fill(kept, parameter.master, start, f"master of '{name}'")
     else:
         for at, count in _slices(numel):
-            reader.exact(name, start + at, count, _writer(unit, part.at + at), masters)
+            write = partial(_write, unit, part.at + at)
+            reader.exact(name, start + at, count, write, masters)
 
 
-def straight(unit: Unit, parameter: Parameter, masters: bool) -> bool:
+def _straight(unit: Unit, parameter: Parameter, masters: bool) -> bool:
     """Whether weight and master of a parameter come as they lie in the files, so that no rank rounds or converts."""
     master = unit.master
     if NAMES[unit.shard.dtype] != parameter.weight.dtype:
@@ -104,9 +138,8 @@ def fill_plain(reader: Reader, name: str, place: torch.Tensor, start: int, maste
         reader.exact(name, start + at, count, place.narrow(0, at, count).copy_, masters)
 
 
-def _writer(unit: Unit, at: int) -> Callable[[torch.Tensor], None]:
-    """Writes exact values from element `at` of the shard on."""
-    return lambda values: unit.master.write(at, values.float().to(unit.placement.update_device))
+def _write(unit: Unit, at: int, values: torch.Tensor) -> None:
+    unit.master.write(at, values.float().to(unit.placement.update_device))
 
 
 def _load_moments(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, name: str, part: Fragment) -> None:
@@ -126,19 +159,16 @@ def _load_moments(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, name: st
         for at, count in _slices(part.numel):
             last = at + count == part.numel
             target = moment.narrow(at, (moment.numel if last else at + count) - at)
-            reader.moment(name, key, part.start + at, count, _rounder(target, signed, part.start + at, count))
+            write = partial(_round, target, signed, part.start + at, count)
+            reader.moment(name, key, part.start + at, count, write)
 
 
-def _rounder(target: Moment, signed: bool, start: int, numel: int) -> Callable[[SavedMoment], None]:
-    """Writes elements [start, start + numel) of a state that was kept in another way to `target`."""
-
-    def write(saved: SavedMoment) -> None:
-        first = start % BLOCK if saved.moment.scales is not None else 0
-        values = target.values.new_zeros(target.numel, dtype=torch.float32)
-        values[:numel] = saved.decode()[first : first + numel].to(values.device)
-        target.write(values, signed)
-
-    return write
+def _round(target: Moment, signed: bool, start: int, numel: int, saved: SavedMoment) -> None:
+    """Write elements [start, start + numel) of a state that was kept in another way to `target`."""
+    first = start % BLOCK if saved.moment.scales is not None else 0
+    values = target.values.new_zeros(target.numel, dtype=torch.float32)
+    values[:numel] = saved.decode()[first : first + numel].to(values.device)
+    target.write(values, signed)
 
 
 def _load_numbers(unit: Unit, optimizer: ZeroOptimizer, index: Index, names: Iterable[str]) -> None:
@@ -151,12 +181,8 @@ def _load_numbers(unit: Unit, optimizer: ZeroOptimizer, index: Index, names: Ite
         return
     # Not all of torch's classes count steps, and those of ours that begin with the first one must know of them.
     counted = {"step": max(1, int((index.shared or {}).get("global_steps", 1))), **trained[0].numbers}
-    _set_numbers(rule, unit, group, counted)
-
-
-def _set_numbers(rule: ShardOptimizer, unit: Unit, group: dict[str, Any], numbers: dict[str, float]) -> None:
     for key in rule.keys(unit, group)[1]:
-        rule.set_number(unit, group, key, numbers[key])
+        rule.set_number(unit, group, key, counted[key])
 
 
 def _slices(numel: int) -> Iterator[tuple[int, int]]:
@@ -164,48 +190,21 @@ def _slices(numel: int) -> Iterator[tuple[int, int]]:
         yield at, min(SLICE, numel - at)
 
 
-def doubled(reader: Reader, match: Match, ask: Ask, part: Fragment, states: bool) -> list[str]:
-    """What says that a parameter here is several in the checkpoint that are not equal in this part.
-
-    `states`: those of the optimizer must be equal, too.
-    """
-    lines = []
+def _unequal(reader: Reader, match: Match, part: Fragment, masters: bool) -> list[str]:
+    """What says that a parameter here is several in the checkpoint that are not equal in this part."""
+    name, unequal = match.names.get(part.name), []
     for other in match.doubles.get(part.name, ()):
-        name = match.names[part.name]
-        if not _equal(reader, name, other, part, ask.masters):
-            lines.append(f"'{part.name}' is tied here; '{name}' and '{other}' of the checkpoint have other values")
-        elif states and not _equal_states(reader, name, other, part):
-            lines.append(
-                f"'{part.name}' is tied here; the states of the optimizer for '{name}' and '{other}' are not equal; "
-                "load_optimizer_states=False loads the weights, and the optimizer begins anew"
-            )
-    return lines
-
-
-def _equal(reader: Reader, name: str, other: str, part: Fragment, masters: bool) -> bool:
-    for at, count in _slices(part.numel):
-        both: list[torch.Tensor] = []
-        for each in (name, other):
-            reader.exact(each, part.start + at, count, both.append, masters)
-        reader.finish()
-        if not torch.equal(both[0].view(torch.uint8), both[1].view(torch.uint8)):
-            return False
-    return True
-
-
-def _equal_states(reader: Reader, name: str, other: str, part: Fragment) -> bool:
-    states = [reader.index.parameters[each].moments for each in (name, other)]
-    if states[0].keys() != states[1].keys():
-        return False
-    for key in states[0]:
         for at, count in _slices(part.numel):
-            both: list[SavedMoment] = []
+            both: list[torch.Tensor] = []
             for each in (name, other):
-                reader.moment(each, key, part.start + at, count, both.append)
+                reader.exact(each, part.start + at, count, both.append, masters)
             reader.finish()
-            if not torch.equal(*(saved.decode() for saved in both)):
-                return False
-    return True
+            if not torch.equal(both[0].view(torch.uint8), both[1].view(torch.uint8)):
+                unequal.append(other)
+                break
+    return [
+        f"'{part.name}' is tied here; '{name}' and '{other}' of the checkpoint have other values" for other in unequal
+    ]
 
 
 def fit(
@@ -214,21 +213,19 @@ def fit(
     ask: Ask,
     wanted: Iterable[Wanted],
     module: nn.Module,
-    parts: Iterable[tuple[Fragment, bool]],
+    parts: Iterable[Fragment],
     taker: str,
 ) -> LoadPlan:
     """What of a checkpoint goes where. Raises ValueError, with all differences, where `taker` cannot take it.
 
-    parts: what this rank holds of its parameters, and whether with state of the optimizer.
+    parts: what this rank holds of its parameters.
     """
-    match = compare(index, wanted, shapes_of_buffers(module), ask)
+    buffers = {name: (tuple(value.shape), dtype_name(value.dtype)) for name, value in saved_buffers(module).items()}
+    match = compare(index, wanted, buffers, ask)
     problem = match.problem(ask)
     if problem is None and match.doubles:
         with Reader(place, index) as reader:
-            lines = [
-                line for part, trained in parts for line in doubled(reader, match, ask, part, ask.states and trained)
-            ]
-        problem = "\n  ".join(lines)
+            problem = "\n  ".join(line for part in parts for line in _unequal(reader, match, part, ask.masters))
     if problem:
         raise ValueError(f"{place} does not fit this {taker}:\n  {problem}")
     return LoadPlan(place, index, match, ask)
@@ -240,11 +237,6 @@ def names_of_parameters(module: nn.Module) -> dict[int, list[str]]:
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     return names
-
-
-def shapes_of_buffers(module: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each buffer of a state_dict."""
-    return {name: (tuple(value.shape), dtype_name(value.dtype)) for name, value in saved_buffers(module).items()}
 
 
 def load_buffers(reader: Reader, module: nn.Module, names: Iterable[str], own: Mapping[str, str]) -> None:

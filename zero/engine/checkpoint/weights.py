@@ -21,12 +21,7 @@ from zero.core.owner import owner_of
 from zero.core.state import State
 from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
-from zero.engine.checkpoint.units import (
-    fill_plain,
-    fit,
-    load_buffers,
-    names_of_parameters,
-)
+from zero.engine.checkpoint.units import fill_plain, fit, load_buffers, names_of_parameters
 from zero.engine.engine import Engine
 from zero.engine.weights import Unmatched
 from zero.log import rank_zero
@@ -109,7 +104,7 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
             raise ValueError(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
         others = [other for other in names[id(param)] if other != name]
         wanted.append(Wanted((name, *others), tuple(param.shape), dtype_name(param.dtype)))
-    parts = ((part, False) for name, param in params.items() for part in _parts(param, name))
+    parts = (part for name, param in params.items() for part in _parts(param, name))
     return fit(place, index, ask, wanted, module, parts, "module")
 
 
