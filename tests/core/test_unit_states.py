@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from zero.memory.pending_update import PendingUpdate, Waits
 SEQUENCES = 250  # of each kind of unit
 VERBS = 14  # of each sequence
 CPU, PERSISTENT = {"device": "cpu"}, {"stage3_param_persistence_threshold": 10**6}
+FILES = {"device": "nvme"}
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (0, {}),
     "stage 1": (1, {}),
@@ -36,6 +38,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 3, state on the host": (3, {"offload_optimizer": CPU}),
     "stage 3, persistent, state on the host": (3, {"offload_optimizer": CPU, **PERSISTENT}),
     "stage 3, all on the host": (3, {"offload_optimizer": CPU, "offload_param": CPU}),
+    "stage 1, state in files": (1, {"offload_optimizer": FILES}),
+    "stage 3, all in files": (3, {"offload_optimizer": FILES, "offload_param": FILES}),
 }
 
 
@@ -269,8 +273,9 @@ class Driver:
             self.model.state = State.FULL
 
 
-def drive(kind: str, seed: int, sequences: int) -> set[tuple[State, str, State]]:
+def drive(kind: str, seed: int, sequences: int, folder: str) -> set[tuple[State, str, State]]:
     stage, section = KINDS[kind]
+    section = {name: {**value, "nvme_path": folder} if value is FILES else value for name, value in section.items()}
     settings = config(stage, 2, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0, **section})
     engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
     driver = Driver(engine, engine._sharded.trained[0], seed)
@@ -285,18 +290,18 @@ def drive(kind: str, seed: int, sequences: int) -> set[tuple[State, str, State]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_sequences(pool: Any, kind: str) -> None:
-    for path in pool.run(2, drive, kind, 7, SEQUENCES):
+def test_random_sequences(pool: Any, kind: str, tmp_path: Path) -> None:
+    for path in pool.run(2, drive, kind, 7, SEQUENCES, str(tmp_path)):
         assert {(before, verb) for before, verb, _ in path} <= TRANSITIONS.keys()
         assert all(TRANSITIONS[before, verb] is after for before, verb, after in path)
         verbs = {"gather", "wait", "offload"} | ({"release", "reload"} if "stage 3" in kind else {"invalidate", "show"})
         assert verbs | {"gather", "wait", "offload"} <= {verb for _, verb, _ in path}
 
 
-def test_every_move_of_the_table_is_made(pool: Any) -> None:
+def test_every_move_of_the_table_is_made(pool: Any, tmp_path: Path) -> None:
     made = set()
     for kind in ("stage 1", "stage 3, state on the host"):
-        made |= pool.run(2, drive, kind, 8, SEQUENCES)[0]
+        made |= pool.run(2, drive, kind, 8, SEQUENCES, str(tmp_path))[0]
     assert {(before, verb) for before, verb, _ in made} == TRANSITIONS.keys()
 
 
