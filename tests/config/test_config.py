@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zero.config import Config, ConfigError, json_schema, load
-from zero.config.batch import Batch, BatchError, resolve
+from zero.config.batch import Batch, resolve
 from zero.config.file import File
-from zero.config.keys import aliases, names, sections
+from zero.config.keys import names, sections
 from zero.config.optimizers import ARGUMENTS, States, torch_reason
 from zero.config.schema import descriptions
 
@@ -270,7 +270,7 @@ def test_batch_triple_is_what_a_search_finds(train, micro, steps, world):
         found = {triple for triple in found if triple.steps == 1}
     try:
         assert {resolve(train, micro, steps, world)} == found
-    except BatchError as error:
+    except ValueError as error:
         assert not found
         for value in (train, micro, steps):
             assert f"={'(not given)' if value is None else value}" in str(error)
@@ -282,7 +282,7 @@ def test_batch_triple_is_what_a_search_finds(train, micro, steps, world):
 def test_the_batch_size_that_an_error_names_works(train, micro, steps, world):
     try:
         resolve(train, micro, steps, world)
-    except BatchError as error:
+    except ValueError as error:
         if "set train_batch_size to " in str(error):
             fixes = str(error).split("set train_batch_size to ")[1].split(",")[0]
             for fix in fixes.split(" or "):
@@ -315,12 +315,12 @@ def test_every_key_of_every_section_is_described():
     for path, model in {**sections(), **arguments, ("zero",): States}.items():
         assert model.__doc__, path
         assert descriptions(model).keys() == model.model_fields.keys(), path
-        assert all(text["description"] for text in descriptions(model).values()), path
+        assert all(descriptions(model).values()), path
 
 
 def test_other_names_point_at_keys():
     for model in sections().values():
-        assert set(aliases(model).values()) <= set(model.model_fields)
+        assert set(model.ALIASES.values()) <= set(model.model_fields)
 
 
 def test_schema_knows_names_and_auto():

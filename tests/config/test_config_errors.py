@@ -55,13 +55,13 @@ def test_several_errors_at_once():
         world_size=4,
     )
     assert text.splitlines() == [
-        "fp16.enabled: got 'yes', wanted true or false",
+        "zero_optimization.offload_optimizer.super_offload: is not available; leave it out",
         "zero_optimization.stage: got 4, wanted an integer from 0 to 3",
         "zero_optimization: unknown key 'stge'; did you mean 'stage'?",
+        "fp16.enabled: got 'yes', wanted true or false",
         "optimizer.params.lr: got -1, wanted a number of at least 0",
         "train_batch_size=30, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=(not given), "
         "world size 4: 30 is not a multiple of 4 x 4 = 16; set train_batch_size to 16 or 32",
-        "zero_optimization.offload_optimizer.super_offload: is not available; leave it out",
     ]
 
 
@@ -379,19 +379,20 @@ def test_keys_without_effect_are_said_once_in_one_line(said):
     assert said() == [
         (
             "INFO",
-            "keys of the config that have no effect: zero_optimization.reduce_bucket_size, "
-            "zero_optimization.overlap_comm (the units decide what is reduced and gathered together); "
+            "keys of the config that have no effect: zero_optimization.overlap_comm, "
+            "zero_optimization.reduce_bucket_size (the units decide what is reduced and gathered together); "
             "aio.single_submit (blocks go to the drive together, while others are on their way)",
         )
     ]
 
 
-def test_the_old_name_of_the_workers_is_a_warning(said):
+def test_the_old_name_of_the_workers_says_the_new_one(said):
     load({"train_batch_size": 8, "aio": {"thread_count": 4, "block_size": 4096}}, 1)
     assert said() == [
         (
-            "WARNING",
-            "aio: 'thread_count' has no effect, here as in DeepSpeed; write aio.intra_op_parallelism for workers",
+            "INFO",
+            "keys of the config that have no effect: aio.thread_count "
+            "(DeepSpeed ignores it, too; intra_op_parallelism is the number of workers)",
         )
     ]
 

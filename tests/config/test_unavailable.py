@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from config_marks import unavailable
 
 from zero.config import ConfigError, load
-from zero.config.keys import unavailable
 from zero.config.unavailable import Unavailable
 
 # Values that a key may be switched on with; which of them switch it on, its mark says.

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from config_marks import idle, unavailable
 from models import config, make_net
 
 import zero
 from zero.config import ConfigError, load
-from zero.config.keys import idle, sections, unavailable
+from zero.config.keys import sections
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 
 TEXT = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()

@@ -15,20 +15,16 @@ class Batch(NamedTuple):
     steps: int
 
 
-class BatchError(ValueError):
-    """The three numbers and the world size do not fit; the text is one line of a `ConfigError`."""
-
-
 def resolve(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch:
-    """Complete the triple for `world` ranks, or raise `BatchError` with the three values and the fix."""
+    """Complete the triple for `world` ranks, or raise ValueError with the three values and the fix."""
     values = f"{_shown(TRAIN, train)}, {_shown(MICRO, micro)}, {_shown(STEPS, steps)}, world size {world}"
     if train is None and micro is None:
-        raise BatchError(f"{values}: the batch size is missing; set {TRAIN} or {MICRO}")
+        raise ValueError(f"{values}: the batch size is missing; set {TRAIN} or {MICRO}")
     if train is None:
         return Batch(micro * (steps or 1) * world, micro, steps or 1)
     if micro is not None and steps is not None:
         if train != micro * steps * world:
-            raise BatchError(f"{values}: {_contradiction(train, micro, steps, world)}")
+            raise ValueError(f"{values}: {_contradiction(train, micro, steps, world)}")
         return Batch(train, micro, steps)
     if micro is not None:
         return Batch(train, micro, _divided(values, train, (MICRO, micro), world))
@@ -60,7 +56,7 @@ def _divided(values: str, train: int, factor: tuple[str, int | None], world: int
     below = train // per * per
     sizes = f"{below} or {below + per}" if below else str(per)
     other = "" if count is None or train % world else f", or {name} to a divisor of {train // world}"
-    raise BatchError(f"{values}: {train} is not a multiple of {product}; set {TRAIN} to {sizes}{other}")
+    raise ValueError(f"{values}: {train} is not a multiple of {product}; set {TRAIN} to {sizes}{other}")
 
 
 def _contradiction(train: int, micro: int, steps: int, world: int) -> str:

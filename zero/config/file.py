@@ -1,5 +1,6 @@
 """A config file as a whole, and the checked `Config` that is made of it."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -31,7 +32,7 @@ _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 class File(Section):
     """A config file: DeepSpeed's keys, and our own under `zero`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Positive | None = None
     """Samples per optimizer step over all ranks."""
@@ -73,13 +74,11 @@ class File(Section):
     zero_allow_untested_optimizer: Bool = False
     """Allow an optimizer of the script's own under ZeRO."""
     zero_force_ds_cpu_optimizer: Annotated[Bool, NOTHING_TO_SET] = True
-    """Insist on the library's CPU optimizer when the state is offloaded."""
 
     communication_data_type: Dtype | None = None
     """Gradients are rounded to this dtype before they are sent; over gloo they are summed in fp32 all the same, NCCL
     sums in this dtype."""
     seq_parallel_communication_data_type: Annotated[Dtype | None, NOTHING_TO_SET] = None
-    """The same over the ranks that share a sequence."""
     prescale_gradients: Bool = False
     """Divide gradients before they are reduced, by gradient_predivide_factor or else by the number of ranks; the result
     is the same mean, but the numbers that are sent are smaller."""
@@ -92,14 +91,11 @@ class File(Section):
     managed_gradient_accumulation: Bool = True
     """Count micro-batches up to the optimizer step; false leaves that to the script."""
     disable_allgather: Annotated[Bool, NOTHING_TO_SET] = False
-    """Has no effect in DeepSpeed either."""
     vocabulary_size: Annotated[Positive | None, NOTHING_TO_SET] = None
-    """The size of the vocabulary."""
     graph_harvesting: Annotated[Bool, _CUDA_GRAPHS] = False
     use_data_before_expert_parallelism: Annotated[Bool, Unavailable(_ONLY_DATA)] = False
     sequence_parallel_size: Annotated[Positive | None, Unavailable(_ONLY_DATA, on=above_one)] = None
     data_parallel_size: Annotated[Positive | None, NOTHING_TO_SET] = None
-    """Ranks that see different samples."""
 
     activation_checkpointing: ActivationCheckpointing = absent(ActivationCheckpointing)
     """Recomputing activations in the backward pass."""
@@ -108,19 +104,12 @@ class File(Section):
     checkpoint: Checkpoint = absent(Checkpoint)
     """Saving and loading."""
     tensorboard: Annotated[Settings, _MONITOR]
-    """Progress as TensorBoard events."""
     wandb: Annotated[Settings, _MONITOR]
-    """Progress to Weights & Biases."""
     csv_monitor: Annotated[Settings, _MONITOR]
-    """Progress as CSV files."""
     comet: Annotated[Settings, Unavailable(_LOG_THE_LOSS, on=enabled)]
-    """Progress to Comet."""
     comms_logger: Annotated[Settings, _PROFILER]
-    """A log of the communication."""
     flops_profiler: Annotated[Settings, _PROFILER]
-    """A count of the operations of one step."""
     timers: Annotated[Settings, Idle("not used yet")]
-    """Settings of the throughput timer."""
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]
     msamp: Annotated[Settings, Unavailable("MS-AMP is not available; use bf16", on=enabled)]
@@ -130,10 +119,8 @@ class File(Section):
         Unavailable(_ONLY_DATA, at="autotp_size", on=above_one),
         Unavailable(_ONLY_DATA, at="tp.tp_size", on=above_one),
     ]
-    """Tensor parallelism."""
     expert_parallel: Annotated[Settings, Unavailable(_ONLY_DATA, on=enabled)]
     compile: Annotated[Settings, Unavailable("DeepCompile is not available; leave it out", at="deepcompile")]
-    """DeepCompile."""
     elasticity: Annotated[Settings, Unavailable("is not available in this release; set train_batch_size", on=enabled)]
     autotuning: Annotated[Settings, _NOT_ENABLED]
     hybrid_engine: Annotated[Settings, _NOT_ENABLED]

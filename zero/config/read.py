@@ -35,15 +35,16 @@ class _Object(dict):
 
 def read(source: str | os.PathLike | Mapping) -> Source:
     """The values of a file or a dict, and the keys that are given twice in it."""
+    repeats: list[str] = []
     if isinstance(source, Mapping):
-        return Source(_plain(source), None, [])
+        return Source(_plain(source, (), repeats), None, repeats)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError([f"config: got {show(source)} ({type(source).__name__}), wanted {EXPECTED}"])
     source = os.fsdecode(source)
     values = _parse(_text(source), source)
     if not isinstance(values, _Object):
         raise ConfigError([f"got {show(values)}, wanted an object {{...}} at the top"], source)
-    return Source(_plain(values), source, _repeats(values))
+    return Source(_plain(values, (), repeats), source, repeats)
 
 
 def _text(source: str) -> str:
@@ -82,24 +83,17 @@ def _as_json(strict: json.JSONDecodeError, later: int) -> str:
     return f" (it is no JSON from line {strict.lineno} column {strict.colno} on: {strict.msg})"
 
 
-def _repeats(value: Any, path: tuple = ()) -> list[str]:
-    lines = []
+def _plain(value: Any, path: tuple, repeats: list[str]) -> Any:
+    """A copy made of plain dicts and lists, so that changes do not reach the caller's.
+
+    Adds a line to `repeats` for each key that is given twice in the object at `path`.
+    """
     if isinstance(value, _Object):
+        where = f"{dotted(path)}: " if path else ""
         for key, first, second in value.repeats:
-            where = f"{dotted(path)}: " if path else ""
-            lines.append(f"{where}key {key!r} is given twice ({show(first)}, then {show(second)}); keep one")
-        for key, inner in value.items():
-            lines += _repeats(inner, (*path, key))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            lines += _repeats(inner, (*path, index))
-    return lines
-
-
-def _plain(value: Any) -> Any:
-    """A copy made of plain dicts and lists, so that changes do not reach the caller's."""
+            repeats.append(f"{where}key {key!r} is given twice ({show(first)}, then {show(second)}); keep one")
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner, (*path, key), repeats) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_plain(inner, (*path, index), repeats) for index, inner in enumerate(value)]
     return copy.copy(value)

@@ -3,13 +3,12 @@
 import ast
 import inspect
 import itertools
-import textwrap
 from typing import Any
 
 from zero.config.file import File
-from zero.config.keys import aliases, sections
+from zero.config.keys import sections
 from zero.config.optimizers import ARGUMENTS
-from zero.config.unavailable import Unavailable
+from zero.config.unavailable import Idle, Unavailable
 from zero.config.values import Section
 
 
@@ -18,16 +17,20 @@ def json_schema() -> dict[str, Any]:
     schema = File.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for model in sections().values():
-        properties = (schema if model is File else schema["$defs"][model.__name__])["properties"]
-        texts = descriptions(model)
-        for name, shape in list(properties.items()):
-            properties[name] = _or_auto(texts.get(name, {}) | shape)
-        for alias, name in aliases(model).items():
-            properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+        _complete(schema if model is File else schema["$defs"][model.__name__], model)
     _add_arguments(schema)
     # A top-level key that is not ours is a warning only, as other programs keep theirs in the same file.
     schema["additionalProperties"] = True
     return schema
+
+
+def _complete(shape: dict[str, Any], model: type[Section]) -> None:
+    """Give a section's schema what pydantic does not know: descriptions, "auto", and other names."""
+    properties, texts = shape["properties"], descriptions(model)
+    for name, field in properties.items():
+        properties[name] = _or_auto({"description": texts[name], **field})
+    for alias, name in model.ALIASES.items():
+        properties[alias] = {**properties[name], "description": f"Another name of {name}."}
 
 
 def _add_arguments(schema: dict[str, Any]) -> None:
@@ -35,12 +38,11 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     choices = []
     for model in dict.fromkeys(ARGUMENTS.values()):
         shape = model.model_json_schema(ref_template="#/$defs/{model}")
-        texts = {of.__name__: descriptions(of) for of in sections(model).values()}
-        for name, definition in {**shape.pop("$defs", {}), model.__name__: shape}.items():
-            if name not in schema["$defs"]:
-                of_each = {key: texts[name].get(key, {}) | of for key, of in definition["properties"].items()}
-                definition["properties"] = {key: _or_auto(of) for key, of in of_each.items()}
-                schema["$defs"][name] = definition
+        shapes = {**shape.pop("$defs", {}), model.__name__: shape}
+        for part in sections(model).values():
+            if part.__name__ not in schema["$defs"]:
+                _complete(shapes[part.__name__], part)
+                schema["$defs"][part.__name__] = shapes[part.__name__]
         # Names in any case, as the check takes them.
         pattern = "|".join("".join(f"[{c.upper()}{c}]" for c in kind) for kind in ARGUMENTS if ARGUMENTS[kind] is model)
         choices.append(
@@ -52,27 +54,23 @@ def _add_arguments(schema: dict[str, Any]) -> None:
     schema["$defs"]["Optimizer"]["allOf"] = choices
 
 
-def descriptions(model: type[Section]) -> dict[str, dict[str, str]]:
-    """The description of each field: the string that follows it in the source, or why it is not available.
+def descriptions(model: type[Section]) -> dict[str, str]:
+    """The description of each field: the string that follows it in the source, or what its mark says.
 
     Pydantic would read the sources when the classes are made, which every program that imports them would wait for.
     """
-    texts: dict[str, dict[str, str]] = {}
-    for name, field in model.model_fields.items():
-        for mark in field.metadata:
-            if isinstance(mark, Unavailable):
-                texts[name] = {"description": f"An error once it is switched on: {mark.message}."}
-    for home in reversed(model.__mro__):
-        if not issubclass(home, Section):
-            continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(home))).body
-        lines = body.body if isinstance(body, ast.ClassDef) else []
-        for field, text in itertools.pairwise(lines):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-                continue
-            value = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
-            if isinstance(value, str):
-                texts[field.target.id] = {"description": inspect.cleandoc(value)}
+    texts = {
+        name: mark.description
+        for name, field in model.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Unavailable | Idle)
+    }
+    for home in reversed(model.__mro__[: model.__mro__.index(Section)]):
+        (body,) = ast.parse(inspect.getsource(home)).body
+        for field, text in itertools.pairwise(body.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(written))):
+                    texts[name] = inspect.cleandoc(written)
     return texts
 
 

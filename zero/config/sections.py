@@ -1,23 +1,22 @@
 """The sections of a config other than `zero_optimization`."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
+from zero.config.unavailable import ALWAYS_ON, NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,
     Count,
     Dtype,
     Int,
     Nbytes,
-    Object,
     Positive,
     Scale,
     Seconds,
     Section,
     Settings,
-    Text,
     Texts,
     absent,
     choice,
@@ -25,6 +24,7 @@ from zero.config.values import (
 )
 
 _SAME_TAG = Idle("a tag that differs between ranks is an error on all of them")
+_NO_THREADS = Idle("DeepSpeed ignores it, too; intra_op_parallelism is the number of workers")
 _TOGETHER = Idle("blocks go to the drive together, while others are on their way")
 _EXACT_MASTERS = Unavailable("masters are exact here; optimizer.params.zero.master says how")
 _UNIVERSAL = Unavailable("DeepSpeed's universal checkpoints are not available; leave it out")
@@ -37,7 +37,7 @@ _STATES_IN_FP32 = Unavailable(
 class Optimizer(Section):
     """The optimizer that the engine builds when the script hands it none."""
 
-    type: Text
+    type: str
     """Adam, AdamW, Lion, SGD, Adagrad, or a class in torch.optim; as in DeepSpeed, Adam decays weights as AdamW."""
     params: Annotated[Settings, _STATES_IN_FP32]
     """Its arguments; of the first five, `zero` says how their state is kept."""
@@ -47,7 +47,7 @@ class Optimizer(Section):
 class Scheduler(Section):
     """The learning rate schedule that the engine builds when the script hands it none."""
 
-    type: Text
+    type: str
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class in torch's lr_scheduler."""
     params: Settings
     """Its arguments."""
@@ -80,8 +80,7 @@ class Bf16(Section):
 
     enabled: Bool = False
     """Compute in bf16; the masters stay exact, see optimizer.params.zero.master."""
-    immediate_grad_update: Annotated[Bool, NOTHING_TO_SET] = False
-    """Add each gradient to the fp32 sum as soon as it is computed; here this is always so."""
+    immediate_grad_update: Annotated[Bool, ALWAYS_ON] = False
     check_grad_overflow: Bool = True
     """Skip the step on all ranks when a gradient is not finite."""
     bf16_master_weights_and_grads: Annotated[Bool, _EXACT_MASTERS] = False
@@ -96,7 +95,6 @@ class TorchAutocast(Section):
     dtype: Dtype | None = None
     """The dtype that autocast computes in; not given means that of the parameters, bf16 where they are fp32."""
     lower_precision_safe_modules: Annotated[Texts | None, NOTHING_TO_SET] = None
-    """Classes whose parameters are communicated in that dtype."""
 
 
 class DataTypes(Section):
@@ -137,25 +135,20 @@ class Aio(Section):
     intra_op_parallelism: integer(1, 256) = 1
     """Workers."""
     single_submit: Annotated[Bool, _TOGETHER] = False
-    """Submit blocks one by one; here all that wait are submitted together."""
     overlap_events: Annotated[Bool, _TOGETHER] = True
-    """Submit while earlier blocks complete; here this is always so."""
     use_gds: Annotated[Bool, Unavailable("GPUDirect is not available; what is read goes through host memory")] = False
-    thread_count: Positive = 1
-    """The old name of intra_op_parallelism; it has no effect in DeepSpeed either."""
+    thread_count: Annotated[Positive, _NO_THREADS] = 1
 
 
 class Checkpoint(Section):
     """Saving and loading."""
 
     tag_validation: Annotated[choice("ignore", "warn", "fail"), _SAME_TAG] = "warn"
-    """What to do when the ranks disagree about the tag."""
     load_universal: Annotated[Bool, _UNIVERSAL] = False
     use_node_local_storage: Annotated[Bool, _SHARED_FOLDER] = False
     parallel_write: Annotated[Settings, Unavailable(NOT_AVAILABLE.message, at="pipeline_stage")]
     checkpoint_serialization: Annotated[Bool, NOTHING_TO_SET] = True
-    """A detail of DeepSpeed's file format."""
-    writer: Annotated[Object | None, Unavailable("DeepSpeed's writers are not available; leave it out")] = None
+    writer: Annotated[dict | None, Unavailable("DeepSpeed's writers are not available; leave it out")] = None
 
 
 class Recompute(Section):
@@ -177,7 +170,7 @@ class Recompute(Section):
 class Saving(Section):
     """How `save_checkpoint` saves, and what it keeps."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"async": "asynchronous"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"async": "asynchronous"}
 
     asynchronous: Bool = False
     """Written `async`: copy to host memory during the call, and write beside the training loop."""

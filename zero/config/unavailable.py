@@ -39,6 +39,11 @@ class Unavailable:
     at: str = ""  # the dotted path of the key inside the marked one, where that is an object without a section
     on: Callable[[Any], bool] = given  # sees the value in the file, None where it has none
 
+    @property
+    def description(self) -> str:
+        """Of the key, where it has no other."""
+        return f"An error once it is switched on: {self.message}."
+
 
 @dataclass(frozen=True)
 class Idle:
@@ -46,9 +51,15 @@ class Idle:
 
     why: str
 
+    @property
+    def description(self) -> str:
+        """Of the key, where it has no other."""
+        return f"Accepted without effect: {self.why}."
+
 
 NOT_AVAILABLE = Unavailable("is not available; leave it out")
 NOTHING_TO_SET = Idle("there is nothing to set here")
+ALWAYS_ON = Idle("here it is always on")
 
 
 def lookup(values: Mapping[str, Any], path: str) -> Any:

@@ -3,7 +3,8 @@
 import functools
 import math
 import re
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -25,7 +26,8 @@ class Section(BaseModel):
     """A JSON object whose keys are all known: an unknown one is an error."""
 
     # Compiling all sections would take longer than the rest of an import: each one is when it is first checked.
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    ALIASES: ClassVar[Mapping[str, str]] = {}  # other names of fields
 
 
 def absent(section: type[Section]) -> Any:
@@ -96,24 +98,12 @@ def _boolean(value: Any) -> Any:
     return bool(value)
 
 
-def _text(value: Any) -> Any:
-    if not isinstance(value, str):
-        raise refuse("a string")
-    return value
-
-
 def _texts(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise refuse("a list of strings")
     return list(value)
-
-
-def _object(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise refuse("an object {...}")
-    return value
 
 
 def _pair(value: Any) -> Any:
@@ -154,10 +144,8 @@ def _steps(value: Any) -> Any:
 
 
 Bool: TypeAlias = Annotated[bool, BeforeValidator(_boolean)]
-Text: TypeAlias = Annotated[str, BeforeValidator(_text)]
 Texts: TypeAlias = Annotated[list[str], BeforeValidator(_texts)]
-Object: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_object)]
-Settings: TypeAlias = Annotated[Object, Field(default_factory=dict)]  # whose keys are not checked here
+Settings: TypeAlias = Annotated[dict, Field(default_factory=dict)]  # whose keys are not checked here
 Betas: TypeAlias = Annotated[tuple[float, float], BeforeValidator(_pair)]
 Nbytes: TypeAlias = Annotated[int | str, BeforeValidator(_nbytes)]
 Steps: TypeAlias = Annotated[int | float, BeforeValidator(_steps)]

@@ -1,20 +1,19 @@
 """The section `zero_optimization`: what is sharded, where it is stored and how it is communicated."""
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from zero.config.unavailable import NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
+from zero.config.unavailable import ALWAYS_ON, NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,
     Count,
     Fraction,
     FractionOrAuto,
-    Object,
     Positive,
     Section,
-    Text,
     Texts,
     absent,
     choice,
@@ -40,12 +39,11 @@ class OffloadParam(Section):
 
     device: Device = "none"
     """The place of the parameter shards between uses: none (the device that computes), cpu or nvme."""
-    nvme_path: Text | None = None
+    nvme_path: str | None = None
     """A folder on the drive, for device nvme."""
     buffer_count: Positive = 5
     """The number of units whose shards are in memory at once, for device nvme."""
     buffer_size: Annotated[Positive, NOTHING_TO_SET] = 100_000_000
-    """The size of one such buffer, in elements."""
     max_in_cpu: Count = 1_000_000_000
     """The number of elements of each rank's shards that stay in main memory although the device is nvme."""
     pin_memory: Bool = True
@@ -57,7 +55,7 @@ class OffloadOptimizer(Section):
 
     device: Device = "none"
     """The place of the optimizer state: none (the device that computes), cpu or nvme."""
-    nvme_path: Text | None = None
+    nvme_path: str | None = None
     """A folder on the drive, for device nvme."""
     buffer_count: Positive = 4
     """The number of units whose state is in memory at once, for device nvme; 1 works, without overlap."""
@@ -69,12 +67,10 @@ class OffloadOptimizer(Section):
     pipeline_write: Bool = True
     """Write the last unit's state to the drive while this one is updated; DeepSpeed's default is false."""
     fast_init: Annotated[Bool, NOTHING_TO_SET] = False
-    """Fill the files on the drive without writing zeros first."""
     ratio: FractionOrAuto = 1.0
     """The part of the parameters that the CPU updates; the GPU updates the rest. "auto" measures both and chooses."""
     super_offload: Annotated[Bool, NOT_AVAILABLE] = False
     cpuadam_cores_perc: Annotated[Fraction, NOTHING_TO_SET] = 0.8
-    """The part of the cores that super_offload gives to the update."""
 
 
 class LeafModule(Section):
@@ -91,7 +87,9 @@ class LeafModule(Section):
 class ZeroOptimization(Section):
     """What is sharded over the ranks, and DeepSpeed's settings of how it is communicated."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"
+    } | {
         name.removeprefix("stage3_"): name
         for name in (
             "stage3_prefetch_bucket_size",
@@ -116,27 +114,17 @@ class ZeroOptimization(Section):
     """Gather whole weights when a 16-bit model is saved from stage 3."""
 
     contiguous_gradients: Annotated[Bool, _UNITS] = True
-    """Copy gradients into one flat buffer as they are produced; here they always are."""
     reduce_scatter: Annotated[Bool, _UNITS] = True
-    """Send each rank its own part of the gradients only; here the stage decides."""
     reduce_bucket_size: Annotated[Count, _UNITS] = 500_000_000
-    """Elements reduced at a time; here a unit is."""
     use_multi_rank_bucket_allreduce: Annotated[Bool, _UNITS] = True
-    """A detail of DeepSpeed's buckets."""
     allgather_partitions: Annotated[Bool, _UNITS] = True
-    """A detail of DeepSpeed's gather; it has no effect there either."""
     allgather_bucket_size: Annotated[Count, _UNITS] = 500_000_000
-    """Elements gathered at a time; here a unit is."""
     overlap_comm: Annotated[Bool | None, _UNITS] = None
-    """Communicate while the backward pass computes; not given means as the stage does best."""
     sub_group_size: Annotated[Count, _UNITS] = 1_000_000_000
-    """Elements the optimizer updates at a time; here a unit is."""
     round_robin_gradients: Annotated[Bool, _UNITS] = False
-    """An order of the parameters over the ranks; here each rank holds an equal part of each unit."""
     load_from_fp32_weights: Bool = True
     """Take the masters of a checkpoint, not the 16-bit weights, when one is loaded."""
     elastic_checkpoint: Annotated[Bool, _OWN_PART] = False
-    """DeepSpeed's old way to load at another world size; here every checkpoint loads at any."""
     ignore_unused_parameters: Annotated[Bool, _UNUSED_ALLOWED] = True
     legacy_stage1: Annotated[Bool, Unavailable("is gone from DeepSpeed too; leave it out")] = False
 
@@ -153,19 +141,13 @@ class ZeroOptimization(Section):
     """Keep a unit gathered if it is used again within this many elements. DeepSpeed's default is 1e9, with which a
     model below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
     stage3_module_granularity_threshold: Annotated[Count, _UNITS] = 0
-    """Treat modules smaller than this as one; here units do that, see zero.units."""
     stage3_use_all_reduce_for_fetch_params: Annotated[Bool, _ONE_GATHER] = False
     stage3_allgather_sequential: Annotated[Bool, _ONE_GATHER] = False
     memory_efficient_linear: Annotated[Bool, NOTHING_TO_SET] = True
-    """Replace torch's linear function by one that saves less."""
     override_module_apply: Annotated[Bool, NOTHING_TO_SET] = True
-    """Gather parameters inside `Module.apply`."""
     pipeline_loading_checkpoint: Annotated[Bool, _OWN_PART] = False
-    """Let the ranks of a machine load one after the other; here none loads more than its part."""
     log_trace_cache_warnings: Annotated[Bool, NOTHING_TO_SET] = False
-    """Say when the order of the modules changes between steps."""
-    enable_sanity_checks: Annotated[Bool, NOTHING_TO_SET] = False
-    """Look for edits of gathered parameters that would be lost; here this is always on."""
+    enable_sanity_checks: Annotated[Bool, ALWAYS_ON] = False
     leaf_module: LeafModule = absent(LeafModule)
     """Modules that are gathered all at once."""
 
@@ -175,10 +157,10 @@ class ZeroOptimization(Section):
     zero_quantized_weights: Annotated[Bool, _ZEROPP] = False
     zero_quantized_nontrainable_weights: Annotated[Bool, _ZEROPP] = False
     zero_quantized_gradients: Annotated[Bool, _ZEROPP] = False
-    zeropp_loco_param: Annotated[Object | None, _ZEROPP] = None
+    zeropp_loco_param: Annotated[dict | None, _ZEROPP] = None
     mics_shard_size: integer(-1) = -1
     """MiCS: DeepSpeed's name of zero.shard_size; -1 and 0 are all ranks."""
     mics_hierarchical_params_gather: Annotated[Bool, Idle("the backend decides how a gather crosses machines")] = False
-    """MiCS: gather inside a machine and between machines in two steps; here the backend decides that."""
+    cpu_offload_use_pin_memory: Annotated[Bool, Idle("it is old; the section of the offload has pin_memory")] = False
     save_muon_momentum_buffer_in_memory: Annotated[Bool, NOT_AVAILABLE] = False
-    zenflow: Annotated[Object | None, Unavailable("ZenFlow is not available; leave it out")] = None
+    zenflow: Annotated[dict | None, Unavailable("ZenFlow is not available; leave it out")] = None
