@@ -21,9 +21,10 @@ import zero
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.engine.check.compare import compare_runs
-from zero.engine.check.in_process import InProcessCheck, undisturbed
+from zero.engine.check.in_process import Copies
 from zero.engine.check.recording import Outcome
 from zero.engine.check.runs import Kind, Run
+from zero.engine.checkpoint import random_state
 from zero.optim.norm import global_norm
 
 STEPS = 2
@@ -317,32 +318,32 @@ def _verdicts(model: str, form: str, seed: int, stage: int, plants: list[Plant |
     dtype = next(param.dtype for param in made.parameters())
     batches = [_batch(model, seed, number, dtype) for number in range(STEPS * accumulation)]
     try:
-        with undisturbed(engine.device):
-            torch.manual_seed(seed)
-            check = InProcessCheck(engine, engine._initialize, batches, lambda model, one: loss_of(model(*one)))
-            runs = [Run(Kind.ENGINE, accumulation, STEPS, stage)] * len(plants)
-            rows = compare_runs(runs, accumulation, STEPS, _planting(check, iter(plants)), [])
+        torch.manual_seed(seed)
+        random = random_state.capture(engine.device)
+        copies = Copies(engine, engine._initialize, batches, lambda model, one: loss_of(model(*one)), random)
+        train = _planting(copies, iter(plants))
+        report = compare_runs(STEPS, [stage] * len(plants), [accumulation], False, train)
     finally:
         engine.destroy()
-    return [row.verdict for row in rows]
+    return [row.verdict for row in report.rows]
 
 
-def _planting(check: InProcessCheck, plants: Iterator[Plant | None]) -> Callable[[Run, Outcome | None], Outcome]:
+def _planting(copies: Copies, plants: Iterator[Plant | None]) -> Callable[[Run, Outcome | None], Outcome]:
     """What trains, with an error of `plants` in each run of the engine."""
 
     def train(run: Run, lead: Outcome | None) -> Outcome:
         with pytest.MonkeyPatch.context() as patch:
             plant = next(plants) if run.kind is Kind.ENGINE else None
             if plant is not None:
-                build = check._build
+                build = copies._build
 
                 def built(model: nn.Module, run: Run) -> Any:
                     engine = build(model, run)
                     plant(engine, patch)
                     return engine
 
-                patch.setattr(check, "_build", built)
-            return check.outcome(run, lead)
+                patch.setattr(copies, "_build", built)
+            return copies.train(run, lead)
 
     return train
 

@@ -79,7 +79,7 @@ def test_contradictions_are_refused_with_the_numbers(pool):
         "ConfigError: zero.shard_size: got 4, and mesh_param=(2, 2) cuts state over 2 ranks; keep one of the two",
         "ConfigError: zero.shard_size: got 1, and device_mesh of shape (2, 2) cuts state over 2 ranks",
         "ConfigError: zero_optimization.zero_hpz_partition_size: got 2, and mesh_param=(2, 2) cuts state over 2 of 4",
-        "ValueError: got mesh_param and device_mesh, which say the same; pass one of them",
+        "ValueError: initialize() got mesh_param and device_mesh, which say the same; pass one of them",
         "ValueError: device_mesh: got a mesh of dimensions 'dp', 'tp'; wanted the data-parallel ones",
         "ValueError: device_mesh: got a mesh of dimensions 'pp', 'dp_replicate', 'dp_shard'; wanted",
         "ValueError: device_mesh: got ranks in the order [0, 2, 1, 3]; wanted them ascending, shards innermost",

@@ -260,7 +260,7 @@ def test_arguments(pool):
         ({"dtype": torch.int8}, "Init(dtype=...)"),
         ({"dtype": "bf16"}, "Init(dtype=...)"),
         ({"module": []}, "Init(module=...): got list"),
-        ({"config": {}, "config_dict_or_path": {}}, "two names of one argument"),
+        ({"config": {}, "config_dict_or_path": {}}, "config and config_dict_or_path, which say the same"),
         ({"config": {"zero_optimization": {"stge": 3}}}, "unknown key 'stge'"),
     ],
 )

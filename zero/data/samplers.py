@@ -106,7 +106,7 @@ class RankBatchSampler(Sampler):
             seeded = SeededIndices(batch)
             # The place in the order that all ranks share, which no other batch of the pass has.
             before = start if self._shared else start * self._world_size
-            seeded.seed = _mixed(*seed, before + number * self._size * self._world_size + self._rank * distance)
+            seeded.seed = mixed(*seed, before + number * self._size * self._world_size + self._rank * distance)
             yield seeded
 
 
@@ -138,7 +138,7 @@ def _shuffled(count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """A seed of 63 bits in which each of the numbers counts."""
     digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

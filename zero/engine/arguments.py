@@ -1,9 +1,12 @@
-"""The arguments of `initialize`: a configuration or a command line with it, parameters, an optimizer, a scheduler."""
+"""The arguments of `initialize`: a configuration or a command line with it, parameters, an optimizer, a scheduler.
+
+And what of them all ranks must have in common.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -11,9 +14,20 @@ import torch
 from torch import nn
 
 from zero.config import Config
+from zero.core.deferred_param import DeferredParam
+from zero.core.owner import owner_of
 from zero.optim.lr import build_scheduler
 
 Groups = list[dict[str, Any]]
+
+# What decides over numbers and messages. The rest may differ: who logs, where a drive is mounted.
+_KEYS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("zero_optimization", "zero", "fp16", "bf16", "data_types", "torch_autocast", "communication_data_type"),
+    *("optimizer", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
+    "activation_checkpointing",
+)
+_OWN = ("nvme_path", "pin_memory", "profile")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -40,15 +54,22 @@ def resolve_config(
         "args.zero_config": getattr(args, "zero_config", None),
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
-    sources = {name: source for name, source in sources.items() if source is not None}
-    if not sources:
+    _, source = only_one("initialize()", **sources)
+    if source is None:
         raise ValueError(
             "initialize() needs a configuration: pass config=<path or dict>, "
             "or args with zero_config (see zero.add_config_arguments)"
         )
-    if len(sources) > 1:
-        raise ValueError(f"initialize() got more than one configuration: {', '.join(sources)}; pass one of them")
-    return next(iter(sources.values()))
+    return source
+
+
+def only_one(caller: str, **arguments: Any) -> tuple[str, Any]:
+    """Name and value of the one that is not None, ("", None) where all are; ValueError for more than one."""
+    present = [(name, value) for name, value in arguments.items() if value is not None]
+    if len(present) > 1:
+        names = " and ".join(name for name, _ in present)
+        raise ValueError(f"{caller} got {names}, which say the same; pass one of them")
+    return present[0] if present else ("", None)
 
 
 def parameter_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
@@ -99,9 +120,9 @@ def make_scheduler(scheduler: Any, optimizer: Any, settings: Config) -> Any:
     """
     if scheduler is None:
         section = settings.scheduler
-        if section is None or section.type is None or optimizer is None:
+        if section is None or optimizer is None:
             return None
-        return build_scheduler(optimizer, section.type, dict(section.params or {}))
+        return build_scheduler(optimizer, section.type, dict(section.params))
     if callable(scheduler):
         return scheduler(optimizer)
     kind = type(scheduler).__name__
@@ -118,3 +139,36 @@ def make_scheduler(scheduler: Any, optimizer: Any, settings: Config) -> Any:
             "optimizer"
         )
     return scheduler
+
+
+def description(model: nn.Module, groups: Groups, settings: Config) -> list[str]:
+    """Lines to be compared between ranks: one per key of the configuration, then one per parameter in order."""
+    values = settings.model_dump(include=set(_KEYS))
+    lines = [line for key in _KEYS if key in values for line in _flat(key, values[key])]
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
+    for name, param in model.named_parameters():
+        trained = f"group {group_of[id(param)]}" if id(param) in group_of else "no group"
+        shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
+        lines.append(
+            f"parameter '{name}' {shape} {dtype}, requires_grad={param.requires_grad}, {trained}{_whose(param)}"
+        )
+    return lines
+
+
+def _whose(param: nn.Parameter) -> str:
+    """Whether an engine still has it; or had it, and has left it cut, so that all ranks must gather it."""
+    owner = owner_of(param)
+    if owner is None or isinstance(owner.unit, DeferredParam):
+        return ""
+    if owner.unit.left_by is None:
+        return ", of an engine that is still there"
+    return ", of an engine that was dropped" if owner.unit.cut else ""
+
+
+def _flat(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in _OWN:
+                yield from _flat(f"{path}.{key}", inner)
+    else:
+        yield f"{path} = {value}"

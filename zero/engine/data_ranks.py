@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.config import Config, ConfigError
+from zero.engine.arguments import only_one
 from zero.plan.grid import DATA, Grid, GridError
 
 _NOT_DATA = {"pp", "pipe", "pipeline", "cp", "sp", "sequence", "sequence_parallel", "context", "tp", "tensor", "ep"}
@@ -69,15 +70,11 @@ def data_ranks(mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None)
 
     Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
     """
-    arguments = {"mesh_param": mesh_param, "device_mesh": device_mesh, "mpu": mpu}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"got {' and '.join(given)}, which say the same; pass one of them")
+    name, value = only_one("initialize()", mesh_param=mesh_param, device_mesh=device_mesh, mpu=mpu)
     known = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if known else (1, 0)
-    if not given:
+    if not name:
         return DataRanks(None, world, rank)
-    ((name, value),) = given.items()
     if name == "mpu":
         return _of_mpu(value)
     if isinstance(value, DeviceMesh):

@@ -17,6 +17,7 @@ from zero.core.deferred_param import DeferredParam, Rest
 from zero.core.joining import init_distributed
 from zero.core.mesh import local_device, make_mesh, mesh_of_one
 from zero.core.owner import owner_of
+from zero.engine.arguments import only_one
 from zero.engine.check.assigned import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.plan.sharding import Sharding
@@ -82,8 +83,8 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        if mpu is not None and data_parallel_group is not None:
-            raise ValueError("Init: mpu and data_parallel_group are two ways to say one group; pass one of them")
+        only_one("Init", mpu=mpu, data_parallel_group=data_parallel_group)
+        _, source = only_one("Init", config=config, config_dict_or_path=config_dict_or_path)
         if not isinstance(data_parallel_group, dist.ProcessGroup | None):
             raise ValueError(f"Init(data_parallel_group=...): got {data_parallel_group!r}; wanted a process group")
         _refuse(_DATA_PARALLEL, zero_param_parallel_group=zero_param_parallel_group)
@@ -92,8 +93,6 @@ class Init:
         _refuse(_QUANTIZED, zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights)
         _refuse("shards lie on the device or, with remote_device='cpu', in main memory", param_swapper=param_swapper)
         _refuse("tensors are built as the code says; see dtype and remote_device", tensor_overrides=tensor_overrides)
-        if config is not None and config_dict_or_path is not None:
-            raise ValueError("Init: config and config_dict_or_path are two names of one argument; pass one of them")
         if module is not None and not isinstance(module, nn.Module):
             raise ValueError(f"Init(module=...): got {type(module).__name__}; wanted a torch.nn.Module")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -106,7 +105,6 @@ class Init:
             return
         init_distributed()
         self._group = data_parallel_group if mpu is None else data_ranks(mpu=mpu).group
-        source = config if config is not None else config_dict_or_path
         if source is not None:
             self._configure(source)
         if module is not None and self._enabled:

@@ -25,8 +25,14 @@ from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, reclaim, wrap
 from zero.core.unit import Unit
 from zero.data import Loader
-from zero.engine.agreement import description
-from zero.engine.arguments import Groups, client_optimizer, make_scheduler, parameter_groups, resolve_config
+from zero.engine.arguments import (
+    Groups,
+    client_optimizer,
+    description,
+    make_scheduler,
+    parameter_groups,
+    resolve_config,
+)
 from zero.engine.check.assigned import AssignedRun, assigned_run, make_plain
 from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
@@ -89,29 +95,35 @@ def initialize(
     assigned = assigned_run()
     settings = _load(source, data.size, stand_ins, assigned)
     over = data.group, data.sharded_over(settings)
+    device = local_device()
+    # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
+    loader = None
+    if training_data is not None:
+        loader = make_loader(settings, device, data.rank, training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
         engine: Any = make_plain(model, optimizer, model_parameters, settings, assigned.run.kind)
-        engine.lr_scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
-        loader = _loader(training_data, collate_fn, settings, engine.device, data.rank)
+        scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
-        # Before the model is touched: what these refuse must leave it as it was, for the call that puts it right.
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
-        device = local_device()
-        loader = _loader(training_data, collate_fn, settings, device, data.rank)
         engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
-        engine.lr_scheduler = scheduler
-    engine.training_dataloader = loader
+    engine.lr_scheduler, engine.training_dataloader = scheduler, loader
     if assigned is not None:
         assigned.watch(engine)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, engine.optimizer, loader, scheduler
 
 
-def _join(source: Any, required: bool | None, port: int) -> None:
-    if required is not False:
-        init_distributed(distributed_port=port, timeout=_group_timeout(source))
-    else:
+def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, port: int) -> None:
+    if required is False:
         refuse_alone(port)
+        return
+    # The group is made before the file can be checked, for which the world size must be known. Its time-out is longer
+    # than that of the watchdog, which has a report and so comes first.
+    section = read(source).values.get("zero")
+    seconds = section.get("timeout") if isinstance(section, Mapping) else None
+    known = isinstance(seconds, int | float) and 0 < seconds < MAX_TIMEOUT
+    timeout = timedelta(seconds=(seconds if known else 600.0) + MARGIN)
+    init_distributed(distributed_port=port, timeout=timeout)
 
 
 def _load(source: Any, world_size: int, stand_ins: list[str], assigned: AssignedRun | None) -> Config:
@@ -121,10 +133,6 @@ def _load(source: Any, world_size: int, stand_ins: list[str], assigned: Assigned
     if settings.log_level is not None:
         set_level(settings.log_level)
     return settings
-
-
-def _loader(data: Dataset | None, collate_fn: Any, settings: Config, device: torch.device, rank: int) -> Loader | None:
-    return None if data is None else make_loader(settings, device, rank, data, collate_fn=collate_fn)
 
 
 def _make_engine(
@@ -239,17 +247,6 @@ def _places(settings: Config) -> OffloadSettings:
     )
 
 
-def _group_timeout(source: str | PathLike | Mapping[str, Any]) -> timedelta:
-    """What a process group of ours gets, so that the watchdog's own time-out, which has a report, comes first.
-
-    The group is made before the file can be checked, for which the world size must be known.
-    """
-    section = read(source).values.get("zero")
-    seconds = section.get("timeout") if isinstance(section, Mapping) else None
-    known = isinstance(seconds, int | float) and 0 < seconds < MAX_TIMEOUT
-    return timedelta(seconds=(seconds if known else 600.0) + MARGIN)
-
-
 def _make_optimizer(
     model: nn.Module, client: Any, model_parameters: Iterable[Any] | None, settings: Config
 ) -> tuple[ZeroOptimizer | None, Groups]:
@@ -258,7 +255,7 @@ def _make_optimizer(
     groups = parameter_groups(model, model_parameters)
     if client is None:
         section = settings.optimizer
-        params = dict(section.params or {})
+        params = dict(section.params)
         shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype)
     else:
         client = client_optimizer(client, groups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from zero.core import comm
 from zero.core.mesh import Mesh
+from zero.data.samplers import mixed
 
 
 class Randomness:
@@ -42,7 +42,7 @@ class Randomness:
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
         shared = micro_batch * self._mesh.data.size + self._mesh.data.rank
-        seed = _mixed((*self._base, step, shared, self._forwards))
+        seed = mixed(*self._base, step, shared, self._forwards)
         self._forwards += 1
         generators = [torch.default_generator]
         if self._device.type == "cuda":
@@ -68,9 +68,3 @@ class Randomness:
         self._base, self._forwards = [int(word) for word in state["base"]], int(state["forwards"])
         step, micro_batch = state["place"]
         self._place = (int(step), int(micro_batch))
-
-
-def _mixed(numbers: tuple[int, ...]) -> int:
-    """A seed of 63 bits in which each of the numbers counts."""
-    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

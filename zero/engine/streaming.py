@@ -31,8 +31,12 @@ def stream_model(
     values = {key: value for key, value in state.items() if key not in tied and isinstance(value, torch.Tensor)}
     # A file has the widest dtypes first; in this order, none of its units is met twice.
     values = dict(sorted(values.items(), key=lambda item: (-item[1].element_size(), _place(item[1]))))
-    walk = _Walk([unit for value in values.values() for unit in _cut(value, sharded)])
-    pieces = [_piece(key, value, walk, _cut(value, sharded)) for key, value in values.items()]
+    units = {key: _cut(value, sharded) for key, value in values.items()}
+    walk = _Walk([unit for unit in units.values() if unit is not None])
+    pieces = []
+    for key, value in values.items():
+        numbers = LazyTensor(value.dtype, value.numel(), partial(_range, value, walk, units[key]))
+        pieces.append(TensorChunk("weight", key, 0, tuple(value.shape), numbers))
     problem = None
     try:
         if keep:
@@ -54,9 +58,7 @@ class _Walk:
     def reach(self, unit: Unit) -> None:
         """Go on to `unit`, which comes after all that were reached before."""
         while self._at is not unit:
-            self._at = next(self._gathered, None)
-            if self._at is None:
-                raise RuntimeError(f"unit '{unit.plan.name}' was asked for after the last one was gathered")
+            self._at = next(self._gathered)
 
     def finish(self) -> None:
         """Gather the rest, since the other ranks do, and release the last."""
@@ -75,20 +77,13 @@ def _place(value: torch.Tensor) -> int:
     return -1 if owner is None else owner.unit.index
 
 
-def _cut(value: torch.Tensor, sharded: ShardedModule) -> list[Unit]:
-    """The unit of a parameter that has to be gathered, or nothing."""
+def _cut(value: torch.Tensor, sharded: ShardedModule) -> Unit | None:
+    """The unit of a parameter that has to be gathered."""
     owner = owner_of(value)
-    return [owner.unit] if owner is not None and owner.unit.cut and owner.unit in sharded.units else []
+    return owner.unit if owner is not None and owner.unit.cut and owner.unit in sharded.units else None
 
 
-def _piece(name: str, value: torch.Tensor, walk: _Walk, units: list[Unit]) -> TensorChunk:
-    shape = tuple(value.shape)
-    return TensorChunk(
-        "weight", name, 0, shape, LazyTensor(value.dtype, value.numel(), partial(_range, value, walk, units))
-    )
-
-
-def _range(value: torch.Tensor, walk: _Walk, units: list[Unit], start: int, numel: int) -> torch.Tensor:
-    for unit in units:
+def _range(value: torch.Tensor, walk: _Walk, unit: Unit | None, start: int, numel: int) -> torch.Tensor:
+    if unit is not None:
         walk.reach(unit)
     return value.detach().reshape(-1)[start : start + numel]

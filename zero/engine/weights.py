@@ -13,8 +13,8 @@ from torch import nn
 
 from zero.checkpoint.model_files import NAME, size_of
 from zero.config import Config
-from zero.core import comm
 from zero.core.access import GatheredParameters
+from zero.core.agree import everyone
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, write_exact, write_frozen
@@ -53,9 +53,7 @@ class Weights:
         """
         self._status.check()
         destination = {} if destination is None else destination
-        names = self._sharded.module.state_dict(prefix=prefix, keep_vars=True)
-        if exclude_frozen_parameters:
-            names = {name: value for name, value in names.items() if not _is_frozen(value)}
+        names = self._named_state(exclude_frozen_parameters, prefix)
         whole = {} if keep_vars else self._whole(names.values(), True)
         for name, value in names.items():
             if id(value) in whole:
@@ -179,9 +177,9 @@ class Weights:
                 whole[id(value)] = value.detach().to("cpu", copy=True)
         return {name: whole.get(id(value), value) for name, value in names.items()}
 
-    def _named_state(self, exclude_frozen_parameters: bool) -> dict[str, Any]:
+    def _named_state(self, exclude_frozen_parameters: bool, prefix: str = "") -> dict[str, Any]:
         """The module's own tensors by the names of its state_dict, cut or not."""
-        names = self._sharded.module.state_dict(keep_vars=True)
+        names = self._sharded.module.state_dict(prefix=prefix, keep_vars=True)
         return {name: value for name, value in names.items() if not (exclude_frozen_parameters and _is_frozen(value))}
 
     def empty_partition_cache(self) -> None:
@@ -206,13 +204,13 @@ class Weights:
 
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""
-        mesh = self._sharded.mesh
-        bad = torch.tensor([float(problem is not None)], dtype=torch.float64, device=self._device)
-        bad = comm.gather_scalars(bad, mesh.data, "outcome of writing").amax()
+        axis = self._sharded.mesh.data
+        problems = everyone(problem or "", axis, self._device)
         if problem is not None:
             raise kind(problem)
-        if bad.item():
-            raise kind(f"another rank than {mesh.global_rank} reports a problem; its message says which")
+        for rank, of_rank in zip(axis.ranks, problems, strict=True):
+            if of_rank:
+                raise kind(f"rank {rank}: {of_rank}")
 
 
 def _is_frozen(value: Any) -> bool:

@@ -32,7 +32,7 @@ def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) 
         return FusedShardOptimizer(kind.lower(), arguments, compute_dtype)
     if kind.lower() in ARGUMENTS:
         rank_zero(logging.INFO, "optimizer %s runs as torch's own class, because %s", kind, reason)
-        kind, params = _torch_arguments(kind.lower(), params)
+        kind, params = torch_arguments(kind.lower(), params)
     if kind in NOT_ELEMENTWISE:
         raise ValueError(
             f"optimizer.type: '{kind}' cannot run on shards: {NOT_ELEMENTWISE[kind]}; "
@@ -101,10 +101,10 @@ def _has_stepped(client: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name and arguments of torch's class for one of ours, without the arguments that only ours has."""
-    decoupled = kind == "adamw" or params.get("adam_w_mode", True)
-    name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}[kind]
+    names = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
+    name = "AdamW" if kind == "adam" and params.get("adam_w_mode", True) else names[kind]
     ours = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "zero")
     return name, {key: value for key, value in params.items() if key not in ours}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from zero.engine.check.recording import Outcome, Values
-from zero.engine.check.runs import Kind, Run
+from zero.engine.check.runs import Kind, Run, check_counts, engine_runs
 
 _EPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 Train = Callable[[Run, Outcome | None], Outcome]
@@ -83,7 +83,7 @@ def yardstick(plain: Outcome, nudged: Outcome) -> Yardstick | None:
     near = math.sqrt(_EPS[plain.dtype])
     if not all(abs(mine - theirs) <= near * max(1e-6, abs(theirs)) for mine, theirs in firsts):
         return None
-    loss = _difference(_flat(nudged.losses), _flat(plain.losses))
+    loss = _of_losses(nudged, plain)
     grads, shares = {}, [0.0]
     for name in plain.steps[0].grads:
         pairs = [(one.grads[name], other.grads[name]) for one, other in zip(plain.steps, nudged.steps, strict=True)]
@@ -97,12 +97,25 @@ class Failed(RuntimeError):
     """A run that could not be carried out, for the reason that is the message."""
 
 
-def compare_runs(runs: Iterable[Run], accumulation: int, steps: int, train: Train, notes: list[str]) -> list[Row]:
-    """Judge each of `runs`, all of the engine; raises `Failed` when plain torch does not run.
+def compare_runs(
+    steps: int, stages: Sequence[int], accumulations: Sequence[int], offload: bool, train: Train
+) -> Report:
+    """Carry out and judge every run of a check; raises `Failed` when plain torch does not run.
 
-    train: carries a run out, and follows the other run if there is one. Runs with the same bits are
-    compared with one run of plain torch; that is PLAIN where they go as it did.
+    train: carries a run out, and follows the other run if there is one. Raises ValueError, by argument, for what cannot
+    be run.
     """
+    check_counts(steps, stages, accumulations)
+    rows: list[Row] = []
+    notes: list[str] = []
+    for accumulation in accumulations:
+        runs = engine_runs(stages, accumulation, steps, offload)
+        rows += _compare(runs, accumulation, steps, train, notes)
+    return Report(tuple(rows), tuple(notes))
+
+
+def _compare(runs: Iterable[Run], accumulation: int, steps: int, train: Train, notes: list[str]) -> list[Row]:
+    """Runs with the same bits are compared with one run of plain torch; that is PLAIN where they go as it did."""
     plain = train(Run(Kind.PLAIN, accumulation, steps), None)
     measure = yardstick(plain, train(Run(Kind.NUDGED, accumulation, steps), plain))
     references = [(plain.bits, plain)]
@@ -138,7 +151,7 @@ def judge(run: Run, outcome: Outcome, reference: Outcome, measure: Yardstick | N
         wrong = f"parameter {outcome.stray} is not what it is on rank 0"
     if wrong is None:
         wrong = _first_tensor(outcome, reference, measure) or _first_number(outcome, reference, measure)
-    loss = _difference(_flat(outcome.losses), _flat(reference.losses))
+    loss = _of_losses(outcome, reference)
     alike = _shape(outcome, reference) is None
     grads, params = (_largest(outcome, reference, kind) if alike else None for kind in ("grads", "params"))
     if wrong is not None:
@@ -207,25 +220,23 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _largest(outcome: Outcome, reference: Outcome, kind: str) -> Difference:
-    absolute = relative = 0.0
-    for mine, theirs in zip(outcome.steps, reference.steps, strict=True):
-        for name, value in getattr(theirs, kind).items():
-            distance, size = _distance(getattr(mine, kind)[name], value), _size(value)
-            # Not max(): a NaN must win.
-            absolute = absolute if distance <= absolute else distance
-            ratio = distance / size if size else distance
-            relative = relative if ratio <= relative else ratio
-    return Difference(absolute, relative)
+    differences = [
+        _difference(getattr(mine, kind)[name], value)
+        for mine, theirs in zip(outcome.steps, reference.steps, strict=True)
+        for name, value in getattr(theirs, kind).items()
+    ]
+    # Not max() of Python's: a NaN must win.
+    return Difference(*torch.tensor([(0.0, 0.0), *differences], dtype=torch.float64).amax(0).tolist())
 
 
-def _difference(mine: Sequence[float], other: Sequence[float]) -> Difference | None:
-    if len(mine) != len(other) or not mine:
-        return None
-    absolute = 0.0
-    for one, two in zip(mine, other, strict=True):
-        absolute = absolute if abs(one - two) <= absolute else abs(one - two)
-    size = max(abs(value) for value in other)
+def _difference(mine: torch.Tensor, other: torch.Tensor) -> Difference:
+    absolute, size = _distance(mine, other), _size(other)
     return Difference(absolute, absolute / size if size else absolute)
+
+
+def _of_losses(outcome: Outcome, reference: Outcome) -> Difference | None:
+    mine, other = (torch.tensor(_flat(one.losses), dtype=torch.float64) for one in (outcome, reference))
+    return _difference(mine, other) if mine.numel() == other.numel() > 0 else None
 
 
 def _flat(losses: Sequence[Sequence[float]]) -> list[float]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,53 +13,46 @@ from torch import nn
 
 from zero.config import load
 from zero.engine.check.assigned import make_plain
-from zero.engine.check.compare import Failed, Report, Row, compare_runs
+from zero.engine.check.compare import Failed, Report, compare_runs
 from zero.engine.check.recording import Outcome, Recorder, find_loss, hashes, stray, weights
-from zero.engine.check.runs import Kind, Run, check_counts, engine_runs, overridden
+from zero.engine.check.runs import Kind, Run, overridden
 from zero.engine.checkpoint import random_state
 from zero.log import logger
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-class InProcessCheck:
-    """One check of one engine. `initialize` is the function that makes engines."""
+class Copies:
+    """Trains copies of an engine's model, each from the weights of now and the random numbers of `random`.
 
-    def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
+    initialize: the function that makes engines.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        initialize: Callable[..., Any],
+        batches: Sequence[Any],
+        loss_fn: Loss,
+        random: random_state.State,
+    ) -> None:
         self._engine = engine
         self._initialize = initialize
         self._batches = batches
         self._loss_fn = loss_fn
-        if dist.is_initialized() and engine.world_size != dist.get_world_size():
-            raise ValueError(
-                f"engine.check() trains copies on all {dist.get_world_size()} ranks, and this engine is one of "
-                f"{engine.world_size} of them"
-            )
-        self._random = random_state.capture(engine.device)
+        self._random = random
         self._model = whole_copy(engine)
 
-    def report(self, steps: int, stages: Sequence[int], accumulations: Sequence[int], offload: bool) -> Report:
-        """Run everything and judge it."""
-        rows: list[Row] = []
-        notes: list[str] = []
-        for accumulation in accumulations:
-            runs = engine_runs(stages, accumulation, steps, offload)
-            rows += compare_runs(runs, accumulation, steps, self.outcome, notes)
-        return Report(tuple(rows), tuple(notes))
-
-    def outcome(self, run: Run, lead: Outcome | None) -> Outcome:
-        """Train a copy as `run` says, from the weights and random numbers that the check began with.
-
-        Raises `Failed` where the engine does; what plain torch raises goes on to the caller.
-        """
+    def train(self, run: Run, lead: Outcome | None) -> Outcome:
+        """Train a copy as `run` says; raises `Failed` where the engine does, and what plain torch raises."""
         try:
-            return self._outcome(run, lead)
+            return self._train(run, lead)
         except Exception as error:
             if run.kind is not Kind.ENGINE:
                 raise
             raise Failed(f"{type(error).__name__}: {error}") from error
 
-    def _outcome(self, run: Run, lead: Outcome | None) -> Outcome:
+    def _train(self, run: Run, lead: Outcome | None) -> Outcome:
         random_state.restore(self._random, self._engine.device)
         model = copy.deepcopy(self._model)
         engine = self._build(model, run)
@@ -109,16 +101,24 @@ def check(
     offload: bool,
 ) -> Report:
     """See `Engine.check`."""
-    check_counts(steps, stages, accumulations)
     if engine.optimizer is None:
         raise ValueError("check() needs an engine with an optimizer; give `optimizer` in the JSON or to initialize()")
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check(batch=...): got an empty list, wanted one batch or more")
-    with undisturbed(engine.device):
-        return InProcessCheck(engine, initialize, batches, loss_fn or loss_of).report(
-            steps, stages, accumulations, offload
+    if dist.is_initialized() and engine.world_size != dist.get_world_size():
+        raise ValueError(
+            f"engine.check() trains copies on all {dist.get_world_size()} ranks, and this engine is one of "
+            f"{engine.world_size} of them"
         )
+    random, level = random_state.capture(engine.device), logger.level
+    logger.setLevel(max(level, logging.WARNING))  # engines do not log that they start
+    try:
+        copies = Copies(engine, initialize, batches, loss_fn or loss_of, random)
+        return compare_runs(steps, stages, accumulations, offload, copies.train)
+    finally:
+        logger.setLevel(level)
+        random_state.restore(random, engine.device)
 
 
 def loss_of(engine: Any, batch: Any) -> torch.Tensor:
@@ -153,18 +153,6 @@ def whole_copy(engine: Any) -> nn.Module:
                 for key in ours & entries.keys():
                     del entries[key]
     return model
-
-
-@contextlib.contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Random numbers go on after the block as if it had not been; inside, engines do not log that they start."""
-    states, level = random_state.capture(device), logger.level
-    logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        random_state.restore(states, device)
 
 
 def _all_ranks(value: Any) -> list[Any]:

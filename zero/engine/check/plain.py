@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import Config
+from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.core.sharded_module import DTYPES
 from zero.data import Loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
@@ -27,6 +28,7 @@ from zero.engine.check.runs import Kind
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.loader import make_loader
 from zero.engine.progress import Counters
+from zero.optim.make import torch_arguments
 
 Values = dict[str, torch.Tensor]
 _NUDGE = 1e-6  # of a gradient, to see whether the update makes more of it
@@ -289,27 +291,17 @@ def plain_optimizer(
     groups = parameter_groups(model, model_parameters)
     if client is not None:
         return client_optimizer(client, groups)
-    return _maker(settings.optimizer.type, dict(settings.optimizer.params or {}))(groups)
-
-
-def _maker(kind: str, params: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
-    for ours in ("zero", "torch_adam", "fp32_optimizer_states"):
-        params.pop(ours, None)
-    low = kind.lower()
-    if not params.pop("bias_correction", True):
+    kind, params = settings.optimizer.type, dict(settings.optimizer.params)
+    if not params.get("bias_correction", True):
         raise ValueError(
             "optimizer.params.bias_correction: torch has no Adam without it, so there is nothing to compare"
         )
-    decoupled = params.pop("adam_w_mode", True) or low == "adamw"
-    if low == "lion":
-        return lambda groups: Lion(groups, **params)
-    name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}.get(
-        low, kind
-    )
-    if name == "AdamW":
-        params.setdefault("weight_decay", 0.0)  # torch's own default is not ours
-    maker = getattr(torch.optim, name)
-    return lambda groups: maker(groups, **{key: value for key, value in params.items() if value is not None})
+    if torch_reason(kind, params) is None:
+        params.setdefault("weight_decay", 0.0)  # AdamW's own default in torch is not ours
+    if kind.lower() in ARGUMENTS:
+        kind, params = torch_arguments(kind.lower(), params)
+    maker = Lion if kind == "Lion" else getattr(torch.optim, kind)
+    return maker(groups, **{key: value for key, value in params.items() if value is not None})
 
 
 class Lion(torch.optim.Optimizer):

@@ -12,7 +12,7 @@ import torch
 from zero.core import comm
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
-from zero.core.unit import Unit
+from zero.core.values import assemble, exact_piece, gradient
 from zero.engine.check.plain import PlainEngine, Step, Values
 
 
@@ -116,18 +116,20 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
+@torch.no_grad()
 def weights(engine: Any) -> Values:
-    """The exact weights by name, on the CPU: masters where there are such; collective, one unit at a time."""
+    """The exact weights by name, on the CPU: masters where there are such; collective, one at a time."""
     if isinstance(engine, PlainEngine):
         return engine.weights()
     values: Values = {}
-    for unit in engine._sharded.units:
-        if unit.master is not None:
-            values |= _whole(unit, unit.exact())
+    for name, param in engine.module.named_parameters():
+        owner = owner_of(param)
+        if owner is not None and owner.unit.master is not None:
+            values[name] = assemble(owner, exact_piece(owner)).view(param.shape).cpu()
         else:
-            with torch.no_grad(), GatheredParameters(unit.params):
-                values |= {owner_of(param).name: param.detach().cpu().clone() for param in unit.params}
-    return {name: values[name] for name, _ in engine.module.named_parameters()}
+            with GatheredParameters(param):
+                values[name] = param.detach().cpu().clone()
+    return values
 
 
 @torch.no_grad()
@@ -144,21 +146,12 @@ def gradients(engine: Any) -> Values:
     late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
     if bool(comm.gather_scalars(late, sharded.mesh.data).any()):
         sharded.reducer.reduce_late()
-    for unit in sharded.trained:
-        whole = _whole(unit, unit.gradients.shard.float())
-        values |= {name: value * engine.optimizer.gradient_factor for name, value in whole.items()}
-    return {name: values[name] for name, _ in engine.module.named_parameters() if name in values}
-
-
-def _whole(unit: Unit, own: torch.Tensor) -> Values:
-    """The tensors of which `own` [numel / shard axis] is this rank's part, on the CPU; collective."""
-    layout = unit.plan.layout
-    full = torch.empty(layout.numel, dtype=own.dtype, device=unit.full.device)
-    full.narrow(0, *unit.window).copy_(own)
-    comm.gather(full, unit.mesh.shard, 3 * unit.index).wait()
-    shapes = [param.shape for param in unit.params]
-    pairs = zip(layout.spans.items(), shapes, strict=True)
-    return {name: full.narrow(0, *span).view(shape).cpu().clone() for (name, span), shape in pairs}
+    for name, param in engine.module.named_parameters():
+        owner = owner_of(param)
+        if owner is not None and owner.unit.gradients is not None:
+            whole = gradient(owner, "zero check")
+            values[name] = whole.mul_(engine.optimizer.gradient_factor).view(param.shape).cpu()
+    return values
 
 
 def hashes(values: Values) -> dict[str, int]:

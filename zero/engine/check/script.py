@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from zero.engine.check.assigned import environment
-from zero.engine.check.compare import Failed, Report, Row, compare_runs
+from zero.engine.check.compare import Failed, compare_runs
 from zero.engine.check.recording import Outcome, load
-from zero.engine.check.runs import Run, check_counts, engine_runs
+from zero.engine.check.runs import Run
 from zero.launch.args.check import CheckRequest
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
@@ -25,21 +25,15 @@ _GRACE = 20  # seconds for the launcher to end its ranks
 
 def run(request: CheckRequest) -> int:
     """Do what `zero check` was asked to and print the table; the exit status is 0 when all is well."""
-    check_counts(request.steps, request.stages, request.accumulations)
-    rows: list[Row] = []
-    notes: list[str] = []
     if request.stray_options:
         say(f"{', '.join(request.stray_options)} behind the script: given to it; options of zero check go before it")
     with tempfile.TemporaryDirectory(prefix="zero-check-") as folder:
-        for accumulation in request.accumulations:
-            runs = engine_runs(request.stages, accumulation, request.steps, request.offload)
-            train = functools.partial(_outcome, request, Path(folder))
-            try:
-                rows += compare_runs(runs, accumulation, request.steps, train, notes)
-            except Failed:
-                say("there is nothing to compare with, since plain torch does not run the script")
-                return 1
-    report = Report(tuple(rows), tuple(notes))
+        train = functools.partial(_outcome, request, Path(folder))
+        try:
+            report = compare_runs(request.steps, request.stages, request.accumulations, request.offload, train)
+        except Failed:
+            say("there is nothing to compare with, since plain torch does not run the script")
+            return 1
     print(report, flush=True)
     return 0 if report.ok else 1
 
