@@ -14,7 +14,7 @@ from kernel_stream import Mix
 from torch import Tensor
 
 from zero.kernels import native
-from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference, unpack, unpack_reference
+from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_reference
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_reference
@@ -204,13 +204,21 @@ def buckets(numel: int, _: dict[str, Make]) -> Group:
     ways = []
     for source, target in ((FP32, FP32), (BF16, FP32), (FP32, BF16)):
         name = f"{_short(source)} -> {_short(target)}"
-        spans = (list(tensors[source].split(sizes)), flat[target], offsets[:-1], 0.5)
+        spans = (list(tensors[source].split(sizes)), flat[target], offsets[:-1], 0.5, True)
         mix = Mix(reads=[tensors[source]], writes=[flat[target]])
-        ways.append(Way(f"zero, pack {name}", pack, pack_reference, spans, mix, share=0.85))
-        spans = (flat[source], list(tensors[target].split(sizes)), offsets[:-1], 0.5)
+        ways.append(Way(f"zero, pack {name}", _move, move_reference, spans, mix, share=0.85))
+        spans = (list(tensors[target].split(sizes)), flat[source], offsets[:-1], 0.5, False)
         mix = Mix(reads=[flat[source]], writes=[tensors[target]])
-        ways.append(Way(f"zero, unpack {name}", unpack, unpack_reference, spans, mix, share=0.85))
+        ways.append(Way(f"zero, unpack {name}", _move, move_reference, spans, mix, share=0.85))
     return Group("packing and unpacking, with a factor", ways)
+
+
+def _move(tensors: list[Tensor], flat: Tensor, offsets: list[int], scale: float, to_flat: bool) -> None:
+    bucket = Bucket(tensors, flat, offsets)
+    if to_flat:
+        bucket.pack(scale)
+    else:
+        bucket.unpack(scale)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -21,7 +21,7 @@ from zero.kernels.bucket import Bucket
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.live import Live
 from zero.kernels.moments import Moment
-from zero.kernels.norm import norm_scratch, sum_squares, sum_squares_into, sum_squares_reference
+from zero.kernels.norm import sum_squares, sum_squares_into, sum_squares_reference
 from zero.kernels.step import step_reference
 
 ADAM, LION, MOMENTUM, ADAGRAD = Adam(1e-3, weight_decay=0.1), Lion(1e-4), Sgd(0.1, 0.9), Adagrad(0.1)
@@ -144,8 +144,7 @@ def torch_entry(args: argparse.Namespace, device: torch.device) -> Entry:
 def norm_entry(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Entry:
     x = torch.ones(args.numel, dtype=dtype, device=device)
     out = torch.zeros(1, dtype=torch.float64, device=device)
-    scratch = torch.empty(norm_scratch(args.numel), dtype=torch.float64, device=device)
-    return Entry(x.element_size(), lambda: sum_squares_into(x, out, scratch=scratch))
+    return Entry(x.element_size(), lambda: sum_squares_into(x, out))
 
 
 def pack_entry(args: argparse.Namespace, device: torch.device, source: torch.dtype, target: torch.dtype) -> Entry:
@@ -166,10 +165,9 @@ def phase_entry(args: argparse.Namespace, device: torch.device, layout: Layout, 
     """Norm, clip, prepare, step: all that a rank does between the reduction of gradients and the next gather."""
     shard = Shard(layout, args.numel, device)
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    scratch = torch.empty(norm_scratch(args.numel), dtype=torch.float64, device=device)
 
     def phase() -> None:
-        sum_squares_into(shard.grad, total, scratch=scratch)
+        sum_squares_into(shard.grad, total)
         shard.live.clip(total, 1.0, 1.0)
         shard.step()
 
@@ -181,7 +179,7 @@ def phase_entry(args: argparse.Namespace, device: torch.device, layout: Layout, 
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         phase()
-    return Entry(nbytes, lambda: (shard, total, scratch, captured.replay()))
+    return Entry(nbytes, lambda: (shard, total, captured.replay()))
 
 
 def entries(args: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Entry]]:
@@ -227,7 +225,8 @@ def main() -> None:
         print("no CUDA device here: nothing was measured")
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    cuda.needed(device)
+    if cuda.kernels(device) is None:
+        raise RuntimeError(f"{device} does not run the CUDA kernels")
     check(device)
     makers = entries(args, device)
     nbytes: dict[str, float] = {}

@@ -9,17 +9,16 @@ import math
 from typing import NamedTuple
 
 import torch
-from kernel_cases import fixed_sum_squares
+from kernel_cases import DTYPES, fixed_sum_squares, numbers, same
 from torch import Tensor
 
-from zero.kernels.bucket import Bucket, pack_reference, unpack_reference
+from zero.kernels.bucket import Bucket, move_reference
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.live import Live
 from zero.kernels.moments import FORMATS, Moment, blocks_of
-from zero.kernels.norm import norm_scratch, sum_squares_into
+from zero.kernels.norm import sum_squares_into
 from zero.kernels.step import step, step_reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025, 5000)
 FORMULAS = {
     "adamw": Adam(1e-3, weight_decay=0.1),
@@ -40,7 +39,6 @@ MASTERS = (
     ("fp32", torch.float32),
 )
 MARGIN, FILLER = 9, 77  # elements around the tensors of a step, and what stands there
-ODD = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -1e-40, 3.4e38, 65504.0, 65520.0, 2.0**-25])
 
 
 def cases(formula: str, form: str) -> list[tuple]:
@@ -79,17 +77,6 @@ class Shard(NamedTuple):
         return Shard(put(self.master), moments, put(self.grad), put(self.param))
 
 
-def numbers(numel: int, seed: int, hostile: bool = False) -> Tensor:
-    """fp32 [numel] normal numbers; hostile: of all magnitudes, with NaN, inf, -0 and subnormals."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(numel, generator=generator)
-    if hostile:
-        x *= torch.exp2(torch.randint(-140, 120, (numel,), generator=generator).float())
-        at = torch.randperm(numel, generator=generator)[: numel // 7]
-        x[at] = ODD[torch.randint(0, len(ODD), at.shape, generator=generator)]
-    return x
-
-
 def moment(numel: int, form: str, signed: bool, seed: int, hostile: bool) -> Moment:
     """A moment in any of its formats: normal numbers, or for 8bit, where hostile, any codes with any scales."""
     if form == "8bit" and hostile:
@@ -100,7 +87,7 @@ def moment(numel: int, form: str, signed: bool, seed: int, hostile: bool) -> Mom
         scales[::7] = 0.0
         scales[3::11] = math.inf
         return Moment(codes, scales)
-    x = numbers(numel, seed, hostile) * 0.1
+    x = numbers(numel, seed=seed, hostile=hostile) * 0.1
     made = Moment.filled(numel, form, signed=signed)
     made.write(x if signed else x.square(), signed)
     return made
@@ -109,25 +96,13 @@ def moment(numel: int, form: str, signed: bool, seed: int, hostile: bool) -> Mom
 def shard(formula: Formula, form: str, master: tuple, grad: torch.dtype, numel: int, hostile: bool) -> Shard:
     """A shard on the CPU, the same each time for the same arguments."""
     kind, dtype = master
-    p = numbers(numel, 1, hostile)
+    p = numbers(numel, seed=1, hostile=hostile)
     moments = tuple(moment(numel, form, signed, 2 + index, hostile) for index, signed in enumerate(formula.signed))
     param = None if dtype is None else p.to(dtype, copy=True)
     if kind == "remainder":
         generator = torch.Generator().manual_seed(5)
         p = torch.randint(-(2**15), 2**15, (numel,), generator=generator).to(torch.int16)
-    return Shard(p, moments, numbers(numel, 4, hostile).to(grad), param)
-
-
-def same(got: Tensor, wanted: Tensor, what: object = "") -> None:
-    """Equal bits, except that any NaN equals any other."""
-    got = got.cpu()
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-    wrong = got.view(integer) != wanted.view(integer)
-    if wanted.is_floating_point():
-        wrong &= ~(got.isnan() & wanted.isnan())
-    where = wrong.nonzero().flatten()
-    assert not len(where), f"{what}: {len(where)} differ, at {where[:3]}: {got[where[:3]]} wanted {wanted[where[:3]]}"
+    return Shard(p, moments, numbers(numel, grad, 4, hostile), param)
 
 
 def same_shard(got: Shard, wanted: Shard, what: object) -> None:
@@ -135,14 +110,8 @@ def same_shard(got: Shard, wanted: Shard, what: object) -> None:
         room, start = tensor._base, tensor.storage_offset()
         around = torch.cat([room[:start], room[start + tensor.numel() :]])
         assert len(around) >= MARGIN and around.eq(FILLER).all(), f"{what}: written beside a tensor"
-    same(got.master, wanted.master, (what, "master"))
-    same(got.grad, wanted.grad, (what, "grad"))
-    if wanted.param is not None:
-        same(got.param, wanted.param, (what, "param"))
-    for index, (mine, its) in enumerate(zip(got.moments, wanted.moments, strict=True)):
-        same(mine.values, its.values, (what, "moment", index))
-        if its.scales is not None:
-            same(mine.scales, its.scales, (what, "scales", index))
+    for index, (mine, its) in enumerate(zip(got.tensors(), wanted.tensors(), strict=True)):
+        same(mine.cpu(), its, f"{what}, tensor {index}:")
 
 
 def check_step(device: torch.device, formula: Formula, form: str, case: tuple) -> None:
@@ -194,15 +163,13 @@ def check_clip(device: torch.device) -> None:
 
 
 def check_norm(device: torch.device, numel: int, dtype: torch.dtype, start: int) -> None:
-    x = numbers(numel + start, 7).to(dtype).to(device)[start:]
+    x = numbers(numel + start, dtype, 7).to(device)[start:]
     out = torch.full((1,), 5.0, dtype=torch.float64, device=device)
-    room = torch.full((norm_scratch(numel) + 1,), 5.0, dtype=torch.float64, device=device)
     wanted = fixed_sum_squares(x.cpu())
     sum_squares_into(x, out)
     assert out.item() == wanted
-    sum_squares_into(x, out, accumulate=True, scratch=room[:-1])
+    sum_squares_into(x, out, accumulate=True)
     assert out.item() == wanted + wanted
-    assert room[-1].item() == 5.0
     for at, bad in zip((0, numel // 2, numel - 1) if numel else (), (math.inf, -math.inf, math.nan), strict=False):
         y = x.clone()
         y[at] = bad
@@ -215,20 +182,20 @@ def check_norm(device: torch.device, numel: int, dtype: torch.dtype, start: int)
 def check_bucket(device: torch.device, flat_dtype: torch.dtype, scale: float, gap: int) -> None:
     """Tensors of all sizes and dtypes with gaps between them, there and back."""
     sizes = (*SIZES[1:], 20000, 8192)
-    tensors = [numbers(numel, numel, True).to(dtype) for dtype in DTYPES for numel in sizes]
-    tensors.append(numbers(6, 3).view(2, 3))
+    tensors = [numbers(numel, dtype, numel, True) for dtype in DTYPES for numel in sizes]
+    tensors.append(numbers(6, seed=3).view(2, 3))
     *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
     wanted = torch.full((size,), 9.0, dtype=flat_dtype)
     got = wanted.to(device, copy=True)
     mine = [tensor.to(device, copy=True) for tensor in tensors]
     bucket = Bucket(mine, got, offsets)
-    pack_reference(tensors, wanted, offsets, scale)
+    move_reference(tensors, wanted, offsets, scale, True)
     bucket.pack(scale)
-    same(got, wanted, ("pack", flat_dtype, scale))
-    unpack_reference(wanted, tensors, offsets, scale)
+    same(got.cpu(), wanted, f"pack, {flat_dtype}, {scale}:")
+    move_reference(tensors, wanted, offsets, scale, False)
     bucket.unpack(scale)
     for index, (a, b) in enumerate(zip(mine, tensors, strict=True)):
-        same(a.flatten(), b.flatten(), ("unpack", index, flat_dtype, scale))
+        same(a.cpu().flatten(), b.flatten(), f"unpack, {index}, {flat_dtype}, {scale}:")
 
 
 class Phase:
@@ -241,7 +208,6 @@ class Phase:
         self.shards = [shard.to(device, 0) for shard in self.wanted]
         self.live = Live(device)
         self.total = torch.zeros(1, dtype=torch.float64, device=device)
-        self.scratch = torch.empty(norm_scratch(max(numels)), dtype=torch.float64, device=device)
         self.grads = [shard.grad.bfloat16() for shard in self.shards]
         self.buckets = [Bucket([grad], shard.grad, [0]) for grad, shard in zip(self.grads, self.shards, strict=True)]
         self.taken = 0
@@ -249,7 +215,7 @@ class Phase:
     def run(self) -> None:
         for index, (shard, bucket) in enumerate(zip(self.shards, self.buckets, strict=True)):
             bucket.pack(0.5)
-            sum_squares_into(shard.grad, self.total, accumulate=index > 0, scratch=self.scratch)
+            sum_squares_into(shard.grad, self.total, accumulate=index > 0)
         self.live.clip(self.total, 0.25, 1.0)
         self.live.prepare(self.formula)
         for index, shard in enumerate(self.shards):
@@ -259,7 +225,7 @@ class Phase:
         """Other gradients, and another lr."""
         self.live.write(lr=lr)
         for grad in self.grads:
-            grad.copy_(numbers(grad.numel(), 50 + turn))
+            grad.copy_(numbers(grad.numel(), seed=50 + turn))
         if not finite:
             self.grads[1][17] = torch.inf
 

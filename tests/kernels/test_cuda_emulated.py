@@ -102,17 +102,17 @@ def test_a_launch_that_fails_says_which_and_why(module: ModuleType) -> None:
 def test_memory_of_the_host_is_registered_until_its_last_tensor_is_gone(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "load_cuda", lambda: emulated)
+    monkeypatch.setattr(cuda, "load", lambda name: emulated)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     device = torch.device("cuda", 0)
-    slab = PinnedArena(4096, device, pinned=True)
-    address, taken = slab.address, slab.take(4096)
-    assert slab.pinned
+    arena = PinnedArena(4096, device, pinned=True)
+    address, taken = arena.address, arena.take(4096)
+    assert arena.pinned
     assert not PinnedArena(4096, device, pinned=False).pinned
-    slab.close()
+    arena.close()
     with pytest.raises(RuntimeError, match=r"cudaHostRegister on device 0: CUDA error 712, cudaErrorHostMemoryAlready"):
         cuda.pin_host(address, 4096, device)
-    del slab, taken
+    del arena, taken
     gc.collect()
     unpin = cuda.pin_host(address, 4096, device)  # it is free again
     unpin()

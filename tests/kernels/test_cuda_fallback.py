@@ -11,13 +11,14 @@ import cuda_cases
 import pytest
 import torch
 from cuda_cases import ALL_STEPS, FORMULAS
+from kernel_cases import numbers
 
 from zero.kernels import cuda, native
 from zero.kernels.bucket import Bucket
 from zero.kernels.formulas import Adam, Lion
 from zero.kernels.live import Live
 from zero.kernels.moments import Moment
-from zero.kernels.norm import norm_scratch, sum_squares, sum_squares_into
+from zero.kernels.norm import sum_squares, sum_squares_into
 
 CPU = torch.device("cpu")
 
@@ -69,12 +70,11 @@ def test_a_bucket_notices_that_memory_moved() -> None:
 
 @pytest.mark.parametrize("dtype", [*cuda_cases.DTYPES, torch.float64])
 def test_sum_squares_into_adds_up(dtype: torch.dtype) -> None:
-    x, out = cuda_cases.numbers(9000, 1).to(dtype), torch.full((1, 1), 7.0, dtype=torch.float64)
+    x, out = numbers(9000, dtype), torch.full((1, 1), 7.0, dtype=torch.float64)
     sum_squares_into(x, out)
     assert out.item() == sum_squares(x)
     sum_squares_into(x[:5], out, accumulate=True)
     assert out.item() == sum_squares(x) + sum_squares(x[:5])
-    assert norm_scratch(0) == 0 and norm_scratch(4096) == 1 and norm_scratch(4097) == 2
 
 
 def test_sum_squares_into_refuses() -> None:
@@ -93,9 +93,9 @@ def test_sum_squares_into_refuses() -> None:
 def test_live_refuses() -> None:
     live, formula = Live(CPU), Lion(0.1)
     shard = torch.ones(8), (Moment(torch.zeros(8)),), torch.ones(8), None
-    for numbers in ({"lr": -1.0}, {"lr": math.nan}, {"step": -1}):
-        with pytest.raises(ValueError, match=f"{next(iter(numbers))}: got"):
-            live.write(**numbers)
+    for change in ({"lr": -1.0}, {"lr": math.nan}, {"step": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))}: got"):
+            live.write(**change)
     with pytest.raises(ValueError, match="total: got"):
         live.clip(torch.zeros(2, dtype=torch.float64), 1.0, 0.0)
     with pytest.raises(ValueError, match=r"formula: got Lion.*prepare"):
@@ -113,17 +113,15 @@ def test_live_refuses() -> None:
 
 def test_missing_cuda_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "zero._cuda", None)  # makes the import fail
-    for cached in (native._find, native.load_cuda):
+    for cached in (native._find, native.load):
         monkeypatch.setattr(native, cached.__name__, functools.cache(cached.__wrapped__))
-    monkeypatch.setattr(cuda, "load_cuda", native.load_cuda)
+    monkeypatch.setattr(cuda, "load", native.load)
     monkeypatch.setattr(cuda, "_usable", functools.cache(cuda._usable.__wrapped__))
     with caplog.at_level(logging.WARNING, logger="zero"):
-        assert not cuda.available(CPU)
+        assert not cuda.kernels(CPU)
         assert not caplog.records
         for index in (0, 1, 0):
-            assert not cuda.available(torch.device("cuda", index))
+            assert not cuda.kernels(torch.device("cuda", index))
     assert [record.name for record in caplog.records] == ["zero"]
     assert "CUDA kernels are missing" in caplog.text and "ZERO_REQUIRE_CUDA=1" in caplog.text
-    assert "zero._cuda" in str(native.cuda_missing_text())
-    with pytest.raises(RuntimeError, match=r"device: got cuda:0.*available"):
-        cuda.needed(torch.device("cuda", 0))
+    assert "zero._cuda" in str(native.missing_text(native.CUDA_MODULE))

@@ -22,9 +22,9 @@ pytestmark = [
 def device() -> torch.device:
     """The first GPU, which must run the compiled kernels."""
     found = torch.device("cuda", 0)
-    if native.load_cuda() is None:
-        pytest.skip(str(native.cuda_missing_text()))
-    assert cuda.available(found), "the device does not run what was compiled; the log says why"
+    if native.load(native.CUDA_MODULE) is None:
+        pytest.skip(str(native.missing_text(native.CUDA_MODULE)))
+    assert cuda.kernels(found), "the device does not run what was compiled; the log says why"
     return found
 
 
@@ -57,7 +57,7 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_norm_has_the_bits_of_the_hosts(device: torch.device) -> None:
-    x = cuda_cases.numbers(9_000_001, 3)
+    x = torch.randn(9_000_001)
     assert sum_squares(x.to(device)) == sum_squares(x)
 
 
@@ -122,16 +122,16 @@ def test_a_launch_that_fails_says_which_and_why(device: torch.device) -> None:
     """Too many threads: refused by the launch, and so the context lives on."""
     wanted = r"launch of probe with 1 x 2048 threads on device 0: CUDA error 9, cudaErrorInvalidConfiguration: invalid"
     with pytest.raises(RuntimeError, match=wanted):
-        cuda.launch(cuda.needed(device).probe, device, 2048)
+        cuda.launch(cuda.kernels(device).probe, device, 2048)
     with pytest.raises(RuntimeError, match=r"cudaSetDevice on device 4711: CUDA error"):
-        cuda.needed(device).probe(32, 4711, 0)
+        cuda.kernels(device).probe(32, 4711, 0)
     assert sum_squares(torch.ones(10, device=device)) == 10.0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_of_a_device_that_is_not_the_current_one(device: torch.device) -> None:
     other = torch.device("cuda", 1)
-    assert cuda.available(other)
+    assert cuda.kernels(other)
     cuda_cases.check_live(other, FORMULAS["adamw"], "8bit")
     assert torch.cuda.current_device() == 0
     assert torch.ones(3, device="cuda").device == torch.device("cuda", 0)

@@ -8,9 +8,17 @@ import torch
 from kernel_cases import BAD_ANY_SHAPE, BAD_FLAT, CPU, DTYPES, NARROW, SIZES, all_same, numbers, same, sizes
 
 from zero.kernels import native
-from zero.kernels.bucket import pack, pack_reference, sum_rows, sum_rows_reference, unpack, unpack_reference
+from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_reference
 
 isa, threads = kernel_cases.isa, kernel_cases.threads
+
+
+def pack(tensors, flat, offsets, scale=1.0):
+    Bucket(tensors, flat, offsets).pack(scale)
+
+
+def unpack(flat, tensors, offsets, scale=1.0):
+    Bucket(tensors, flat, offsets).unpack(scale)
 
 
 def every_pattern(dtype):
@@ -77,12 +85,12 @@ def test_pack_and_unpack_give_the_bits_of_the_reference(isa, threads, dtype, fla
     *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
     got, wanted = (torch.full((size,), 9.0, dtype=flat_dtype) for _ in range(2))
     pack(tensors, got, offsets, scale)
-    pack_reference(tensors, wanted, offsets, scale)
+    move_reference(tensors, wanted, offsets, scale, True)
     same(got, wanted)
     assert got[:gap].tolist() == got[-gap:].tolist() == [9.0] * gap
     got_back, wanted_back = ([torch.zeros_like(t) for t in tensors] for _ in range(2))
     unpack(got, got_back, offsets, scale)
-    unpack_reference(got, wanted_back, offsets, scale)
+    move_reference(wanted_back, got, offsets, scale, False)
     all_same([t.flatten() for t in got_back], [t.flatten() for t in wanted_back])
 
 
@@ -117,8 +125,7 @@ def test_sum_rows_adds_first_to_last_and_may_write_into_a_row(isa):
     assert out.signbit().all()
 
 
-@pytest.mark.parametrize("move", [pack, pack_reference, unpack, unpack_reference])
-def test_pack_and_unpack_refuse(move):
+def test_a_bucket_refuses():
     good, flat = torch.zeros(8), torch.zeros(20)
     cases = [([good, BAD_FLAT[bad]()], flat, [0, 8], r"tensors\[1\]: got") for bad in BAD_ANY_SHAPE]
     cases += [([good], BAD_FLAT[bad](), [0], "flat: got") for bad in BAD_ANY_SHAPE]
@@ -126,7 +133,7 @@ def test_pack_and_unpack_refuse(move):
     cases += [([good], torch.zeros(4, 5), [0], "flat: got.*1-D"), ([good], flat, [0, 1], "offsets: got 2 for 1")]
     for tensors, buffer, offsets, wanted in cases:
         with pytest.raises(ValueError, match=wanted):
-            move(*((tensors, buffer) if move in (pack, pack_reference) else (buffer, tensors)), offsets)
+            Bucket(tensors, buffer, offsets)
 
 
 @pytest.mark.parametrize("call", [sum_rows, sum_rows_reference])

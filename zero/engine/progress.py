@@ -69,7 +69,7 @@ class Progress:
         dtype = config.compute_dtype
         formats = sharded.numerics.formats
         numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
-        compiled = isa() if device.type == "cpu" else "CUDA" if cuda.available(device) else "torch"
+        compiled = isa() if device.type == "cpu" else "CUDA" if cuda.kernels(device) else "torch"
         kept = f", masters as {formats.master}" if dtype != "fp32" else ""
         kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
         mesh = sharded.mesh

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from zero.kernels.aio_plain import SHORT, PlainPool
-from zero.kernels.checks import check_on_cpu
+from zero.kernels.checks import CPU, address_of
 from zero.kernels.native import load
 from zero.kernels.scratch import ALIGN, Descriptor, ScratchFile, aligned
 
@@ -220,7 +220,7 @@ def _pool(threads: int, depth: int, block: int, backend: str | None) -> tuple[An
 
 def _check(file: ScratchFile, tensor: Tensor, offset: int) -> int:
     """Raise ValueError unless the tensor and the place in the file will do; returns the address."""
-    address, nbytes = check_on_cpu("tensor", tensor), tensor.nbytes
+    address, nbytes = address_of("tensor", tensor, device=CPU), tensor.nbytes
     if address % ALIGN or nbytes % ALIGN:
         raise ValueError(
             f"tensor: got {nbytes} bytes at an address {address % ALIGN} bytes past a multiple of {ALIGN}; wanted both "

@@ -1,7 +1,4 @@
-"""Packing tensors into a flat buffer and back, with cast and factor, and the sum of rows in row order.
-
-:class:`Bucket` looks its tensors up once, :func:`pack` and :func:`unpack` do in each call.
-"""
+"""Packing tensors into a flat buffer and back, with cast and factor, and the sum of rows in row order."""
 
 from __future__ import annotations
 
@@ -11,88 +8,44 @@ import torch
 from torch import Tensor
 
 from zero.kernels import cuda
-from zero.kernels.checks import CPU, address_on, check_flat, check_tensor, describe
+from zero.kernels.checks import FLOATING, address_of, describe
 from zero.kernels.native import DTYPE_CODES, load
-
-
-def _check_spans(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
-    """Check the arguments of pack and unpack."""
-    check_tensor("flat", flat)
-    size, device = flat.numel(), flat.device
-    if flat.ndim != 1:
-        raise ValueError(f"flat: got {describe(flat)}; wanted 1-D")
-    if len(tensors) != len(offsets):
-        raise ValueError(f"offsets: got {len(offsets)} for {len(tensors)} tensors; wanted one each")
-    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        check_tensor(f"tensors[{index}]", tensor)
-        if tensor.device != device:
-            raise ValueError(f"tensors[{index}]: got {describe(tensor)}; wanted {device}, where flat is")
-        if offset < 0 or offset + tensor.numel() > size:
-            raise ValueError(
-                f"offsets[{index}]: got {offset} for {tensor.numel()} elements; wanted a span within flat's {size}"
-            )
 
 
 def _native(
     tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]
 ) -> tuple[tuple[list[int], list[int], list[int], list[int]], tuple[int, int]] | None:
-    """(addresses, dtype codes, numels, offsets), (address of flat, its code); None where no compiled kernel applies."""
-    flat_address = address_on(CPU, flat, flat.shape)
-    tensor_addresses = [address_on(CPU, tensor, tensor.shape) for tensor in tensors]
+    """(addresses, dtype codes, numels, offsets), (address of flat, its code); None where no compiled kernel applies.
+
+    Raises the ValueError of :class:`Bucket` that is due, if one is.
+    """
+    addresses, size, device = [address_of("flat", flat, FLOATING)], flat.numel(), flat.device
+    if flat.ndim != 1:
+        raise ValueError(f"flat: got {describe(flat)}; wanted 1-D")
+    if len(tensors) != len(offsets):
+        raise ValueError(f"offsets: got {len(offsets)} for {len(tensors)} tensors; wanted one each")
+    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        addresses.append(address_of(f"tensors[{index}]", tensor, FLOATING, device=device))
+        if offset < 0 or offset + tensor.numel() > size:
+            raise ValueError(
+                f"offsets[{index}]: got {offset} for {tensor.numel()} elements; wanted a span within flat's {size}"
+            )
     codes = [DTYPE_CODES.get(tensor.dtype) for tensor in (flat, *tensors)]
-    if None in codes or 0 in (flat_address, *tensor_addresses):
+    if None in codes or 0 in addresses:  # of an empty one
         return None
-    return (tensor_addresses, codes[1:], [t.numel() for t in tensors], list(offsets)), (flat_address, codes[0])
+    return (addresses[1:], codes[1:], [t.numel() for t in tensors], list(offsets)), (addresses[0], codes[0])
 
 
 @torch.no_grad()
-def _move_reference(
+def move_reference(
     tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float, to_flat: bool
 ) -> None:
-    _check_spans(tensors, flat, offsets)
+    """:meth:`Bucket.pack`, or :meth:`Bucket.unpack`, as plain torch operations, on any device; the same bits."""
     for tensor, offset in zip(tensors, offsets, strict=True):
         span, whole = flat[offset : offset + tensor.numel()], tensor.view(-1)
         source, target = (whole, span) if to_flat else (span, whole)
         wide = torch.float64 if torch.float64 in (source.dtype, target.dtype) else torch.float32
         target.copy_(source if scale == 1.0 else source.to(wide) * scale)
-
-
-def pack(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float = 1.0) -> None:
-    """Write each tensor into ``flat`` from its offset on, times ``scale``, cast to the dtype of ``flat``.
-
-    The product is taken in fp32 (in fp64 when a side is float64) and rounded to nearest, ties to even.
-
-    Args:
-        tensors: contiguous, any shapes, each float32, bfloat16 or float16. Read only.
-        flat: shape [n]. What is between the spans is left alone.
-        offsets: first element of each tensor in ``flat``, in elements. Spans must not overlap: two threads would
-            write the same element.
-        scale: factor.
-
-    Raises:
-        ValueError: for a span outside ``flat``, tensors on different devices, or tensors that are not contiguous and
-            floating or whose storage was released. Nothing was written then.
-    """
-    Bucket(tensors, flat, offsets).pack(scale)
-
-
-def pack_reference(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int], scale: float = 1.0) -> None:
-    """:func:`pack` as plain torch operations, on any device; the same arguments, errors and bits."""
-    _move_reference(tensors, flat, offsets, scale, True)
-
-
-def unpack(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float = 1.0) -> None:
-    """Fill each tensor from ``flat``, from its offset on, times ``scale``, cast to the dtype of the tensor.
-
-    The inverse of :func:`pack`: the same rounding, conditions and errors, with ``flat`` read and ``tensors`` written.
-    Spans may overlap; the tensors must not.
-    """
-    Bucket(tensors, flat, offsets).unpack(scale)
-
-
-def unpack_reference(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float = 1.0) -> None:
-    """:func:`unpack` as plain torch operations, on any device; the same arguments, errors and bits."""
-    _move_reference(tensors, flat, offsets, scale, False)
 
 
 # Elements of a tensor that one block of CUDA threads moves: kPiece of csrc/cuda_kernels.cuh.
@@ -112,17 +65,18 @@ class Bucket:
         offsets: first element of each tensor in ``flat``, in elements. Spans must not overlap.
 
     Raises:
-        ValueError: as :func:`pack`.
+        ValueError: for a span outside ``flat``, tensors on different devices, or tensors that are not contiguous and
+            floating or whose storage was released.
     """
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
-        _check_spans(tensors, flat, offsets)
+        self._native = _native(tensors, flat, offsets)
         self.tensors, self.flat, self.offsets = list(tensors), flat, list(offsets)
         self._addresses = self._addresses_now()
         dtypes = {flat.dtype, *(tensor.dtype for tensor in tensors)}
         compiled = dtypes <= DTYPE_CODES.keys() and flat.numel() > 0
-        self._native = _native(tensors, flat, offsets)
-        self._table = self._upload() if compiled and cuda.available(flat.device) else None
+        self._module = cuda.kernels(flat.device) if compiled else None
+        self._table = self._upload() if self._module is not None else None
 
     def _addresses_now(self) -> list[int]:
         return [self.flat.data_ptr(), *(tensor.data_ptr() for tensor in self.tensors)]
@@ -141,7 +95,10 @@ class Bucket:
         return words.to(self.flat.device), sum(len(piece) for piece in pieces)
 
     def pack(self, scale: float = 1.0) -> None:
-        """Write each tensor into the flat buffer, times ``scale``, as :func:`pack` does.
+        """Write each tensor into the flat buffer, times ``scale``, cast to the dtype of the buffer.
+
+        The product is taken in fp32 (in fp64 when a side is float64) and rounded to nearest, ties to even. What is
+        between the spans is left alone.
 
         Raises:
             ValueError: where a tensor is no longer where it was when this object was made.
@@ -149,7 +106,10 @@ class Bucket:
         self._move(scale, True)
 
     def unpack(self, scale: float = 1.0) -> None:
-        """Fill each tensor from the flat buffer, times ``scale``, as :func:`unpack` does; errors as :meth:`pack`."""
+        """Fill each tensor from the flat buffer: the inverse of :meth:`pack`, with the same rounding and errors.
+
+        Spans may overlap.
+        """
         self._move(scale, False)
 
     def _move(self, scale: float, to_flat: bool) -> None:
@@ -158,43 +118,33 @@ class Bucket:
                 "tensors: got at least one (or flat) whose memory moved or was released since this Bucket was made; "
                 "make a new one"
             )
-        if self._table is not None:
+        if self._module is not None and self._table is not None:
             words, pieces = self._table
             spans = words.data_ptr()
             flat, code = self.flat.data_ptr(), DTYPE_CODES[self.flat.dtype]
             arguments = spans, spans + 32 * len(self.tensors), pieces, flat, code, scale, to_flat
-            cuda.launch(cuda.needed(self.flat.device).move, self.flat.device, *arguments)
+            cuda.launch(self._module.move, self.flat.device, *arguments)
             return
-        module = None if self._native is None else load()
-        if self._native is None or module is None:
-            _move_reference(self.tensors, self.flat, self.offsets, scale, to_flat)
+        module = load() if self._native is not None and self.flat.is_cpu else None
+        if module is None:
+            move_reference(self.tensors, self.flat, self.offsets, scale, to_flat)
         elif to_flat:
             module.pack(*self._native[0], *self._native[1], scale, torch.get_num_threads())
         else:
             module.unpack(*self._native[1], *self._native[0], scale, torch.get_num_threads())
 
 
-def _check_rows(rows: Sequence[Tensor], out: Tensor) -> None:
-    check_tensor("out", out)
-    if out.ndim != 1 or out.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"out: got {describe(out)}; wanted 1-D, torch.float32 or torch.float64")
+def _row_addresses(rows: Sequence[Tensor], out: Tensor) -> list[int]:
+    """Address of out, then of each row. Raises the ValueError of :func:`sum_rows` that is due, if one is."""
+    addresses = [address_of("out", out, (torch.float32, torch.float64))]
+    if out.ndim != 1:
+        raise ValueError(f"out: got {describe(out)}; wanted 1-D")
     if len(rows) == 0:
         raise ValueError("rows: got none; wanted at least one")
-    numel, device, dtype = out.numel(), out.device, rows[0].dtype
     for index, row in enumerate(rows):
-        check_flat(f"rows[{index}]", row, numel, device)
-        if row.dtype != dtype:
-            raise ValueError(f"rows[{index}]: got {describe(row)}; wanted {dtype}, the dtype of rows[0]")
-
-
-def _native_rows(rows: Sequence[Tensor], out: Tensor) -> list[int] | None:
-    """Address of out, then of each row; None where no compiled kernel applies."""
-    if not (len(rows) > 0 and isinstance(out, Tensor) and out.ndim == 1 and out.dtype == torch.float32):
-        return None
-    addresses = [address_on(CPU, tensor, out.shape) for tensor in (out, *rows)]
-    dtype = getattr(rows[0], "dtype", None)
-    if 0 in addresses or dtype not in DTYPE_CODES or any(row.dtype is not dtype for row in rows):
-        return None
+        addresses.append(address_of(f"rows[{index}]", row, FLOATING, out.shape, out.device))
+        if row.dtype != rows[0].dtype:
+            raise ValueError(f"rows[{index}]: got {describe(row)}; wanted {rows[0].dtype}, the dtype of rows[0]")
     return addresses
 
 
@@ -215,19 +165,18 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int
         ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
             whose storage was released. Nothing was written then.
     """
-    module = load()
-    addresses = None if module is None else _native_rows(rows, out)
-    if addresses is None:
+    addresses, code = _row_addresses(rows, out), DTYPE_CODES.get(rows[0].dtype)
+    module = load() if out.is_cpu and out.dtype is torch.float32 else None
+    if module is None or code is None or 0 in addresses:
         sum_rows_reference(rows, out, accumulate)
         return
-    code = DTYPE_CODES[rows[0].dtype]
     module.sum_rows(addresses[1:], code, addresses[0], out.numel(), accumulate, threads or torch.get_num_threads())
 
 
 @torch.no_grad()
 def sum_rows_reference(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
     """:func:`sum_rows` as plain torch operations, on any device; the same arguments, errors and bits."""
-    _check_rows(rows, out)
+    _row_addresses(rows, out)
     total = rows[0].to(out.dtype, copy=True)
     for row in rows[1:]:
         total += row.to(out.dtype)

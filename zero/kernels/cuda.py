@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero.kernels.native import load_cuda
+from zero.kernels.native import CUDA_MODULE, load
 
 _THREADS_OF_PROBE = 32
 
@@ -23,7 +23,7 @@ _THREADS_OF_PROBE = 32
 @functools.cache
 def _usable(index: int) -> ModuleType | None:
     """``zero._cuda`` if device `index` can run it: an old driver or an unknown chip shows at the first launch only."""
-    module = load_cuda()
+    module = load(CUDA_MODULE)
     if module is None:
         return None
     device = torch.device("cuda", index)
@@ -45,11 +45,6 @@ def kernels(device: torch.device) -> ModuleType | None:
     return _usable(device.index) if device.type == "cuda" else None
 
 
-def available(device: torch.device) -> bool:
-    """Whether tensors on `device` can be treated by the CUDA kernels."""
-    return kernels(device) is not None
-
-
 def launch(call: Callable[..., None], device: torch.device, *arguments: Any) -> None:
     """Make a call of the compiled module on `device` and torch's current stream there."""
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -61,21 +56,13 @@ def launch(call: Callable[..., None], device: torch.device, *arguments: Any) -> 
         call(*arguments, device.index, stream)
 
 
-def needed(device: torch.device) -> ModuleType:
-    """The compiled module for a device that is :func:`available`; raises RuntimeError for another one."""
-    module = kernels(device)
-    if module is None:
-        raise RuntimeError(f"device: got {device}, which does not run the CUDA kernels; ask available() first")
-    return module
-
-
 def pin_host(address: int, nbytes: int, device: torch.device) -> Callable[[], None]:
     """Register host memory, whole pages from `address` on, with CUDA; returns what ends that, for any thread to call.
 
     Copies between it and any device of this process then run by themselves. `device` must be there; a call takes
     time for every page. Raises RuntimeError, with CUDA's text, where the memory cannot be registered.
     """
-    module, index = load_cuda(), device.index
+    module, index = load(CUDA_MODULE), device.index
     if module is None:
         raise RuntimeError("the compiled module zero._cuda is missing")
     index = torch.cuda.current_device() if index is None else index

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from zero.kernels import cuda
-from zero.kernels.checks import check_tensor, describe
+from zero.kernels.checks import address_of, describe
 from zero.kernels.formulas import Formula
 from zero.kernels.moments import Moment
-from zero.kernels.step import check_arguments, check_counters, kernel_arguments, step
+from zero.kernels.step import check_counters, kernel_arguments, step
 
 # fp64 words, as in csrc/cuda_kernels.cuh: enum Live, then Prepared.
 _LR, _GRAD_SCALE, _STEP, _FOUND_INF, _NORM = range(5)
@@ -117,12 +117,12 @@ class Live:
         Raises:
             ValueError: for a total of another dtype, size or device.
         """
-        check_tensor("total", total, (torch.float64,))
-        if total.numel() != 1 or total.device != self.values.device:
+        address = address_of("total", total, (torch.float64,), device=self.values.device)
+        if total.numel() != 1:
             raise ValueError(f"total: got {describe(total)}; wanted one number on {self.values.device}")
         module = cuda.kernels(total.device)
         if module is not None:
-            cuda.launch(module.clip, total.device, total.data_ptr(), mean, limit, self.values.data_ptr())
+            cuda.launch(module.clip, total.device, address, mean, limit, self.values.data_ptr())
             return
         norm = total.detach().reshape(()).sqrt() * mean
         scale = torch.full_like(norm, mean)
@@ -177,15 +177,13 @@ class Live:
         if self._code is None or formula.native()[0] != self._code:
             raise ValueError(f"formula: got {formula}; wanted the one of prepare(), called before")
         arguments = kernel_arguments(formula, master, moments, grad, param)
-        if arguments is None:
-            check_arguments(formula, master, moments, grad, param)
         if master.device != self.values.device:
             raise ValueError(f"master: got {describe(master)}; wanted {self.values.device}, where these numbers are")
         if master.numel() == 0:
             return
         if self._host is None and arguments is not None:
             check_counters(1, key, first)
-            module, prepared = cuda.needed(master.device), self._prepared.data_ptr()
+            module, prepared = cuda.kernels(master.device), self._prepared.data_ptr()
             cuda.launch(module.step_live, master.device, self._code, prepared, (*arguments, key, first))
             return
         host = self._host

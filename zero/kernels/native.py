@@ -19,66 +19,47 @@ import torch
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_TENSOR = -1
 
-
-_CPU_MISSING = (
-    "compiled CPU kernels are missing ({}): the optimizer step, norms, packing and row sums of CPU tensors run as "
-    "plain torch operations and checksums in zlib, with equal results but several times slower. To get them, install "
-    "zero from source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to see why a build "
-    "fails."
-)
-_CUDA_MISSING = (
-    "CUDA kernels are missing ({}): the optimizer step, norms and packing of CUDA tensors run as plain torch "
-    "operations, with equal results but several times slower, and an optimizer step waits for the device. To get them, "
-    "install zero from source with nvcc (CUDA 12.8 or later for all targets) on the PATH or under CUDA_HOME, with "
-    "ZERO_REQUIRE_CUDA=1 set to see why a build fails."
-)
+CPU_MODULE, CUDA_MODULE = "zero._cpu", "zero._cuda"
+_MISSING = {
+    CPU_MODULE: "compiled CPU kernels are missing ({}): the optimizer step, norms, packing and row sums of CPU tensors "
+    "run as plain torch operations and checksums in zlib, with equal results but several times slower. To get them, "
+    "install zero from source with a C++17 compiler and OpenMP at hand, with ZERO_REQUIRE_NATIVE=1 set to see why a "
+    "build fails.",
+    CUDA_MODULE: "CUDA kernels are missing ({}): the optimizer step, norms and packing of CUDA tensors run as plain "
+    "torch operations, with equal results but several times slower, and an optimizer step waits for the device. To get "
+    "them, install zero from source with nvcc (CUDA 12.8 or later for all targets) on the PATH or under CUDA_HOME, "
+    "with ZERO_REQUIRE_CUDA=1 set to see why a build fails.",
+}
 
 
 @functools.cache
-def _find(name: str, missing: str) -> tuple[ModuleType | None, str | None]:
+def _find(name: str) -> tuple[ModuleType | None, str | None]:
     """The module of this name, or what to say where it is missing."""
     try:
         return importlib.import_module(name), None
     except ImportError as error:
-        return None, missing.format(f"{type(error).__name__}: {error}")
+        return None, _MISSING[name].format(f"{type(error).__name__}: {error}")
 
 
-def _warn(missing: str | None) -> None:
+@functools.cache
+def load(name: str = CPU_MODULE) -> ModuleType | None:
+    """Return the module of compiled CPU kernels, or that of CUDA kernels, or None when it is missing.
+
+    The first call of a process that finds it missing says so on the logger ``zero``; later calls are silent. Importing
+    the CUDA kernels touches no device; they are asked for where there are CUDA tensors.
+    """
+    module, missing = _find(name)
     if missing is not None:
         logging.getLogger("zero").warning(missing)
+    return module
 
 
-@functools.cache
-def load() -> ModuleType | None:
-    """Return the module of compiled CPU kernels, or None when it is missing.
-
-    The first call of a process that finds it missing says so on the logger ``zero``; later calls are silent.
-    """
-    _warn(missing_text())
-    return _find("zero._cpu", _CPU_MISSING)[0]
-
-
-@functools.cache
-def load_cuda() -> ModuleType | None:
-    """Return the module of CUDA kernels, or None when it is missing; it is asked for where there are CUDA tensors.
-
-    Importing it touches no device. The first call of a process that finds it missing says so on the logger ``zero``.
-    """
-    _warn(cuda_missing_text())
-    return _find("zero._cuda", _CUDA_MISSING)[0]
-
-
-def missing_text() -> str | None:
-    """Why there are no compiled CPU kernels, what runs instead and how to get them; None when they are there."""
-    return _find("zero._cpu", _CPU_MISSING)[1]
-
-
-def cuda_missing_text() -> str | None:
-    """Why there are no CUDA kernels, what runs instead and how to get them; None when they are there."""
-    return _find("zero._cuda", _CUDA_MISSING)[1]
+def missing_text(name: str = CPU_MODULE) -> str | None:
+    """Why there are no such kernels, what runs instead and how to get them; None when they are there."""
+    return _find(name)[1]
 
 
 def isa() -> str:
     """Instruction set of the compiled kernels in use (``sse2``, ``avx2``, ``neon`` ...), or ``torch`` without them."""
-    module = _find("zero._cpu", _CPU_MISSING)[0]
+    module = _find(CPU_MODULE)[0]
     return "torch" if module is None else str(module.isa())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zero.kernels import cuda
-from zero.kernels.checks import CPU, address_on, check_tensor, describe
+from zero.kernels.checks import FLOATING, address_of, describe
 from zero.kernels.native import DTYPE_CODES, load
 
 # Elements that the reference widens to fp64 at a time.
@@ -32,15 +32,14 @@ def sum_squares(tensor: Tensor, threads: int | None = None) -> float:
     Raises:
         ValueError: for a tensor that is not contiguous and floating, or whose storage was released.
     """
-    code = DTYPE_CODES.get(getattr(tensor, "dtype", None))
-    if code is not None and tensor.is_cuda and cuda.available(tensor.device):
+    address, code = address_of("tensor", tensor, FLOATING), DTYPE_CODES.get(tensor.dtype)
+    if code is not None and cuda.kernels(tensor.device) is not None:
         out = torch.empty((), dtype=torch.float64, device=tensor.device)
         sum_squares_into(tensor, out)
         return out.item()
-    module = load()
-    address = 0 if module is None or code is None else address_on(CPU, tensor, tensor.shape)
-    if not address:
-        return sum_squares_reference(tensor)
+    module = load() if code is not None and tensor.is_cpu else None
+    if module is None:
+        return _total(tensor).item()
     return module.sum_squares(address, code, tensor.numel(), threads or torch.get_num_threads())
 
 
@@ -49,7 +48,7 @@ def sum_squares_reference(tensor: Tensor) -> float:
 
     Additions come in the order torch likes, so it agrees with the kernel to about 1e-13, relative.
     """
-    check_tensor("tensor", tensor)
+    address_of("tensor", tensor, FLOATING)
     return _total(tensor).item()
 
 
@@ -61,7 +60,7 @@ def _total(tensor: Tensor) -> Tensor:
     return total
 
 
-def sum_squares_into(tensor: Tensor, out: Tensor, *, accumulate: bool = False, scratch: Tensor | None = None) -> None:
+def sum_squares_into(tensor: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write the sum of the squares of all elements to `out`, or add it, without waiting for the device.
 
     The structure of the additions is that of :func:`sum_squares`. Calls that accumulate, to have one number for several
@@ -71,24 +70,20 @@ def sum_squares_into(tensor: Tensor, out: Tensor, *, accumulate: bool = False, s
         tensor: contiguous, any shape; compiled for float32, bfloat16 and float16.
         out: one float64 number on the tensor's device, any shape.
         accumulate: add to `out` rather than overwrite it.
-        scratch: float64, at least :func:`norm_scratch` (numel) elements, on the tensor's device; for CUDA devices,
-            which otherwise get it from torch's allocator in each call. The CPU uses none.
 
     Raises:
-        ValueError: for tensors that are not contiguous and floating or whose storage was released, and an `out` or a
-            `scratch` that does not fit.
+        ValueError: for tensors that are not contiguous and floating or whose storage was released, and an `out` that
+            does not fit.
     """
-    check_tensor("tensor", tensor)
-    check_tensor("out", out, (torch.float64,))
-    device = tensor.device
-    if out.numel() != 1 or out.device != device:
-        raise ValueError(f"out: got {describe(out)}; wanted one number on {device}")
+    address, device = address_of("tensor", tensor, FLOATING), tensor.device
+    target = address_of("out", out, (torch.float64,), device=device)
+    if out.numel() != 1:
+        raise ValueError(f"out: got {describe(out)}; wanted one number")
     code, module = DTYPE_CODES.get(tensor.dtype), cuda.kernels(device)
     if code is not None and module is not None:
-        address = address_on(device, tensor, tensor.shape)
-        memory = _scratch(tensor.numel(), device, scratch)
-        arguments = address, code, tensor.numel(), memory.data_ptr(), out.data_ptr(), accumulate
-        cuda.launch(module.sum_squares, device, *arguments)
+        blocks = -(-tensor.numel() // NORM_BLOCK)
+        memory = torch.empty(blocks, dtype=torch.float64, device=device)
+        cuda.launch(module.sum_squares, device, address, code, tensor.numel(), memory.data_ptr(), target, accumulate)
         return
     total = sum_squares(tensor) if tensor.is_cpu else _total(tensor).view(out.shape)
     with torch.no_grad():
@@ -98,20 +93,3 @@ def sum_squares_into(tensor: Tensor, out: Tensor, *, accumulate: bool = False, s
             out.copy_(total)
         else:
             out.fill_(total)
-
-
-def norm_scratch(numel: int) -> int:
-    """How many float64 numbers of scratch memory :func:`sum_squares_into` wants for `numel` elements."""
-    return -(-numel // NORM_BLOCK)
-
-
-def _scratch(numel: int, device: torch.device, scratch: Tensor | None) -> Tensor:
-    if scratch is None:
-        return torch.empty(norm_scratch(numel), dtype=torch.float64, device=device)
-    check_tensor("scratch", scratch, (torch.float64,))
-    if scratch.numel() < norm_scratch(numel) or scratch.device != device:
-        raise ValueError(
-            f"scratch: got {describe(scratch)}; wanted at least {norm_scratch(numel)} elements on {device} "
-            f"for {numel} elements"
-        )
-    return scratch

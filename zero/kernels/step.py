@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from zero.kernels import cuda
-from zero.kernels.checks import address_on, check_apart, check_flat, check_tensor, describe
+from zero.kernels.checks import FLOATING, address_of, check_apart, describe
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import BLOCK, FORMATS, Moment, blocks_of, random_bits
 from zero.kernels.native import DTYPE_CODES, NO_TENSOR, load
@@ -42,10 +42,9 @@ from zero.kernels.remainder import join, round_bf16, split
 # Elements that the reference treats at a time: its temporaries stay small beside the shard. A multiple of BLOCK.
 REFERENCE_CHUNK = 1 << 22
 
-_BYTES = (4, 2, 2)  # of an element, by dtype code
-_BF16 = DTYPE_CODES[torch.bfloat16]
+_MASTERS = (torch.float32, torch.float64, torch.int16)
 _STATE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
-_STATE_BYTES = (4, 2, 1)
+_STATES, _SCALES, _NARROW = tuple(_STATE_CODES), (torch.float32,), tuple(DTYPE_CODES)
 
 
 def check_counters(step: int, key: int, first: int) -> None:
@@ -58,114 +57,60 @@ def check_counters(step: int, key: int, first: int) -> None:
         raise ValueError(f"first: got {first}; wanted a multiple of {BLOCK}, 0 or above")
 
 
-def _check_moments(formula: Formula, moments: tuple[Moment, ...], master: Tensor, named: dict[str, Tensor]) -> None:
-    """Check the moments, and add their tensors to `named`."""
-    names, numel, device = formula.state_names, master.numel(), master.device
+def _state_addresses(
+    formula: Formula, moments: tuple[Moment, ...], master: Tensor, spans: list[tuple[int, int, str]]
+) -> list[int]:
+    """Address of values, then of scales, for two states, 0 for none; adds their spans of memory to `spans`."""
+    names, shape, device = formula.state_names, master.shape, master.device
+    dtypes = (torch.float64,) if master.dtype is torch.float64 else _STATES
     if len(moments) != len(names):
         wanted = f"{len(names)} ({', '.join(names)})" if names else "none"
         raise ValueError(f"moments: got {len(moments)} for {formula}; wanted {wanted}")
-    for name, moment in zip(names, moments, strict=True):
+    addresses = [0, 0, 0, 0]
+    for index, (name, moment) in enumerate(zip(names, moments, strict=True)):
         if not isinstance(moment, Moment):
             raise ValueError(f"{name}: got {describe(moment)}; wanted a Moment")
-        if moment.format != moments[0].format:
-            raise ValueError(f"{name}: got {moment.format}, and {names[0]} is {moments[0].format}; wanted one format")
-        dtypes = (torch.float64,) if master.dtype == torch.float64 else tuple(_STATE_CODES)
-        check_flat(name, moment.values, numel, device, dtypes)
-        named[name] = moment.values
-        if moment.scales is not None:
-            check_flat(f"scales of {name}", moment.scales, blocks_of(numel), device, (torch.float32,))
-            named[f"scales of {name}"] = moment.scales
-
-
-def check_arguments(
-    formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: Tensor, param: Tensor | None
-) -> None:
-    """Raise the ValueError of :func:`step` that is due, if one is."""
-    if not isinstance(formula, Formula):
-        raise ValueError(f"formula: got {type(formula).__name__}; wanted one of zero.kernels.formulas")
-    check_tensor("master", master, (torch.float32, torch.float64, torch.int16))
-    if master.ndim != 1:
-        raise ValueError(f"master: got {describe(master)}; wanted 1-D")
-    numel, device = master.numel(), master.device
-    dtypes = (*DTYPE_CODES, *((torch.float64,) if master.dtype == torch.float64 else ()))
-    named = {"master": master, "grad": grad}
-    check_flat("grad", grad, numel, device, dtypes)
-    if master.dtype == torch.int16:
-        if param is None:
-            raise ValueError("param: got None beside a remainder (int16) as master; wanted the bfloat16 parameter")
-        dtypes = (torch.bfloat16,)
-    if param is not None:
-        check_flat("param", param, numel, device, dtypes)
-        named["param"] = param
-    _check_moments(formula, moments, master, named)
-    check_apart(named)
-
-
-def _state_arguments(
-    formula: Formula, moments: tuple[Moment, ...], shape: tuple[int, ...], device: torch.device
-) -> tuple[list[int], int, list[tuple[int, int]]] | None:
-    """(address of values, then of scales, for two states; format code; their spans in memory) as `kernel_arguments`."""
-    if len(moments) != len(formula.state_names):
-        return None
-    addresses, spans, code, numel = [0, 0, 0, 0], [], 0, shape[0]
-    for index, moment in enumerate(moments):
-        if not isinstance(moment, Moment):
-            return None
         values, scales = moment.values, moment.scales
-        address, own = address_on(device, values, shape), _STATE_CODES.get(values.dtype)
-        if not address or own is None or (index and own != code):
-            return None
-        code = own
-        addresses[2 * index] = address
-        spans.append((address, address + numel * _STATE_BYTES[own]))
-        if own == 2:
-            blocks = blocks_of(numel)
-            address = address_on(device, scales, (blocks,))
-            if not address or scales.dtype is not torch.float32:
-                return None
-            addresses[2 * index + 1] = address
-            spans.append((address, address + 4 * blocks))
-    return addresses, code, spans
+        if index and values.dtype is not moments[0].values.dtype:
+            raise ValueError(f"{name}: got {moment.format}, and {names[0]} is {moments[0].format}; wanted one format")
+        addresses[2 * index] = address = address_of(name, values, dtypes, shape, device)
+        spans.append((address, address + values.nbytes, name))
+        if scales is not None:
+            name, blocks = f"scales of {name}", (blocks_of(shape[0]),)
+            addresses[2 * index + 1] = address = address_of(name, scales, _SCALES, blocks, device)
+            spans.append((address, address + scales.nbytes, name))
+    return addresses
 
 
 def kernel_arguments(
     formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: Tensor, param: Tensor | None
 ) -> tuple[int, ...] | None:
-    """The arguments of ``_cpu.step`` from master to numel; None where no compiled kernel applies (checked or not)."""
-    if not (isinstance(master, Tensor) and master.ndim == 1 and isinstance(formula, Formula)):
-        return None
-    shape = master.shape
-    device, kind, numel = master.device, master.dtype, shape[0]
-    p, g = address_on(device, master, shape), address_on(device, grad, shape)
-    if not (p and g):
-        return None
-    grad_code, out, out_code = DTYPE_CODES.get(grad.dtype), 0, NO_TENSOR
+    """The arguments of ``_cpu.step`` from master to numel; None where no compiled kernel applies.
+
+    Raises the ValueError of :func:`step` that is due, if one is.
+    """
+    if not isinstance(formula, Formula):
+        raise ValueError(f"formula: got {type(formula).__name__}; wanted one of zero.kernels.formulas")
+    p = address_of("master", master, _MASTERS)
+    if master.ndim != 1:
+        raise ValueError(f"master: got {describe(master)}; wanted 1-D")
+    shape, device, remainder = master.shape, master.device, master.dtype is torch.int16
+    dtypes = FLOATING if master.dtype is torch.float64 else _NARROW
+    g, out, out_code = address_of("grad", grad, dtypes, shape, device), 0, NO_TENSOR
+    spans = [(p, p + master.nbytes, "master"), (g, g + grad.nbytes, "grad")]
     if param is not None:
-        out = address_on(device, param, shape)
-        if not out:
-            return None
-        out_code = DTYPE_CODES.get(param.dtype)
-    if grad_code is None or out_code is None:
+        out = address_of("param", param, (torch.bfloat16,) if remainder else dtypes, shape, device)
+        out_code = DTYPE_CODES.get(param.dtype, NO_TENSOR)
+        spans.append((out, out + param.nbytes, "param"))
+    elif remainder:
+        raise ValueError("param: got None beside a remainder (int16) as master; wanted the bfloat16 parameter")
+    addresses = _state_addresses(formula, moments, master, spans)
+    check_apart(spans)
+    if master.dtype is torch.float64 or shape[0] == 0:
         return None
-    remainder = kind is torch.int16
-    if not (out_code == _BF16 if remainder else kind is torch.float32):
-        return None
-    states = _state_arguments(formula, moments, shape, device)
-    if states is None:
-        return None
-    addresses, state_code, spans = states
-    spans.append((p, p + numel * (2 if remainder else 4)))
-    spans.append((g, g + numel * _BYTES[grad_code]))
-    if out:
-        spans.append((out, out + numel * _BYTES[out_code]))
-    spans.sort()
-    end = 0
-    for start, stop in spans:
-        if start < end:
-            return None
-        end = stop
     masters = (0, p) if remainder else (p, 0)
-    return *masters, out, out_code, g, grad_code, *addresses, state_code, numel
+    state_code = _STATE_CODES[moments[0].values.dtype] if moments else 0
+    return *masters, out, out_code, g, DTYPE_CODES[grad.dtype], *addresses, state_code, shape[0]
 
 
 def step(
@@ -209,17 +154,14 @@ def step(
     """
     check_counters(step, key, first)
     arguments = kernel_arguments(formula, master, moments, grad, param)
-    if arguments is not None and master.is_cpu:
-        module = load()
-        if module is not None:
+    if arguments is not None:
+        if master.is_cpu and (module := load()) is not None:
             threads = threads or torch.get_num_threads()
             module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
             return
-    elif arguments is not None and (module := cuda.kernels(master.device)) is not None:
-        cuda.launch(module.step, master.device, formula.native(), step, grad_scale, (*arguments, key, first))
-        return
-    if arguments is None:
-        check_arguments(formula, master, moments, grad, param)
+        if (module := cuda.kernels(master.device)) is not None:
+            cuda.launch(module.step, master.device, formula.native(), step, grad_scale, (*arguments, key, first))
+            return
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
 
 
@@ -240,7 +182,7 @@ def step_reference(
     The same arguments, errors and, but for float64 masters, bits (up to the payload of a NaN).
     """
     check_counters(step, key, first)
-    check_arguments(formula, master, moments, grad, param)
+    kernel_arguments(formula, master, moments, grad, param)
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
 
 

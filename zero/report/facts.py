@@ -149,8 +149,8 @@ def _cpu_kernels() -> CpuKernels:
 
 
 def _cuda_kernels() -> CudaKernels:
-    missing = native.cuda_missing_text()
-    module = None if missing else native.load_cuda()
+    missing = native.missing_text(native.CUDA_MODULE)
+    module = None if missing else native.load(native.CUDA_MODULE)
     if module is None:
         return CudaKernels((), missing)
     return CudaKernels(tuple(re.split(r"[;,\s]+", module.ARCHS.strip())), None)
@@ -162,7 +162,7 @@ def _gpus() -> tuple[Gpu, ...]:
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         # What was compiled for a GPU may still not run, with an old driver: the first launch shows that.
-        runs = native.cuda_missing_text() is None and cuda.available(torch.device("cuda", index))
+        runs = native.missing_text(native.CUDA_MODULE) is None and cuda.kernels(torch.device("cuda", index)) is not None
         gpus.append(Gpu(properties.name, capability, properties.total_memory, runs))
     return tuple(gpus)
 
