@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _note(self, tensor: Tensor, counted: bool) -> None:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -22,7 +22,7 @@ from zero.core.agree import agree
 from zero.core.mesh import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
-from zero.recompute.saved_inputs import ALONE, InputSettings, InputStore
+from zero.recompute.saved_inputs import ALONE, InputStore
 from zero.recompute.seeds import SeedTracker, seed_model_parallel
 from zero.watchdog.watchdog import Watchdog
 
@@ -49,28 +49,29 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how the inputs of recomputed calls are kept, for this process; an argument overrides the JSON.
+    """Set how the inputs of recomputed calls are kept, for this process; an argument overrides its key of the JSON.
 
     mpu_: what names the ranks that compute one sample together, over which `partition_activations` cuts inputs: an
     object with `get_model_parallel_group()` (or `get_tensor_model_parallel_group()`), a process group, or None.
     deepspeed_config: a path, a dict or a checked config, of which the section `activation_checkpointing` counts.
-    All ranks of `mpu_` call it, which is collective for them. Raises ValueError for what does not fit, ConfigError for
-    the JSON, RuntimeError where the ranks say different things.
+    All ranks of `mpu_` call it, which is collective for them. Raises ValueError for an `mpu_` that does not fit,
+    ConfigError for the JSON and the arguments, RuntimeError where the ranks say different things.
     """
     axis = _axis(mpu_)
     arguments = {
-        "partition": partition_activations,
-        "contiguous": contiguous_checkpointing,
-        "count": num_checkpoints,
-        "host": checkpoint_in_cpu,
-        "synchronize": synchronize,
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    known = vars(InputSettings.of(_config(deepspeed_config).activation_checkpointing)) if deepspeed_config else {}
-    settings = InputSettings(**known | {name: value for name, value in arguments.items() if value is not None})
+    section = _config(deepspeed_config).activation_checkpointing.model_dump() if deepspeed_config else {}
+    section |= {name: value for name, value in arguments.items() if value is not None}
+    settings = _config({"activation_checkpointing": section}).activation_checkpointing
     device = local_device() if axis.native else torch.device("cpu")  # of the messages
     what = "the ranks of mpu_ do not configure the same"
-    agree([f"{name} = {value}" for name, value in vars(settings).items() if name != "profile"], axis, device, what)
+    agree([f"{name} = {value}" for name, value in settings if name != "profile"], axis, device, what)
     inputs = InputStore(settings, axis)
     reset()
     HOLDER.axis, HOLDER.inputs = axis, inputs

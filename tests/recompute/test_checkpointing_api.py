@@ -18,8 +18,9 @@ from torch.nn import functional as F
 import zero
 from zero import checkpointing
 from zero.config import ConfigError
+from zero.config.sections import ActivationCheckpointing
 from zero.recompute.holder import HOLDER, Holder
-from zero.recompute.saved_inputs import InputSettings, InputStore, SavedTensor, restored
+from zero.recompute.saved_inputs import InputStore, SavedTensor, restored
 
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["Block"], "policy": "selective"}
@@ -84,7 +85,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 RESTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "partition": {"partition_activations": True},
-    "slab": {"contiguous_checkpointing": True, "num_checkpoints": 3},
+    "block": {"contiguous_checkpointing": True, "num_checkpoints": 3},
     "host": {"checkpoint_in_cpu": True},
     "host and partition": {"checkpoint_in_cpu": True, "partition_activations": True},
     "all": {
@@ -226,7 +227,7 @@ def test_what_lies_inside_puts_nothing_away():
 
 
 def test_one_tensor_of_many_calls_rests_once():
-    rest = InputStore(InputSettings(host=True))
+    rest = InputStore(ActivationCheckpointing(cpu_checkpointing=True))
     shared = torch.rand(3, requires_grad=True) * 2
     first, second = rest.put([shared])[0], rest.put([shared])[0]
     assert isinstance(first, SavedTensor) and first.call is second.call
@@ -239,13 +240,13 @@ def test_one_tensor_of_many_calls_rests_once():
 
 
 def test_masks_tables_and_leaves_stay_where_they_are():
-    rest = InputStore(InputSettings(host=True))
+    rest = InputStore(ActivationCheckpointing(cpu_checkpointing=True))
     kept = [torch.rand(3), torch.rand(3, requires_grad=True), nn.Parameter(torch.rand(2)), torch.arange(3)]
     assert all(one is other for one, other in zip(rest.put(kept), kept, strict=True))
 
 
 def test_the_call_before_is_fetched_ahead():
-    rest = InputStore(InputSettings(host=True))
+    rest = InputStore(ActivationCheckpointing(cpu_checkpointing=True))
     tickets = [rest.put([torch.rand(3, requires_grad=True) * 2])[0] for _ in range(3)]
     restored(tickets[2])
     assert [bool(ticket.call._fetched) for ticket in tickets] == [False, True, False]
@@ -299,15 +300,16 @@ def test_arguments_go_before_the_json():
     values = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True, "number_checkpoints": 7}}
     checkpointing.configure(None, values, profile=False, contiguous_checkpointing=True)
     assert checkpointing.is_configured()
-    assert HOLDER.inputs.settings == InputSettings(host=True, profile=False, contiguous=True, count=7)
+    section = {"cpu_checkpointing": True, "contiguous_memory_optimization": True, "number_checkpoints": 7}
+    assert dict(HOLDER.inputs.settings) == dict(ActivationCheckpointing(**section))
     checkpointing.reset()
     assert checkpointing.is_configured()
 
 
 def test_what_cannot_be_configured_is_said():
-    with pytest.raises(ValueError, match="contiguous_checkpointing: it needs num_checkpoints"):
+    with pytest.raises(ConfigError, match="number_checkpoints: is missing; contiguous_memory_optimization takes room"):
         checkpointing.configure(None, contiguous_checkpointing=True)
-    with pytest.raises(ValueError, match="num_checkpoints: got 0, wanted an integer of at least 1"):
+    with pytest.raises(ConfigError, match="number_checkpoints: got 0, wanted an integer"):
         checkpointing.configure(None, num_checkpoints=0)
     with pytest.raises(ValueError, match="mpu_: got a str; wanted an object with get_model_parallel_group"):
         checkpointing.configure("tp")
@@ -328,7 +330,7 @@ def divided() -> str:
 def test_ranks_must_configure_alike(pool):
     for text in pool.run(2, divided):
         assert text.startswith("the ranks of mpu_ do not configure the same: ")
-        assert "partition = True" in text and "partition = False" in text
+        assert "partition_activations = True" in text and "partition_activations = False" in text
 
 
 def test_slots_go_back_when_a_graph_has_gone():

@@ -24,7 +24,7 @@ from zero.recompute.modules import Recomputed
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["blocks.*"], "policy": "selective"}
 HOST = {"cpu_checkpointing": True}
-SLAB = {"contiguous_memory_optimization": True, "number_checkpoints": 3}
+BLOCK_OF_INPUTS = {"contiguous_memory_optimization": True, "number_checkpoints": 3}
 WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (FULL, {}),
     (SELECTIVE, {}),
@@ -32,8 +32,8 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**FULL, "every": 2}, {}),
     ({**FULL, "policy": "auto", "budget": "20 KB"}, {}),
     (FULL, HOST),
-    (FULL, SLAB),
-    (SELECTIVE, {**HOST, **SLAB, "number_checkpoints": 2}),
+    (FULL, BLOCK_OF_INPUTS),
+    (SELECTIVE, {**HOST, **BLOCK_OF_INPUTS, "number_checkpoints": 2}),
 ]
 
 
@@ -130,7 +130,7 @@ class Smooth(nn.Module):
 def slopes(stage: int) -> list[bool]:
     """A penalty on the gradient: a backward through a backward."""
     found = []
-    for section, rest in ({}, {}), ({}, {}), (SELECTIVE, {}), ({}, {**HOST, **SLAB}):
+    for section, rest in ({}, {}), ({}, {}), (SELECTIVE, {}), ({}, {**HOST, **BLOCK_OF_INPUTS}):
         torch.manual_seed(1)
         model = nn.Sequential(*(Smooth() for _ in range(3)))
         section = {**section, "modules": ["Smooth"]} if found else {}
@@ -152,7 +152,7 @@ def test_a_backward_through_a_backward(pool, stage):
 
 def several(stage: int) -> list[bool]:
     found = []
-    for section, rest in ({}, {}), (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **SLAB}):
+    for section, rest in ({}, {}), (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **BLOCK_OF_INPUTS}):
         engine = zero.initialize(model=make(), config=settings(stage, section, activation_checkpointing=rest))[0]
         torch.manual_seed(4)
         found.append(result(engine, [two_losses(engine), steps(engine, 1)]))
@@ -269,7 +269,7 @@ class Fragile(Block):
 def after_exceptions(stage: int) -> list[bool]:
     """Steps that fail in the recomputation of the middle block; what follows is as if they had not been."""
     base, found = trained(make(), settings(stage, {})), []
-    for section, rest in (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **SLAB}):
+    for section, rest in (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **BLOCK_OF_INPUTS}):
         model = make()
         model.blocks[1].__class__ = Fragile
         values = settings(stage, {**section, "modules": ["blocks.*"]}, activation_checkpointing=rest)

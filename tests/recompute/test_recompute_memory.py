@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,13 @@ import torch
 import torch.distributed as dist
 from models import share
 from recomputing import HEADS, WIDTH, make, settings, steps
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import zero
-from zero.core.torch_private import storage_id
 from zero.recompute import modules
 from zero.recompute.policy import Choice, Policy
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from live import LiveBytes
 
 BLOCKS = 4
 TOKENS = 2 * 5  # of a micro-batch
@@ -28,26 +29,9 @@ STATISTICS = 2 * TOKENS * HEADS * 4  # what attention gives besides its result i
 PRODUCTS = TOKENS * (3 * WIDTH + WIDTH + 4 * WIDTH + WIDTH) * 4
 
 
-class Alive(TorchDispatchMode):
-    """Knows the storages of all that operations give while it is there, but those of parameters."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__()
-        self._parameters = {storage_id(unit.buffer.full) for unit in engine._sharded.units}
-        self._found: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self._parameters:
-                storage = tensor.untyped_storage()
-                self._found[StorageWeakRef(storage)] = storage.nbytes()
-        return out
-
-    def nbytes(self) -> int:
-        """Bytes that are still there."""
-        gc.collect()
-        return sum(nbytes for ref, nbytes in self._found.items() if not ref.expired())
+def alive_of(engine: Any) -> LiveBytes:
+    """Counts the storages of all that operations give, but those of parameters."""
+    return LiveBytes(unit.buffer.full for unit in engine._sharded.units)
 
 
 def made(section: dict[str, Any], rest: dict[str, Any], stage: int = 0) -> Any:
@@ -62,11 +46,12 @@ def kept(section: dict[str, Any], rest: dict[str, Any]) -> int:
     found = []
     for count in (1, BLOCKS):
         x = engine.module.embed(share(0)[0])
-        with Alive(engine) as alive, engine._training.recomputing.scope():
+        with alive_of(engine) as live, engine._training.recomputing.scope():
             y = x
             for block in engine.module.blocks[:count]:
                 y = block(y, (engine.module.turn[0], engine.module.turn[1]), scale=engine.module.turn[0, 0])
-            found.append(alive.nbytes())
+            gc.collect()
+            found.append(live.now)
         y.sum().backward()
     engine.zero_grad()
     engine.destroy()
@@ -77,14 +62,14 @@ def kept(section: dict[str, Any], rest: dict[str, Any]) -> int:
 def table() -> dict[str, int]:
     selective = {"modules": ["Block"], "policy": "selective"}
     host = {"cpu_checkpointing": True}
-    slab = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
+    block = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
     return {
         "none": kept({}, {}),
         "full": kept({"modules": ["Block"]}, {}),
         "selective": kept(selective, {}),
         "every second": kept({**selective, "products": 2}, {}),
         "host": kept({"modules": ["Block"]}, host),
-        "slab": kept({"modules": ["Block"]}, slab),
+        "block": kept({"modules": ["Block"]}, block),
     }
 
 
@@ -92,8 +77,8 @@ def test_a_block_keeps_what_its_policy_says(pool):
     found = pool.run(1, table)[0]
     assert found["full"] == INPUT
     assert INPUT + PRODUCTS <= found["selective"] <= INPUT + PRODUCTS + STATISTICS
-    assert found["host"] == INPUT  # in the slot; the tensor itself has gone
-    assert found["slab"] == 0  # the slab is one storage, which was there before
+    assert found["host"] == 0  # the buffers on the host were there before
+    assert found["block"] == 0  # the block is one storage, which was there before
     assert found["selective"] <= 0.7 * found["none"]
     assert found["every second"] <= 0.5 * found["none"]
 
@@ -115,9 +100,9 @@ def slots(rest: dict[str, Any]) -> list[int]:
 
 def test_slots_are_used_again(pool):
     page = 4096  # one input fits into a page; slots on the host are whole pages or what was asked for
-    slab = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
-    assert pool.run(1, slots, slab)[0] == [BLOCKS * page] * 4 + [0]
-    assert pool.run(1, slots, {**slab, "cpu_checkpointing": True})[0] == [BLOCKS * page] * 4 + [0]
+    block = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
+    assert pool.run(1, slots, block)[0] == [BLOCKS * page] * 4 + [0]
+    assert pool.run(1, slots, {**block, "cpu_checkpointing": True})[0] == [BLOCKS * page] * 4 + [0]
     assert pool.run(1, slots, {"cpu_checkpointing": True})[0] == [BLOCKS * INPUT] * 4 + [0]
 
 
@@ -133,9 +118,10 @@ def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
     policies = [module.policy.value for module in engine._training.recomputing.modules]
     steps(engine, 1)
     x = engine.module.embed(share(0)[0])
-    with Alive(engine) as alive:
+    with alive_of(engine) as live:
         y = engine.module.body(x)
-        nbytes = alive.nbytes()
+        gc.collect()
+        nbytes = live.now
     y.sum().backward()
     engine.destroy()
     return policies, nbytes, [line for line in lines if line.startswith("zero.recompute: of")]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from zero.core.torch_private import saves_tensors_by_hooks
@@ -141,9 +142,8 @@ def recomputed(
     # the same tensors saved both times, and its recomputation is outside of every scope.
     if HOLDER.scope.inside or saves_tensors_by_hooks():
         inputs = None
-    tensors: list[torch.Tensor] = []
-    holes = _taken_out((tuple(args), dict(kwargs)), tensors)
-    items = tensors if inputs is None else inputs.put(tensors)
+    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
+    items = leaves if inputs is None else inputs.put(leaves)
     streams = HOLDER.seeds.get_states()
     # Around `fn` alone: what restores inputs is no part of what was computed.
     first, later = (contextlib.nullcontext(), contextlib.nullcontext()) if contexts is None else contexts()
@@ -152,7 +152,7 @@ def recomputed(
 
     def run(marker: torch.Tensor, *stored: Any) -> Any:
         again = not originals
-        positional, named = _put_in(holes, iter([restored(item) for item in stored])) if again else originals.pop()
+        positional, named = tree_unflatten(map(restored, stored), structure) if again else originals.pop()
         del stored
         before = [] if again else saved_buffers(module)
         with contextlib.ExitStack() as around:
@@ -167,41 +167,11 @@ def recomputed(
         buffers.extend(changed(before))
         return out
 
-    del tensors
+    del leaves
     try:
         return checkpoint(run, _marker(), *items, use_reentrant=False)
     finally:
         originals.clear()
-
-
-class _Hole:
-    """Where a tensor was."""
-
-
-_HOLE = _Hole()
-
-
-def _taken_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with holes for tensors, which are appended to `tensors`; looks into tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _HOLE
-    return _each(value, lambda item: _taken_out(item, tensors))
-
-
-def _put_in(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The reverse: each hole takes the next of `tensors`."""
-    return next(tensors) if value is _HOLE else _each(value, lambda item: _put_in(item, tensors))
-
-
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(change(item) for item in value)
-    if type(value) is dict:
-        return {key: change(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(change(item) for item in value))
-    return value
 
 
 def _marker() -> torch.Tensor:

@@ -23,7 +23,7 @@ from zero.recompute.auto import Auto, agreed, say
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER, Scope
 from zero.recompute.policy import Policy
-from zero.recompute.saved_inputs import InputSettings, InputStore
+from zero.recompute.saved_inputs import InputStore
 from zero.recompute.selective import Selective
 
 Forward = Callable[..., Any]
@@ -88,7 +88,7 @@ class Recomputing:
 
     def __init__(self, section: Recompute, resting: ActivationCheckpointing, device: torch.device) -> None:
         self.modules: list[Recomputed] = []
-        self.inputs = InputStore(InputSettings.of(resting), HOLDER.axis, device)
+        self.inputs = InputStore(resting, HOLDER.axis, device)
         self._section = section
         self._device = device
         self._auto: Auto | None = None

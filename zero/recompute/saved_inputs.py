@@ -11,7 +11,6 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,67 +30,21 @@ ALIGNMENT = 64  # bytes at which a tensor begins inside a buffer
 ALONE = Axis(None, 1, 0, False)
 
 
-@dataclass(frozen=True)
-class InputSettings:
-    """Under the names of the JSON, shortened; `count` is the number of calls that `contiguous` takes room for."""
-
-    partition: bool = False
-    contiguous: bool = False
-    count: int | None = None
-    host: bool = False
-    synchronize: bool = False
-    profile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.contiguous and self.count is None:
-            raise ValueError(
-                "contiguous_checkpointing: it needs num_checkpoints (number_checkpoints in the JSON), "
-                "the number of calls to take room for"
-            )
-        if self.count is not None and (
-            isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1
-        ):
-            raise ValueError(f"num_checkpoints: got {self.count!r}, wanted an integer of at least 1")
-
-    @classmethod
-    def of(cls, section: ActivationCheckpointing) -> InputSettings:
-        """As the JSON says."""
-        return cls(
-            section.partition_activations,
-            section.contiguous_memory_optimization,
-            section.number_checkpoints,
-            section.cpu_checkpointing,
-            section.synchronize_checkpoint_boundary,
-            section.profile,
-        )
-
-
 class CallTimes:
-    """Adds up calls until all were recomputed, or the next forward begins, and logs one line then."""
+    """Adds up calls until all were recomputed, or the next forward has run, and logs one line then."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._calls = [0, 0]  # forwards, recomputations
         self._seconds = [0.0, 0.0]
 
-    @contextlib.contextmanager
-    def measure(self, again: bool) -> Iterator[None]:
-        """Around one forward, or one recomputation (`again`). Waits for the device on both ends."""
+    def add(self, again: bool, seconds: float) -> None:
+        """One forward, or one recomputation (`again`), took so long."""
         if not again and self._calls[1]:
             self._log()
-        begin = self._now()
-        try:
-            yield
-        finally:
-            self._calls[again] += 1
-            self._seconds[again] += self._now() - begin
-            if again and self._calls[1] >= self._calls[0]:
-                self._log()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        self._calls[again] += 1
+        self._seconds[again] += seconds
+        if again and self._calls[1] >= self._calls[0]:
+            self._log()
 
     def _log(self) -> None:
         (forwards, recomputations), (forward, again) = self._calls, self._seconds
@@ -171,15 +124,6 @@ class InputBuffers:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
-class _Layout(NamedTuple):
-    """What a tensor was like; `strides` are those of its restored copy, the same if it was dense."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
 class SavedTensor(NamedTuple):
     """Stands for a saved tensor; keeps its call, and so the memory where it is."""
 
@@ -196,7 +140,8 @@ class SavedCall:
         self._store = store
         self._before = before
         self._device = tensors[0].device
-        self._layouts = [_layout_of(tensor) for tensor in tensors]
+        # Of shape, strides and dtype of the restored copies; strides are the same if a tensor was dense.
+        self._likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         counts = [-(-tensor.numel() // store.axis.size) for tensor in tensors]
         sizes = [count * tensor.itemsize for count, tensor in zip(counts, tensors, strict=True)]
         buffer = store.buffers.take(sum(round_up(size, ALIGNMENT) for size in sizes))
@@ -207,8 +152,8 @@ class SavedCall:
             start += round_up(size, ALIGNMENT)
         self._fetched: dict[int, torch.Tensor] = {}  # own slices, here again or on their way
         self._event: Any = None
-        for part, tensor in zip(self._slices, tensors, strict=True):
-            self._put(part, tensor)
+        for part, tensor, like in zip(self._slices, tensors, self._likes, strict=True):
+            self._put(part, tensor, like)
 
     def fetch(self) -> None:
         """Start to bring the own slices back to the device."""
@@ -223,30 +168,28 @@ class SavedCall:
         self._event = self._store.copies.record_event()
 
     def take(self, index: int) -> torch.Tensor:
-        """A copy of the tensor, with its values, strides and need of a gradient, but no graph; collective if cut."""
+        """A copy of the tensor, with its values and strides, a leaf that needs a gradient; collective if cut."""
         if index not in self._fetched:
             self._fetched.clear()
             self.fetch()
         wait_event(self._event, self._device)
         flat = self._fetched.pop(index)
         before = self._before() if self._before is not None else None
-        if before is not None and self._store.settings.host:
+        if before is not None and self._store.settings.cpu_checkpointing:
             before.fetch()
-        axis, layout = self._store.axis, self._layouts[index]
+        axis, like = self._store.axis, self._likes[index]
         if axis.size > 1:
-            flat = comm.gather_scalars(flat.view(torch.uint8), axis, "saved inputs").view(-1).view(layout.dtype)
-        return flat.as_strided(layout.shape, layout.strides).requires_grad_(layout.requires_grad)
+            flat = comm.gather_scalars(flat.view(torch.uint8), axis, "saved inputs").view(-1).view(like.dtype)
+        return flat.as_strided(like.shape, like.stride()).requires_grad_()
 
-    def _put(self, part: torch.Tensor, tensor: torch.Tensor) -> None:
-        layout = _layout_of(tensor)
+    def _put(self, part: torch.Tensor, tensor: torch.Tensor, like: torch.Tensor) -> None:
         with torch.no_grad():
-            if tensor.stride() != layout.strides:
-                dense = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=tensor.device)
-                tensor = dense.copy_(tensor)
+            if tensor.stride() != like.stride():
+                tensor = torch.empty_like(tensor).copy_(tensor)
             flat = tensor.as_strided((tensor.numel(),), (1,))
             start = self._store.axis.rank * part.numel()
             own = flat[start : start + part.numel()]
-            if not self._store.settings.host:
+            if not self._store.settings.cpu_checkpointing:
                 part[: own.numel()].copy_(own)
                 return
             if own.is_cuda:
@@ -259,62 +202,69 @@ class SavedCall:
 class InputStore:
     """Saves the inputs of calls as `settings` say; `axis` are the ranks that each keep a slice of them."""
 
-    def __init__(self, settings: InputSettings, axis: Axis = ALONE, device: torch.device | None = None) -> None:
+    def __init__(
+        self, settings: ActivationCheckpointing, axis: Axis = ALONE, device: torch.device | None = None
+    ) -> None:
         """`device`: of the tensors that will come; default: the current CUDA device, else the CPU."""
         if device is None:
             device = (
                 torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
             )
         self.settings = settings
-        self.axis = axis if settings.partition else ALONE
-        if settings.partition and self.axis.size == 1:
+        self.axis = axis if settings.partition_activations else ALONE
+        if settings.partition_activations and self.axis.size == 1:
             log_once(
                 logging.WARNING,
                 "activation_checkpointing.partition_activations has no effect: there is no group of more than one rank "
                 "to cut inputs over; zero.checkpointing.configure(mpu), called before zero.initialize, names one",
             )
         self.copies = CopyStream(device)
-        self.buffers = InputBuffers(device, settings.host, settings.count if settings.contiguous else None, self.copies)
-        self.times = CallTimes(device) if settings.profile else None
+        count = settings.number_checkpoints if settings.contiguous_memory_optimization else None
+        self.buffers = InputBuffers(device, settings.cpu_checkpointing, count, self.copies)
+        self._times = CallTimes() if settings.profile else None
+        self._waits = device.type == "cuda" and (settings.profile or settings.synchronize_checkpoint_boundary)
         self._device = device
         self._last: weakref.ref[SavedCall] | None = None
         # Of tensors that are alive elsewhere, such as one that many blocks read: version, and where they are saved.
         self._known: Any = WeakTensorKeyDictionary()
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SavedTensor]:
-        """What is to be kept in place of the inputs of one call.
+    def put(self, arguments: Sequence[Any]) -> list[Any]:
+        """What is to be kept in place of the arguments of one call, some of which are tensors.
 
         Saved is what backward alone would keep: tensors that a graph has made. Others, such as masks and tables,
         are shared by calls and kept by their owners.
         """
-        settings = self.settings
-        if not (settings.host or settings.contiguous or self.axis.size > 1):
-            return list(tensors)
-        items: list[torch.Tensor | SavedTensor] = [self._already_saved(tensor) or tensor for tensor in tensors]
-        unsaved = [index for index, item in enumerate(items) if isinstance(item, torch.Tensor) and made_by_graph(item)]
-        unsaved = [index for index in unsaved if tensors[index].device == self._device]
+        settings, kept = self.settings, list(arguments)
+        if not (settings.cpu_checkpointing or settings.contiguous_memory_optimization or self.axis.size > 1):
+            return kept
+        unsaved = []
+        for index, tensor in enumerate(arguments):
+            if made_by_graph(tensor) and tensor.device == self._device:
+                kept[index] = self._already_saved(tensor)
+                if kept[index] is None:
+                    unsaved.append(index)
         if unsaved:
-            call = SavedCall(self, [tensors[index] for index in unsaved], self._last)
+            call = SavedCall(self, [arguments[index] for index in unsaved], self._last)
             self._last = weakref.ref(call)
             for part, index in enumerate(unsaved):
-                items[index] = SavedTensor(call, part)
-                self._known[tensors[index]] = (tensors[index]._version, self._last, part)
-        return items
+                kept[index] = SavedTensor(call, part)
+                self._known[arguments[index]] = (arguments[index]._version, self._last, part)
+        return kept
 
     @contextlib.contextmanager
     def around(self, again: bool) -> Iterator[None]:
         """Around a forward, or around a recomputation (`again`): waits and clocks."""
-        timed = self.times.measure(again) if self.times is not None else contextlib.nullcontext()
-        self._synchronize()
+        begin = self._now()
         try:
-            with timed:
-                yield
+            yield
         finally:
-            self._synchronize()
+            seconds = self._now() - begin
+            if self._times is not None:
+                self._times.add(again, seconds)
 
     def nbytes_of(self, tensor: torch.Tensor) -> int:
         """Bytes on the device that a saved input costs."""
-        if not made_by_graph(tensor) or self.settings.host:
+        if not made_by_graph(tensor) or self.settings.cpu_checkpointing:
             return 0
         return -(-tensor.numel() // self.axis.size) * tensor.itemsize
 
@@ -323,9 +273,10 @@ class InputStore:
         alive = call() if call is not None else None
         return SavedTensor(alive, part) if alive is not None and version == tensor._version else None
 
-    def _synchronize(self) -> None:
-        if self.settings.synchronize and self._device.type == "cuda":
+    def _now(self) -> float:
+        if self._waits:
             torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def restored(item: Any) -> Any:
@@ -333,12 +284,7 @@ def restored(item: Any) -> Any:
     return item.call.take(item.index) if isinstance(item, SavedTensor) else item
 
 
-def made_by_graph(tensor: torch.Tensor) -> bool:
-    """Whether nobody but a graph keeps the tensor, as far as can be seen."""
+def made_by_graph(tensor: Any) -> bool:
+    """Whether it is a tensor that nobody but a graph keeps, as far as can be seen."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     return plain and tensor.numel() > 0 and tensor.requires_grad and not tensor.is_leaf
-
-
-def _layout_of(tensor: torch.Tensor) -> _Layout:
-    strides = torch.empty_like(tensor, device="meta").stride()  # its own where it is dense
-    return _Layout(tensor.shape, strides, tensor.dtype, tensor.requires_grad)

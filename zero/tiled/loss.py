@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from zero.core.torch_private import backward_keeps_graph
-from zero.tiled.slices import default_size, longest, token_slices
+from zero.tiled.slices import default_size, token_slices
 
 # What gradients of logits are multiplied by before they are rounded to fp16, whose least normal number is 6e-5. Before
 # they are divided by the number of tokens they lie between -1 and 1, and many are as small as 1 / vocabulary.
@@ -163,7 +163,7 @@ class _Slices:
     @torch.no_grad()
     def run(self) -> Tensor:
         """The loss."""
-        tokens, rows = len(self.hidden), longest(self.slices)
+        tokens, rows = len(self.hidden), max(map(len, self.slices), default=0)
         shape = (rows, len(self.weight))
         logits = self.hidden.new_empty(shape, dtype=self.sums)
         grads = self.hidden.new_zeros(shape, dtype=self.sums) if self._any else None
@@ -171,8 +171,8 @@ class _Slices:
         log_probs, smooth, log_sums = self.hidden.new_empty((3, tokens, 1), dtype=self.sums)
         with torch.autocast(self.hidden.device.type, enabled=False):
             for part in self.slices:
-                own = slice(*part)
-                here = logits[: part.numel]
+                own = slice(part.start, part.stop)
+                here = logits[: len(part)]
                 self._multiply(self.hidden[own], here)
                 at_target = here.gather(1, self.targets[own])
                 # In place: a row is read to its end before it is written. The same holds for the gradient below.
@@ -182,8 +182,8 @@ class _Slices:
                 if self.settings.label_smoothing:
                     smooth[own] = here.sum(1, keepdim=True)
                 if grads is not None:
-                    self._differentiate(own, here, grads[: part.numel], log_sums[own])
-                    self._collect(own, here, here if narrow is None else narrow[: part.numel].copy_(here))
+                    self._differentiate(own, here, grads[: len(part)], log_sums[own])
+                    self._collect(own, here, here if narrow is None else narrow[: len(part)].copy_(here))
             return self._loss(log_probs, smooth, log_sums)
 
     def _multiply(self, hidden: Tensor, out: Tensor) -> None:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import pairwise
 
 # A matrix product with fewer rows takes kernels that add up in another order, and runs far below its speed.
 FEWEST_ROWS = 16
 
 
-class Slice(NamedTuple):
-    """The rows `start` up to, but without, `stop`."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """How many rows."""
-        return self.stop - self.start
-
-
-def token_slices(tokens: int, size: int) -> list[Slice]:
+def token_slices(tokens: int, size: int) -> list[range]:
     """Cut `tokens` rows into slices of `size`; the last is shorter, or takes up to `FEWEST_ROWS - 1` rows more."""
     starts = list(range(0, tokens, size))
-    if not starts:
-        return []
     if len(starts) > 1 and tokens - starts[-1] < min(size, FEWEST_ROWS):
         starts.pop()  # what is left is too little for a product of its own
-    return [Slice(start, stop) for start, stop in zip(starts, [*starts[1:], tokens], strict=True)]
-
-
-def longest(slices: list[Slice]) -> int:
-    """The rows of the longest slice; 0 without one."""
-    return max([0, *(each.numel for each in slices)])
+    return [range(*ends) for ends in pairwise([*starts, tokens])]
 
 
 def default_size(tokens: int, width: int, on_gpu: bool) -> int:
