@@ -23,7 +23,7 @@ from zero.core.values import (
     same_everywhere,
     write_exact,
 )
-from zero.utils.trained import number_error, require_trained, trained_param
+from zero.utils.trained import require_trained, trained_param
 
 
 @torch.no_grad()
@@ -61,9 +61,8 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     owner = trained.owner
     problem = check_idle(owner, what) or trained.key_error(what, optim_state_key)
     agree(owner, f"{what} {optim_state_key}", problem)
-    if trained.is_number(optim_state_key):
-        return trained.number(optim_state_key)
-    return assemble(owner, trained.read(optim_state_key)).view(trained.shape)
+    state = trained.read(optim_state_key)
+    return assemble(owner, state).view(trained.shape) if isinstance(state, torch.Tensor) else state
 
 
 @torch.no_grad()
@@ -72,16 +71,10 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
     what = "safe_set_full_optimizer_state"
     trained = require_trained(param, what)
     owner = trained.owner
-    problem = check_idle(owner, what) or trained.key_error(what, optim_state_key)
-    single = problem is None and trained.is_number(optim_state_key)
-    if single:
-        problem = number_error(what, optim_state_key, value)
-    else:
-        problem = problem or trained.value_error(what, value, trained.shape)
+    problem = check_idle(owner, what) or trained.state_error(what, optim_state_key, value, trained.shape)
     agree(owner, f"{what} {optim_state_key}", problem)
-    if single:
-        number = torch.as_tensor(value, dtype=torch.float64, device=owner.unit.full.device)
-        trained.set_number(optim_state_key, same_everywhere(owner, number).item())
+    if trained.is_number(optim_state_key):
+        trained.write(optim_state_key, same_everywhere(owner, torch.as_tensor(value, dtype=torch.float64)).item())
     else:
         trained.write(optim_state_key, cut_out(owner, same_everywhere(owner, value.to(torch.float32))))
 

@@ -13,7 +13,7 @@ import torch
 from zero.core import comm
 from zero.core.owner import Owner
 from zero.core.values import agree, check_idle, exact_piece, piece, write_exact
-from zero.utils.trained import number_error, require_trained, trained_param
+from zero.utils.trained import require_trained, trained_param
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def safe_get_local_optimizer_state(
     if trained is None:
         return None
     _raise(check_idle(trained.owner, what) or trained.key_error(what, optim_state_key))
-    return trained.number(optim_state_key) if trained.is_number(optim_state_key) else trained.read(optim_state_key)
+    return trained.read(optim_state_key)
 
 
 @torch.no_grad()
@@ -63,13 +63,11 @@ def safe_set_local_optimizer_state(
     """Replace this rank's piece of a state. A number ("step") must be set to the same on all ranks."""
     what = "safe_set_local_optimizer_state"
     trained = require_trained(param, what)
-    _raise(check_idle(trained.owner, what) or trained.key_error(what, optim_state_key))
-    if trained.is_number(optim_state_key):
-        _raise(number_error(what, optim_state_key, value))
-        trained.set_number(optim_state_key, float(value))
-        return
-    _raise(trained.value_error(what, value, (piece(trained.owner).numel,)))
-    trained.write(optim_state_key, value.to(trained.owner.unit.full.device, torch.float32))
+    shape = (piece(trained.owner).numel,)
+    _raise(check_idle(trained.owner, what) or trained.state_error(what, optim_state_key, value, shape))
+    if not trained.is_number(optim_state_key):
+        value = value.to(trained.owner.unit.full.device, torch.float32)
+    trained.write(optim_state_key, value)
 
 
 @torch.no_grad()

@@ -32,25 +32,23 @@ class TrainedParam(NamedTuple):
         """Whether state `key` is one number."""
         return key in self.optimizer.shard_optimizer.keys(self.owner.unit, self.group)[1]
 
-    def number(self, key: str) -> int | float:
-        """State `key`, one number."""
-        return self.optimizer.shard_optimizer.number(self.owner.unit, self.group, key)
-
-    def set_number(self, key: str, value: float) -> None:
-        """Replace state `key`, one number."""
-        self.optimizer.shard_optimizer.set_number(self.owner.unit, self.group, key, value)
-
-    def read(self, key: str) -> torch.Tensor:
-        """This rank's piece of state `key`, fp32 [n]."""
-        unit, part = self.owner.unit, piece(self.owner)
+    def read(self, key: str) -> torch.Tensor | int | float:
+        """This rank's piece of state `key`, fp32 [n], or the one number that it is."""
+        unit, states = self.owner.unit, self.optimizer.shard_optimizer
+        if self.is_number(key):
+            return states.number(unit, self.group, key)
+        part = piece(self.owner)
         if not part.numel:
             return torch.empty(0, dtype=torch.float32, device=unit.full.device)
-        return self.optimizer.shard_optimizer.read(unit, self.group, key, part)
+        return states.read(unit, self.group, key, part)
 
-    def write(self, key: str, values: torch.Tensor) -> None:
-        """Replace this rank's piece of state `key` by `values`, fp32 [n] on the device."""
-        if values.numel():
-            self.optimizer.shard_optimizer.write(self.owner.unit, self.group, key, piece(self.owner), values)
+    def write(self, key: str, value: torch.Tensor | float) -> None:
+        """Replace what `read` returns; a piece is fp32 [n] on the device."""
+        unit, states = self.owner.unit, self.optimizer.shard_optimizer
+        if self.is_number(key):
+            states.set_number(unit, self.group, key, float(value))
+        elif value.numel():
+            states.write(unit, self.group, key, piece(self.owner), value)
 
     def key_error(self, what: str, key: str) -> ValueError | None:
         """The error for a state that the optimizer does not have, or None."""
@@ -59,6 +57,13 @@ class TrainedParam(NamedTuple):
             return None
         known = ", ".join((*tensors, *numbers)) or "none"
         return ValueError(f"{what}: unknown key {key!r} for parameter '{self.owner.name}'; known: {known}")
+
+    def state_error(self, what: str, key: str, value: Any, shape: tuple[int, ...]) -> ValueError | None:
+        """The error for a state that the optimizer does not have or a value that it cannot be, or None."""
+        problem = self.key_error(what, key)
+        if problem is not None:
+            return problem
+        return _number_error(what, key, value) if self.is_number(key) else self.value_error(what, value, shape)
 
     def value_error(self, what: str, value: Any, shape: tuple[int, ...]) -> ValueError | None:
         """The error for a value that is not a tensor of numbers of this shape, or None."""
@@ -87,7 +92,7 @@ def require_trained(param: torch.Tensor, what: str) -> TrainedParam:
     return trained
 
 
-def number_error(what: str, key: str, value: Any) -> ValueError | None:
+def _number_error(what: str, key: str, value: Any) -> ValueError | None:
     """The error for a value that is no number, or for a step that is not a whole one from 0 on."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
