@@ -14,26 +14,12 @@ from zero.launch.contract import CLOSED_PIPE
 from zero.plan import command as plan_command
 
 
-class _Version(argparse.Action):
-    """Looks the version up only when it is asked for, as that takes longer than all of the help."""
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        """Print the version and leave."""
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            installed = version("zero")
-        except PackageNotFoundError:
-            installed = "(not installed)"
-        print(f"zero {installed}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zero", description="ZeRO for PyTorch: run a script, describe its config, look around.", allow_abbrev=False
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    version = f"zero {sys.modules['zero'].__version__}"  # of the package that this module is in
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     run_args.add_arguments(
         commands.add_parser("run", help="start a script with one process per rank", allow_abbrev=False)
@@ -77,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(args: argparse.Namespace) -> int:
     try:
         return _COMMANDS.get(args.command, _checkpoint)(args)
+    except run_args.LaunchError as error:
+        return _refuse(args.command, error)
     except KeyboardInterrupt:  # of `run`: before the agent handles signals, and so before anything runs
         return 130
 
@@ -87,13 +75,10 @@ def _refuse(what: str, error: object) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    try:
-        request = run_args.request(args)
-        from zero.launch import start
+    request = run_args.request(args)
+    from zero.launch import start
 
-        return start.run(request)
-    except run_args.LaunchError as error:
-        return _refuse("run", error)
+    return start.run(request)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -108,12 +93,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _ssh(args: argparse.Namespace) -> int:
-    try:
-        from zero.launch.remote import ssh_command
+    from zero.launch.remote import ssh_command
 
-        return ssh_command.run(ssh_args.request(args))
-    except run_args.LaunchError as error:
-        return _refuse("ssh", error)
+    return ssh_command.run(ssh_args.request(args))
 
 
 def _schema(args: argparse.Namespace) -> int:
