@@ -204,7 +204,7 @@ def row(name: str, turns: Sequence[Turn], base: Sequence[Turn], sizes: Sizes) ->
     else:
         found = predicted(last.work, base, sizes.device)
         wait = sum(max(0.0, ms(turns, part).median - ms(base, part).median) for part in PARTS)
-        down, up = (1e3 * found.busy[lane] for lane in (DOWN, UP))
+        down, up = (1e3 * found.busy[stream] for stream in (DOWN, UP))
         update = stat([1e3 * one.update for one in turns]).median
         numbers = (1e3 * last.work.norm, update, down, up, wait, 1e3 * found.step)
         cells += [f"{number:,.0f}" for number in numbers]

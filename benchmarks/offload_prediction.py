@@ -1,9 +1,9 @@
 """The step time of a run whose state rests off the device, from measured rates: a simulation of events.
 
-Six things work side by side, each on one job after the other in a fixed order: the device, a lane of copies down from
-it, the host's updates, a lane of copies up to it, reads from a drive and writes to it. A job begins when the worker is
-free and all it waits for is there. So a step is a longest path through jobs, and a run of steps settles at the mean of
-the longest cycle, which no worker can undercut.
+Six things work side by side, each on one job after the other in a fixed order: the device, a stream of copies down from
+it, the host's updates, a stream of copies up to it, reads from a drive and writes to it. A job begins when the worker
+is free and all it waits for is there. So a step is a longest path through jobs, and a run of steps settles at the mean
+of the longest cycle, which no worker can undercut.
 """
 
 from __future__ import annotations

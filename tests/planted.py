@@ -7,6 +7,7 @@ too large, under Adam a clipping that is left away (`SGD` takes their place).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -93,10 +94,13 @@ class Error(NamedTuple):
 ERRORS: list[Error] = []
 
 
-def _kind(name: str, *forms: str) -> Callable[[Plant], Plant]:
-    def listed(plant: Plant) -> Plant:
+def _kind(name: str, *forms: str, at: Callable[[Any, Any], None] | None = None) -> Callable[[Any], Any]:
+    """Lists an error: a Plant or, with `at`, a function of the engine and what `at` hands to it."""
+
+    def listed(change: Any) -> Any:
+        plant = change if at is None else lambda engine, patch: at(engine, functools.partial(change, engine))
         ERRORS.extend(Error(name, form, plant) for form in forms)
-        return plant
+        return change
 
     return listed
 
@@ -107,6 +111,7 @@ def _unit(engine: Any) -> Unit:
 
 
 def _before_reduction(engine: Any, change: Callable[[Unit], None]) -> None:
+    """Have `change(unit)` run on each unit with gradients before they are reduced."""
     for unit in engine._sharded.trained:
 
         def wrong(leaf: Leaf, unit: Unit = unit, reduce: Callable[[Leaf], None] = unit.reduce) -> None:
@@ -117,14 +122,14 @@ def _before_reduction(engine: Any, change: Callable[[Unit], None]) -> None:
         unit.reduce = wrong
 
 
-def _after_update(engine: Any, change: Callable[[int, torch.Tensor], None]) -> None:
-    """Have `change(number of the step from 0, the unit's shard before the update)` run after each update."""
+def _after_update(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
+    """Have `change(the unit's shard before the update)` run after each update."""
     step, unit = engine.optimizer.step, _unit(engine)
 
     def wrong() -> None:
         before = unit.exact().clone()
         step()
-        change(engine.global_steps, before)
+        change(before)
 
     engine.optimizer.step = wrong
 
@@ -143,40 +148,28 @@ def _after_gather(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
     unit.wait = wrong
 
 
-@_kind("one unit's gradient is a thousandth too large on one rank", "AdamW")
-def _too_large(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(unit: Unit) -> None:
-        if unit is _unit(engine) and dist.get_rank() == 1:
-            unit.gradients.flat.mul_(1.001)
-
-    _before_reduction(engine, change)
+@_kind("one unit's gradient is a thousandth too large on one rank", "AdamW", at=_before_reduction)
+def _too_large(engine: Any, unit: Unit) -> None:
+    if unit is _unit(engine) and dist.get_rank() == 1:
+        unit.gradients.flat.mul_(1.001)
 
 
-@_kind("one rank's share of a unit's gradient is missing", "AdamW", "bf16")
-def _missing(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(unit: Unit) -> None:
-        if unit is _unit(engine) and dist.get_rank() == 1:
-            unit.gradients.flat.zero_()
-
-    _before_reduction(engine, change)
+@_kind("one rank's share of a unit's gradient is missing", "AdamW", "bf16", at=_before_reduction)
+def _missing(engine: Any, unit: Unit) -> None:
+    if unit is _unit(engine) and dist.get_rank() == 1:
+        unit.gradients.flat.zero_()
 
 
-@_kind("a micro-batch counts twice", "AdamW")
-def _twice(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(unit: Unit) -> None:
-        if engine._sharded.reducer.leaf.micro_batch == 0:
-            unit.gradients.flat.mul_(2)
-
-    _before_reduction(engine, change)
+@_kind("a micro-batch counts twice", "AdamW", at=_before_reduction)
+def _twice(engine: Any, unit: Unit) -> None:
+    if engine._sharded.reducer.leaf.micro_batch == 0:
+        unit.gradients.flat.mul_(2)
 
 
-@_kind("the last micro-batch is lost", "SGD")
-def _lost(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(unit: Unit) -> None:
-        if engine._sharded.reducer.boundary:
-            unit.gradients.flat.zero_()
-
-    _before_reduction(engine, change)
+@_kind("the last micro-batch is lost", "SGD", at=_before_reduction)
+def _lost(engine: Any, unit: Unit) -> None:
+    if engine._sharded.reducer.boundary:
+        unit.gradients.flat.zero_()
 
 
 @_kind("the mean is taken twice", "AdamW")
@@ -209,33 +202,25 @@ def _rate_of_group(engine: Any, patch: pytest.MonkeyPatch) -> None:
     engine.optimizer.param_groups[0]["lr"] *= 1.03
 
 
-@_kind("the bias correction is one step behind", "AdamW")
-def _correction(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(step: int, before: torch.Tensor) -> None:
-        unit = _unit(engine)
-        engine.optimizer.shard_optimizer.set_number(unit, engine.optimizer.param_groups[unit.plan.group], "step", step)
-
-    _after_update(engine, change)
+@_kind("the bias correction is one step behind", "AdamW", at=_after_update)
+def _correction(engine: Any, before: torch.Tensor) -> None:
+    unit = _unit(engine)
+    group = engine.optimizer.param_groups[unit.plan.group]
+    engine.optimizer.shard_optimizer.set_number(unit, group, "step", engine.global_steps)
 
 
-@_kind("one element of a shard is not updated", "AdamW")
-def _element(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(step: int, before: torch.Tensor) -> None:
-        unit = _unit(engine)
-        at = int((unit.exact() - before).abs().argmax())
-        if dist.get_rank() == 0:
-            unit.write_exact(at, before[at : at + 1])
-
-    _after_update(engine, change)
+@_kind("one element of a shard is not updated", "AdamW", at=_after_update)
+def _element(engine: Any, before: torch.Tensor) -> None:
+    unit = _unit(engine)
+    at = int((unit.exact() - before).abs().argmax())
+    if dist.get_rank() == 0:
+        unit.write_exact(at, before[at : at + 1])
 
 
-@_kind("a unit is not updated on one rank", "SGD")
-def _not_updated(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(step: int, before: torch.Tensor) -> None:
-        if dist.get_rank() == 1:
-            _unit(engine).write_exact(0, before)
-
-    _after_update(engine, change)
+@_kind("a unit is not updated on one rank", "SGD", at=_after_update)
+def _not_updated(engine: Any, before: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        _unit(engine).write_exact(0, before)
 
 
 @_kind("the forward computes with the weights before the last update", "AdamW", "bf16")
@@ -249,13 +234,10 @@ def _stale(engine: Any, patch: pytest.MonkeyPatch) -> None:
     _after_gather(engine, change)
 
 
-@_kind("two elements of a gathered parameter are swapped", "AdamW")
-def _swapped(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(full: torch.Tensor) -> None:
-        one, other = int(full.argmax()), int(full.argmin())
-        full[[one, other]] = full[[other, one]]
-
-    _after_gather(engine, change)
+@_kind("two elements of a gathered parameter are swapped", "AdamW", at=_after_gather)
+def _swapped(engine: Any, full: torch.Tensor) -> None:
+    one, other = int(full.argmax()), int(full.argmin())
+    full[[one, other]] = full[[other, one]]
 
 
 @_kind("gradients are not clipped", "SGD")
@@ -271,22 +253,16 @@ def _norm(engine: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("zero.optim.optimizer.global_norm", wrong)
 
 
-@_kind("the momentum is forgotten", "SGD")
-def _forgotten(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(step: int, before: torch.Tensor) -> None:
-        for param in _unit(engine).params:
-            zero.utils.safe_set_full_optimizer_state(param, torch.zeros(param.shape), "momentum_buffer")
-
-    _after_update(engine, change)
+@_kind("the momentum is forgotten", "SGD", at=_after_update)
+def _forgotten(engine: Any, before: torch.Tensor) -> None:
+    for param in _unit(engine).params:
+        zero.utils.safe_set_full_optimizer_state(param, torch.zeros(param.shape), "momentum_buffer")
 
 
-@_kind("masters are rounded to the parameters at each step", "bf16")
-def _rounded(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def change(step: int, before: torch.Tensor) -> None:
-        unit = _unit(engine)
-        unit.master.follow(0, unit.shard.numel())
-
-    _after_update(engine, change)
+@_kind("masters are rounded to the parameters at each step", "bf16", at=_after_update)
+def _rounded(engine: Any, before: torch.Tensor) -> None:
+    unit = _unit(engine)
+    unit.master.follow(0, unit.shard.numel())
 
 
 # --- checks ---------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ sources first, so that a rule that sees nothing is not mistaken for one that is 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,43 +236,14 @@ def test_plan_and_the_pure_files_beside_their_feature_need_nothing_but_python() 
     assert not offences, report(offences)
 
 
-def cycle(graph: dict[str, dict[str, str]]) -> list[str]:
-    """The places of the imports of one circle, or nothing. `graph`: module -> imported module -> place."""
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            circle = [*path[path.index(name) :], name]
-            return [f"{graph[a][b]}: {a} imports {b}" for a, b in pairwise(circle)]
-        if name in done:
-            return []
-        for target in graph.get(name, {}):
-            if found := visit(target, [*path, name]):
-                return found
-        done.add(name)
-        return []
-
-    return next((found for name in graph if (found := visit(name, []))), [])
-
-
 def test_no_imports_go_round_in_circles() -> None:
     known = modules_of_zero()
-    graph: dict[str, dict[str, str]] = {}
-    for name, path in known.items():
-        for what, line, _ in imports_of(path):
-            target = resolve(what, known)
-            if target is not None:
-                graph.setdefault(name, {}).setdefault(target, where(path, line))
+    graph = {name: {resolve(what, known) for what, *_ in imports_of(path)} - {None} for name, path in known.items()}
     assert len(graph) > 20, "the graph is too small to be that of zero/"
-    circle = cycle(graph)
-    assert not circle, report(circle)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a circle
 
 
 # Words and statements.
-
-
-def asserts(tree: ast.Module) -> list[tuple[int, str]]:
-    return [(node.lineno, "raise, never assert") for node in ast.walk(tree) if isinstance(node, ast.Assert)]
 
 
 def names_of_stage(tree: ast.Module) -> list[tuple[int, str]]:
@@ -296,18 +267,17 @@ def long_functions(tree: ast.Module) -> list[tuple[int, str]]:
     ]
 
 
-ShardOptimizer = Callable[[ast.Module], list[tuple[int, str]]]
+Rule = Callable[[ast.Module], list[tuple[int, str]]]
 
 
 @pytest.mark.parametrize(
     ("rule", "folders"),
     [
-        (asserts, ("zero",)),
         (names_of_stage, ("zero/core",)),
         (long_functions, ("zero", "csrc", "examples", "benchmarks")),
     ],
 )
-def test_rules_of_the_house(rule: ShardOptimizer, folders: tuple[str, ...]) -> None:
+def test_rules_of_the_house(rule: Rule, folders: tuple[str, ...]) -> None:
     files = python_files(*folders)
     assert files, f"no Python under {folders}"
     offences = [f"{where(path, line)}: {text}" for path in files for line, text in rule(parsed(path))]
@@ -351,14 +321,10 @@ def test_kernels_know_no_torch() -> None:
     ("source", "found"),
     [
         ("import torch", [("torch", 1, False)]),
-        ("import torch.nn as nn, os", [("torch.nn", 1, False), ("os", 1, False)]),
         ("\nfrom torch import nn", [("torch.nn", 2, False)]),
         ("def f():\n    import torch", [("torch", 2, True)]),
-        ("async def f():\n    from torch import nn", [("torch.nn", 2, True)]),
-        ("class A:\n    import torch", [("torch", 2, False)]),
         ("if True:\n    try:\n        import torch\n    except ImportError:\n        pass", [("torch", 3, False)]),
         ("from . import comm", [("zero.core.comm", 1, False)]),
-        ("from .mesh import Mesh", [("zero.core.mesh.Mesh", 1, False)]),
         ("from ..plan.units import UnitPlan", [("zero.plan.units.UnitPlan", 1, False)]),
         ("import importlib\nx = importlib.import_module('torch')", [("importlib", 1, False), ("torch", 2, False)]),
         ("f = lambda: __import__('torch')", [("torch", 1, True)]),
@@ -399,17 +365,9 @@ def test_a_breach_of_the_floors_is_seen(name: str, target: str, wrong: bool) -> 
     assert breach(name, target) == wrong
 
 
-def test_circles_are_seen() -> None:
-    assert cycle({"a": {"b": "a:1"}, "b": {"c": "b:1"}, "d": {"b": "d:1"}}) == []
-    assert cycle({"x": {"a": "x:1"}, "a": {"b": "a:1"}, "b": {"a": "b:2"}}) == ["a:1: a imports b", "b:2: b imports a"]
-    assert cycle({"a": {"a": "a:3"}}) == ["a:3: a imports a"]
-
-
 @pytest.mark.parametrize(
     ("rule", "source", "lines"),
     [
-        (asserts, "def f(x):\n    assert x", [2]),
-        (asserts, "assertion = 'assert x'  # assert", []),
         (names_of_stage, "stage = 3", [1]),
         (names_of_stage, "def f(zero_stage): ...", [1]),
         (names_of_stage, "\nx = Sharding.of_stage(3)", [2]),
@@ -424,7 +382,7 @@ def test_circles_are_seen() -> None:
         (long_functions, "class A:\n    async def f():\n" + "        x = 1\n" * 60, [2]),
     ],
 )
-def test_rules_see_offences(rule: ShardOptimizer, source: str, lines: list[int]) -> None:
+def test_rules_see_offences(rule: Rule, source: str, lines: list[int]) -> None:
     assert [line for line, _ in rule(ast.parse(source))] == lines
 
 

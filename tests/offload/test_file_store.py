@@ -27,8 +27,8 @@ Make = Callable[..., tuple[SwapFile, list[FileStore], list[torch.Tensor]]]
 def make(tmp_path: Path) -> Make:
     def made(slots: int, units: int, **asked: bool) -> tuple[SwapFile, list[FileStore], list[torch.Tensor]]:
         aio = Aio(1, 4, 4096)
-        slab = PinnedArena(slots * PAGES, torch.device("cpu"), False)
-        memories = [slab.take(PAGES) for _ in range(slots)]
+        arena = PinnedArena(slots * PAGES, torch.device("cpu"), False)
+        memories = [arena.take(PAGES) for _ in range(slots)]
         drive = SwapFile(str(tmp_path), "optimizer", 0, units * PAGES, memories, aio, Requests(**asked))
         drives.append((drive, aio))
         stores = [drive.store(f"u{index}", PAGES) for index in range(units)]

@@ -129,7 +129,7 @@ def test_the_bytes_add_up(
     units = [unit(shapes, parts, formats, dtype, trained=trained) for shapes, dtype, trained, _ in rows]
     placed = [placement if trained else placement._replace(optimizer=DEVICE) for _, _, trained, placement in rows]
     held = host_bytes(units, placed, rank, parts, formats, "fp32", mirrored, 3, 5)
-    # Every piece by itself, as a slab and the files would be carved.
+    # Every piece by itself, as an arena and the files would be carved.
     in_memory, files, slots, param_slots = 0, 0, [0], [0]
     for plan, placement in zip(units, placed, strict=True):
         kept = record(plan, rank, parts, formats, keeps_copy(placement, mirrored)).nbytes

@@ -1,6 +1,6 @@
-"""Host memory is what was announced: a slab takes it at once and exactly, gives all of it back, or is refused before.
+"""Host memory is what was announced: an arena takes it at once and exactly, gives all of it back, or is refused before.
 
-What a process holds is read from its page table (/proc/self/smaps), for the range of addresses of the slab.
+What a process holds is read from its page table (/proc/self/smaps), for the range of addresses of the arena.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def anonymous() -> int:
 
 @LINUX
 @pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 65 * MIB + 5])
-def test_a_slab_grows_the_process_by_what_it_says(nbytes: int) -> None:
+def test_an_arena_grows_the_process_by_what_it_says(nbytes: int) -> None:
     gc.collect()
     before = anonymous()
-    slab = PinnedArena(nbytes, CPU, pinned=True)
+    arena = PinnedArena(nbytes, CPU, pinned=True)
     growth = anonymous() - before
-    assert slab.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # and no power of two
-    pages = held(slab.address, slab.nbytes)
-    assert pages["Size"] == pages["Rss"] == pages["Private_Dirty"] == slab.nbytes
+    assert arena.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # and no power of two
+    pages = held(arena.address, arena.nbytes)
+    assert pages["Size"] == pages["Rss"] == pages["Private_Dirty"] == arena.nbytes
     assert pages["Rss"] + pages["Swap"] == pages["Anonymous"]
     if nbytes > 32 * MIB:  # else what the interpreter takes meanwhile is in the way
         assert abs(growth - nbytes) <= 0.03 * nbytes
@@ -65,9 +65,9 @@ def test_a_slab_grows_the_process_by_what_it_says(nbytes: int) -> None:
 
 @LINUX
 def test_huge_pages_are_asked_for_and_forks_get_none_of_it() -> None:
-    slab = PinnedArena(8 * MIB, CPU, pinned=False)
+    arena = PinnedArena(8 * MIB, CPU, pinned=False)
     text = Path("/proc/self/smaps").read_text()
-    flags = text.partition(f"{slab.address:x}-")[2].partition("VmFlags:")[2].partition("\n")[0].split()
+    flags = text.partition(f"{arena.address:x}-")[2].partition("VmFlags:")[2].partition("\n")[0].split()
     assert "wf" in flags  # wiped on fork
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert "hg" in flags
@@ -75,15 +75,15 @@ def test_huge_pages_are_asked_for_and_forks_get_none_of_it() -> None:
 
 @LINUX
 def test_memory_goes_back_with_the_last_tensor() -> None:
-    slab = PinnedArena(4 * MIB, CPU, pinned=False)
-    place = (slab.address, slab.nbytes)
-    first, second = slab.take(MIB), slab.take(MIB)
-    slab.close()
+    arena = PinnedArena(4 * MIB, CPU, pinned=False)
+    place = (arena.address, arena.nbytes)
+    first, second = arena.take(MIB), arena.take(MIB)
+    arena.close()
     with pytest.raises(RuntimeError, match="arena was closed"):
-        slab.take(1)
+        arena.take(1)
     del first
     view = second.view(torch.float32)[3:]
-    del second, slab
+    del second, arena
     gc.collect()
     view.fill_(1.0)  # still ours
     assert held(*place)["Rss"] == place[1]
@@ -96,9 +96,9 @@ def test_memory_goes_back_after_an_exception() -> None:
     place: list[int] = []
 
     def carve() -> None:
-        slab = PinnedArena(4 * MIB, CPU, pinned=False)
-        place[:] = slab.address, slab.nbytes
-        tensors = [slab.take(MIB) for _ in range(5)]
+        arena = PinnedArena(4 * MIB, CPU, pinned=False)
+        place[:] = arena.address, arena.nbytes
+        tensors = [arena.take(MIB) for _ in range(5)]
         raise AssertionError(tensors)
 
     with pytest.raises(RuntimeError, match="do not fit into an arena"):
@@ -108,48 +108,48 @@ def test_memory_goes_back_after_an_exception() -> None:
 
 
 def test_tensors_lie_one_after_the_other() -> None:
-    slab = PinnedArena(4 * PAGE + 1, CPU, pinned=False)
-    tensors = [slab.take(nbytes) for nbytes in (1, 0, PAGE, PAGE + 1)]
+    arena = PinnedArena(4 * PAGE + 1, CPU, pinned=False)
+    tensors = [arena.take(nbytes) for nbytes in (1, 0, PAGE, PAGE + 1)]
     for tensor, nbytes, offset in zip(tensors, (1, 0, PAGE, PAGE + 1), (0, None, PAGE, 2 * PAGE), strict=True):
         assert tensor.dtype == torch.uint8
         assert tensor.shape == (nbytes,)
         # A storage of its own: whoever copies, saves or resizes one gets that one alone.
         assert tensor.untyped_storage().nbytes() == nbytes
-        assert offset is None or tensor.data_ptr() == slab.address + offset
+        assert offset is None or tensor.data_ptr() == arena.address + offset
         assert not tensor.any()
     for value, tensor in enumerate(tensors, 1):
         tensor.fill_(value)
     assert [tensor.sum().item() for tensor in tensors] == [1, 0, 3 * PAGE, 4 * (PAGE + 1)]
-    rest = slab.nbytes - 4 * PAGE
-    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into an arena of {slab.nbytes} bytes"):
-        slab.take(rest + 1)
-    assert slab.take(rest).numel() == rest  # a refusal takes nothing
+    rest = arena.nbytes - 4 * PAGE
+    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into an arena of {arena.nbytes} bytes"):
+        arena.take(rest + 1)
+    assert arena.take(rest).numel() == rest  # a refusal takes nothing
 
 
-def test_a_slab_of_nothing() -> None:
-    slab = PinnedArena(0, CPU, pinned=True)
-    assert (slab.nbytes, slab.address, slab.pinned) == (0, 0, False)
-    assert slab.take(0).numel() == 0
+def test_an_arena_of_nothing() -> None:
+    arena = PinnedArena(0, CPU, pinned=True)
+    assert (arena.nbytes, arena.address, arena.pinned) == (0, 0, False)
+    assert arena.take(0).numel() == 0
     with pytest.raises(RuntimeError, match="do not fit"):
-        slab.take(1)
+        arena.take(1)
     with pytest.raises(ValueError, match="nbytes: got -1"):
         PinnedArena(-1, CPU, pinned=False)
     with pytest.raises(ValueError, match="nbytes: got -1"):
-        slab.take(-1)
+        arena.take(-1)
 
 
 CHILD = """
 import os, sys
 import torch
 from zero.memory.pinned_arena import PinnedArena
-slab = PinnedArena(1 << 21, torch.device("cpu"), False)
-kept, dropped = slab.take(4096).fill_(7), slab.take(4096).fill_(7)
+arena = PinnedArena(1 << 21, torch.device("cpu"), False)
+kept, dropped = arena.take(4096).fill_(7), arena.take(4096).fill_(7)
 child = os.fork()
 if child == 0:
     right = int(kept.sum()) == 0
     kept.fill_(9)
     del kept, dropped
-    slab.close()
+    arena.close()
     os._exit(0 if right else 1)
 _, status = os.waitpid(child, 0)
 sys.stdout.write(f"{os.waitstatus_to_exitcode(status)} {int(kept.sum())} {int(dropped.sum())}")
@@ -164,9 +164,9 @@ def test_a_forked_child_costs_nothing_and_harms_nothing() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin memory for")
 def test_memory_that_cannot_be_pinned_is_still_memory(caplog: pytest.LogCaptureFixture) -> None:
-    slab = PinnedArena(PAGE, torch.device("cuda", 0), pinned=True)
-    assert not slab.pinned
-    assert slab.take(PAGE).fill_(1).sum() == PAGE
+    arena = PinnedArena(PAGE, torch.device("cuda", 0), pinned=True)
+    assert not arena.pinned
+    assert arena.take(PAGE).fill_(1).sum() == PAGE
     PinnedArena(PAGE, torch.device("cuda", 0), pinned=True)
     PinnedArena(PAGE, torch.device("cuda", 0), pinned=False)
     said = [record.getMessage() for record in caplog.records if "could not be pinned" in record.getMessage()]
@@ -176,14 +176,14 @@ def test_memory_that_cannot_be_pinned_is_still_memory(caplog: pytest.LogCaptureF
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to pin memory for")
 def test_pinned_memory_is_registered_until_it_goes_back() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    slab = PinnedArena(4 * MIB, device, pinned=True)
-    assert slab.pinned
-    taken = slab.take(MIB)
+    arena = PinnedArena(4 * MIB, device, pinned=True)
+    assert arena.pinned
+    taken = arena.take(MIB)
     assert taken.is_pinned()
     taken.copy_(torch.arange(MIB, device=device) % 251, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(taken, (torch.arange(MIB) % 251).to(torch.uint8))
-    del taken, slab
+    del taken, arena
     again = PinnedArena(4 * MIB, device, pinned=True)  # most likely at the same address, which must be free for it
     assert again.pinned
 

@@ -140,10 +140,10 @@ class Layer(nn.Linear):
 class Device(Census):
     """Counts storages that are not in the engine's host memory: on this machine, what a device would hold."""
 
-    slab: tuple[int, int] = (0, 0)
+    arena: tuple[int, int] = (0, 0)
 
     def count(self) -> int:
-        first, last = self.slab
+        first, last = self.arena
         tensors = [found for reference in self._old if (found := reference()) is not None] + self._tensors()
         with torch._C.DisableTorchFunctionSubclass():
             held = {found.untyped_storage()._cdata: found.untyped_storage() for found in tensors}
@@ -182,8 +182,8 @@ def measured(section: dict[str, Any], built: bool) -> tuple[int, int, int]:
         settings = config(3, dist.get_world_size(), zero_optimization=sections, zero={"units": ["Layer"]})
         engine, *_ = zero.initialize(model=model, config=settings)
     making = max(seen)
-    slab = engine._sharded.offload._arena
-    census.slab = (slab.address, slab.address + slab.nbytes)
+    arena = engine._sharded.offload._arena
+    census.arena = (arena.address, arena.address + arena.nbytes)
     gc.collect()
     rest, during = census.count() - start, []
     assert given > 0

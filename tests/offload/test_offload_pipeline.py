@@ -173,7 +173,7 @@ def test_the_norm_is_known_before_the_first_update(pool):
 
 
 def steady(stage: int, accumulation: int, steps: int) -> tuple[tuple[Alive, int], tuple[Alive, int], list[int]]:
-    """What is alive, and bytes taken from the slab, after three steps and after all; where the sums rest, by step."""
+    """What is alive, and bytes taken from the arena, after three steps and after all; where the sums rest, by step."""
     with only_new():
         engine, addresses, counted = engine_of(stage, accumulation, 0.5), [], []
         for step in range(steps):
