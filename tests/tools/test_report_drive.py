@@ -12,12 +12,12 @@ from zero.__main__ import main
 from zero.config import load
 from zero.kernels.aio import ALIGN
 from zero.report import drive
-from zero.report.drive import Setting, SwapFile, Trial, lines, measure, proposed, section
+from zero.report.drive import Drive, Setting, Trial, lines, measure, proposed, section
 
 SETTINGS = (Setting(1, 2, ALIGN), Setting(2, 4, 16 * ALIGN))
 
 
-def small(folder: Path) -> SwapFile:
+def small(folder: Path) -> Drive:
     return measure(folder, seconds=0.0, settings=SETTINGS, chunk=64 * ALIGN, largest=1 << 20)
 
 
@@ -53,12 +53,12 @@ def test_of_settings_that_are_nearly_as_fast_the_modest_one_is_proposed() -> Non
 
 def test_what_the_figures_are_not_is_said_first() -> None:
     trial = Trial(SETTINGS[0], 1.0, 1.0)
-    found = SwapFile("/fast", "tmpfs", 1 << 30, 1 << 20, "threads", "no io_uring (said so)", True, (trial,), trial)
+    found = Drive("/fast", "tmpfs", 1 << 30, 1 << 20, "threads", "no io_uring (said so)", True, (trial,), trial)
     assert lines(found)[0].startswith("note: /fast is in memory (tmpfs)")
     assert "threads: no io_uring (said so)" in "\n".join(lines(found))
-    found = SwapFile("/net", "nfs4", 1 << 30, 1 << 20, "io_uring", "", False, (trial,), trial)
+    found = Drive("/net", "nfs4", 1 << 30, 1 << 20, "io_uring", "", False, (trial,), trial)
     assert lines(found)[0].startswith("note: this file system has no O_DIRECT")
-    found = SwapFile("/disk", "ext4", 1 << 30, 1 << 20, "io_uring", "", True, (trial,), trial)
+    found = Drive("/disk", "ext4", 1 << 30, 1 << 20, "io_uring", "", True, (trial,), trial)
     assert lines(found)[0].startswith("folder    /disk (ext4, 1.0 GiB free)")
 
 

@@ -3,10 +3,18 @@
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 WANTED = "wanted"  # the type of every error raised here; its context holds the phrase
@@ -43,36 +51,44 @@ def refuse(wanted: str) -> PydanticCustomError:
     return PydanticCustomError(WANTED, "{wanted}", {"wanted": wanted})
 
 
-def _numeric(kind: type, noun: str, low: float | None, high: float | None, multiple_of: int = 0, text: bool = False):
-    wanted = noun + ("" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}")
-    types = int | float | str if text else int | float
+def _kind(annotation: Any, wanted: str) -> Any:
+    """What pydantic takes for `annotation`; all else is refused in one phrase."""
+
+    def check(value: Any, by_pydantic: Callable[[Any], Any]) -> Any:
+        try:
+            return by_pydantic(value)
+        except ValidationError:
+            raise refuse(wanted) from None
+
+    return Annotated[annotation, WrapValidator(check)]
+
+
+def _never(*kinds: type) -> BeforeValidator:
+    """Refuses what pydantic would convert, such as true and "1" to a number."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, types):
-            raise refuse(wanted)
-        try:
-            number = kind(value)
-        except (ValueError, OverflowError):
-            raise refuse(wanted) from None
-        # A float without a fraction is an integer, too: JSON people write 5e8.
-        exact = number == value if kind is int else math.isfinite(number)
-        if not exact or (multiple_of and number % multiple_of):
-            raise refuse(wanted)
-        if (low is not None and number < low) or (high is not None and number > high):
-            raise refuse(wanted)
-        return number
+        if isinstance(value, kinds):
+            raise ValueError(type(value).__name__)
+        return value
 
-    return Annotated[kind, Field(ge=low, le=high, multiple_of=multiple_of or None), BeforeValidator(check)]
+    return BeforeValidator(check)
 
 
-def integer(low: int | None = None, high: int | None = None, multiple_of: int = 0) -> Any:
-    """An integer in a range."""
-    return _numeric(int, f"a multiple of {multiple_of}" if multiple_of else "an integer", low, high, multiple_of)
+def _range(low: float | None, high: float | None) -> str:
+    return "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
+
+
+def integer(low: int | None = None, high: int | None = None, multiple_of: int | None = None) -> Any:
+    """An integer in a range. A float without a fraction is one, too: JSON people write 5e8."""
+    noun = "an integer" if multiple_of is None else f"a multiple of {multiple_of}"
+    exact = Annotated[int, Field(ge=low, le=high, multiple_of=multiple_of), _never(bool, str)]
+    return _kind(exact, noun + _range(low, high))
 
 
 def number(low: float | None = None, high: float | None = None, text: bool = False) -> Any:
     """A finite number in a range; with `text` also as a string, such as "128"."""
-    return _numeric(float, "a number", low, high, text=text)
+    never = _never(bool) if text else _never(bool, str)
+    return _kind(Annotated[float, Field(ge=low, le=high, allow_inf_nan=False), never], "a number" + _range(low, high))
 
 
 def _word(meaning: dict[str, str]) -> Any:
@@ -92,34 +108,8 @@ def choice(*names: str) -> Any:
     return _word({name: name for name in names})
 
 
-def _boolean(value: Any) -> Any:
-    if value not in (0, 1):
-        raise refuse("true or false")
-    return bool(value)
-
-
-def _texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise refuse("a list of strings")
-    return list(value)
-
-
-def _pair(value: Any) -> Any:
-    wanted = "a list of two numbers in [0, 1)"
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise refuse(wanted)
-    for beta in value:
-        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < 1:
-            raise refuse(wanted)
-    return tuple(value)
-
-
-def _fraction_or_auto(value: Any) -> Any:
-    if isinstance(value, bool) or (value != "auto" and not (isinstance(value, int | float) and 0 <= value <= 1)):
-        raise refuse("a number from 0 to 1, or 'auto'")
-    return value
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 def _nbytes(value: Any) -> Any:
@@ -133,31 +123,29 @@ def _nbytes(value: Any) -> Any:
     return int(value)
 
 
-def _steps(value: Any) -> Any:
-    if isinstance(value, str) and value.lower() in ("inf", "infinity"):
-        return math.inf
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if value != math.inf and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise refuse("an integer of at least 1, or inf")
+def _infinite(value: float) -> float:
+    if value != math.inf:
+        raise ValueError(value)
     return value
 
 
-Bool: TypeAlias = Annotated[bool, BeforeValidator(_boolean)]
-Texts: TypeAlias = Annotated[list[str], BeforeValidator(_texts)]
+Bool = _kind(Annotated[bool, _never(str)], "true or false")
+Texts = _kind(Annotated[list[str], BeforeValidator(_one_or_more)], "a list of strings")
 Settings: TypeAlias = Annotated[dict, Field(default_factory=dict)]  # whose keys are not checked here
-Betas: TypeAlias = Annotated[tuple[float, float], BeforeValidator(_pair)]
+_Beta = Annotated[float, Field(ge=0, lt=1), _never(bool, str)]
+Betas = _kind(tuple[_Beta, _Beta], "a list of two numbers in [0, 1)")
 Nbytes: TypeAlias = Annotated[int | str, BeforeValidator(_nbytes)]
-Steps: TypeAlias = Annotated[int | float, BeforeValidator(_steps)]
 Int = integer()
 Count = integer(0)
 Positive = integer(1)
+Steps = _kind(Positive | Annotated[float, AfterValidator(_infinite)], "an integer of at least 1, or inf")
 Number = number()
 NotNegative = number(0)
 Scale = number(0, text=True)
 Fraction = number(0, 1)
-FractionOrAuto: TypeAlias = Annotated[
-    Fraction | Literal["auto"], Field(json_schema_extra={"examples": [1.0, "auto"]}), BeforeValidator(_fraction_or_auto)
+FractionOrAuto = Annotated[
+    _kind(Fraction | Literal["auto"], "a number from 0 to 1, or 'auto'"),
+    Field(json_schema_extra={"examples": [1.0, "auto"]}),
 ]
 Seconds = number(1)
 Dtype = _word({alias: name for name, aliases in DTYPES.items() for alias in aliases})

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
-from zero.engine.progress import Counters
 from zero.engine.status import Status
 from zero.optim.optimizer import ZeroOptimizer
 
@@ -31,21 +30,13 @@ class Accumulation:
     over all ranks.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        sharded: ShardedModule,
-        optimizer: ZeroOptimizer | None,
-        counters: Counters,
-        status: Status,
-    ) -> None:
+    def __init__(self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status) -> None:
         self.config = config
         self.boundary: bool | None = None
         self.start = self.rounds = self.samples = 0
         self._block = Block.NONE
         self._sharded: ShardedModule | None = sharded
         self._optimizer = optimizer
-        self._counters = counters
         self._status = status
         self._tell_reducer()
 
@@ -57,7 +48,7 @@ class Accumulation:
             return False
         if self.boundary is not None:
             return self.boundary
-        return (self._counters.micro_steps - self.start + 1) % self.config.gradient_accumulation_steps == 0
+        return (self._status.micro_steps - self.start + 1) % self.config.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next steps are boundaries; None goes back to counting, from the last step on."""
@@ -137,14 +128,14 @@ class Accumulation:
         if self.pending():
             raise RuntimeError(
                 f"set_train_batch_size({train_batch_size}) in the middle of an accumulation window (micro-step "
-                f"{self._counters.micro_steps}); call it between step() at a boundary and the next forward"
+                f"{self._status.micro_steps}); call it between step() at a boundary and the next forward"
             )
         steps = train_batch_size // per_round
         self._configure(train_batch_size=train_batch_size, gradient_accumulation_steps=steps)
         if self._optimizer is not None:
             self._optimizer.bind(self._sharded, self.config.gradient_factor)
         self._sharded.accumulate_over(steps)
-        self.start = self._counters.micro_steps
+        self.start = self._status.micro_steps
         self._tell_reducer()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -157,7 +148,7 @@ class Accumulation:
     def pending(self) -> int:
         """Micro-batches whose gradients wait for the step at the boundary."""
         reducer, steps = self._sharded.reducer, self.config.gradient_accumulation_steps
-        counted = (self._counters.micro_steps - self.start) % steps if self.boundary is None else 0
+        counted = (self._status.micro_steps - self.start) % steps if self.boundary is None else 0
         if not counted and not reducer.holds_gradients:
             return 0
         return max(counted, min(reducer.rounds - self.rounds, steps), 1)
@@ -178,11 +169,11 @@ class Accumulation:
         boundary = self.is_boundary()
         try:
             yield boundary
-            self._counters.micro_steps += 1
+            self._status.micro_steps += 1
             if self._block is Block.COALESCED:
                 self._block = Block.NONE
             if boundary:
-                self.start, self.rounds = self._counters.micro_steps, reducer.rounds
+                self.start, self.rounds = self._status.micro_steps, reducer.rounds
         finally:
             if self._block is Block.STEPPING:
                 self._block = Block.NONE
@@ -190,14 +181,14 @@ class Accumulation:
 
     def restart(self) -> None:
         """Count the micro-batches of this step from the first again: their gradients are gone, and a mean needs all."""
-        self._counters.micro_steps, self.rounds = self.start, self._sharded.reducer.rounds
+        self._status.micro_steps, self.rounds = self.start, self._sharded.reducer.rounds
         if self._block is Block.COALESCED:
             self._block = Block.NONE  # what it had reduced is gone, and the block may be repeated
         self._tell_reducer()
 
     def resume(self) -> None:
         """Begin a step at the counters of now, which come from a checkpoint."""
-        self.start, self.rounds, self.samples = self._counters.micro_steps, self._sharded.reducer.rounds, 0
+        self.start, self.rounds, self.samples = self._status.micro_steps, self._sharded.reducer.rounds, 0
         self._tell_reducer()
 
     def close(self) -> None:

@@ -27,16 +27,16 @@ def _counter(name: str) -> property:
     """A counter of the run, which scripts may set."""
 
     def value(self: Any) -> int:
-        return getattr(self._counters, name)
+        return getattr(self._status, name)
 
     def set_value(self: Any, number: int) -> None:
-        setattr(self._counters, name, number)
+        setattr(self._status, name, number)
 
     return property(value, set_value, doc=f"The counter `{name}`.")
 
 
 class DeepSpeedGetters:
-    """Of an engine that has `_config`, `_counters`, `optimizer`, `module`, `global_rank` and `world_size`."""
+    """Of an engine that has `_config`, `_status`, `optimizer`, `module`, `global_rank` and `world_size`."""
 
     global_steps = _counter("global_steps")
     global_samples = _counter("global_samples")

@@ -21,7 +21,7 @@ from zero.engine.compiling import BlockCompiler
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.loader import make_loader
 from zero.engine.offload import StateOffload
-from zero.engine.progress import Counters, Progress
+from zero.engine.progress import Progress
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.engine.weights import Weights
@@ -76,24 +76,14 @@ class Engine(DeepSpeedGetters, nn.Module):
         self.global_rank = sharded.mesh.global_rank
         self.world_size = sharded.mesh.data.size
         self._initialize = initialize  # makes the engines of check()
-        self._counters = counters = Counters()
-        self._status = status = Status(optimizer, counters)
-        self._accumulation = Accumulation(config, sharded, optimizer, counters, status)
+        self._status = status = Status(optimizer)
+        self._accumulation = Accumulation(config, sharded, optimizer, status)
         self._saving = CheckpointSaver(self, config, sharded, device)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving.saver)
         self._weights = Weights(config, sharded, status, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
-        self._training = TrainingStep(
-            sharded,
-            optimizer,
-            device,
-            recomputing,
-            self._accumulation,
-            self._saving,
-            counters,
-            status,
-        )
+        self._training = TrainingStep(sharded, optimizer, device, recomputing, self._accumulation, self._saving, status)
         self._sharded: ShardedModule | None = sharded  # last: from here on there is something to let go of
 
     forward = _method_of("_training", TrainingStep.forward)
@@ -149,7 +139,7 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed parameters."""
-        return self._counters.step_applied
+        return self._status.step_applied
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged gradient before clipping; None before the first step."""

@@ -1,4 +1,4 @@
-"""How far a run is, and what the engine logs of it: a line at the start, one every so many steps, time and memory."""
+"""What the engine logs of a run: a line at the start, one every so many steps, time and memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
+from zero.engine.status import Status
 from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger, rank_zero
@@ -24,17 +24,6 @@ MIB = 2**20
 _WAITS = "of that waiting for updates"  # the last in its line
 
 
-@dataclass
-class Counters:
-    """Of a run, over all ranks alike; `step_applied`: whether the last step changed parameters."""
-
-    global_steps: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
-    global_samples: int = 0
-    step_applied: bool = False
-
-
 class Progress:
     """Logs on rank 0: `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON."""
 
@@ -43,13 +32,13 @@ class Progress:
         config: Config,
         sharded: ShardedModule,
         optimizer: ZeroOptimizer | None,
-        counters: Counters,
+        status: Status,
         device: torch.device,
     ) -> None:
         self._config = config
         self._sharded = sharded
         self._optimizer = optimizer
-        self._counters = counters
+        self._status = status
         self._device = device
         self._every = config.steps_per_print if sharded.mesh.data.rank == 0 else math.inf
         self._seconds: dict[str, float] = {}
@@ -105,15 +94,15 @@ class Progress:
 
     def log_step(self) -> None:
         """Log the optimizer step that has just ended, if it is its turn."""
-        config, counters, groups = self._config, self._counters, self._optimizer.param_groups
+        config, status, groups = self._config, self._status, self._optimizer.param_groups
         seconds = self._optimizer.waited()
         if seconds is not None and config.wall_clock_breakdown:
             self._seconds[_WAITS] = self._seconds.pop(_WAITS, 0.0) + seconds
-        if math.isinf(self._every) or counters.global_steps % int(self._every):
+        if math.isinf(self._every) or status.global_steps % int(self._every):
             return
         text = "step=%d, skipped=%d, lr=%s, mom=%s"
         lr = [group.get("lr") for group in groups]
-        logger.info(text, counters.global_steps, counters.skipped_steps, lr, momentum_of(groups))
+        logger.info(text, status.global_steps, status.skipped_steps, lr, momentum_of(groups))
         if config.wall_clock_breakdown:
             parts = " | ".join(f"{name}: {1e3 * spent / self._every:.2f}" for name, spent in self._seconds.items())
             logger.info("time (ms per step over %d steps) | %s", int(self._every), parts)

@@ -1,31 +1,32 @@
-"""Whether an engine may go on: it may be half updated, half loaded, offloaded or destroyed."""
+"""How far an engine is, and whether it may go on: it may be half updated, half loaded, offloaded or destroyed."""
 
 from __future__ import annotations
 
-from zero.engine.progress import Counters
 from zero.optim.optimizer import ZeroOptimizer
 
 
 class Status:
-    """Shared by the parts of an engine.
+    """Shared by the parts of an engine. Counters are those of the run, over all ranks alike.
 
+    step_applied: whether the last step changed parameters.
     half_updated: why the weights are those of no step; only `destroy()` is left then.
     half_loaded: the same after a load that was broken off; another load repairs it.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer | None, counters: Counters) -> None:
+    def __init__(self, optimizer: ZeroOptimizer | None) -> None:
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.step_applied = False
         self.half_updated: str | None = None
         self.half_loaded: str | None = None
         self.destroyed = False
         self._optimizer = optimizer
-        self._counters = counters
 
     def check(self, loading: bool = False) -> None:
         """Raise RuntimeError, with what to do, where the engine cannot go on; `loading` may follow a broken load."""
         self.check_not_destroyed()
         optimizer = self._optimizer
         if self.half_updated is None and optimizer is not None and optimizer.failure is not None:
-            self.set_half_updated(f"{optimizer.failure}, after step {self._counters.global_steps}")
+            self.set_half_updated(f"{optimizer.failure}, after step {self.global_steps}")
         if self.half_updated is not None:
             raise RuntimeError(self.half_updated)
         if self.half_loaded is not None and not loading:

@@ -30,7 +30,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.precision import Precision, check_loss, scaled
-from zero.engine.progress import Counters, Progress
+from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
@@ -51,13 +51,12 @@ class TrainingStep:
         recomputing: Recomputing,
         accumulation: Accumulation,
         saving: CheckpointSaver,
-        counters: Counters,
         status: Status,
     ) -> None:
         config = accumulation.config
         every = config.zero.check_replicas
         self.recomputing = recomputing
-        self.progress = Progress(config, sharded, optimizer, counters, device)
+        self.progress = Progress(config, sharded, optimizer, status, device)
         self.randomness = Randomness(sharded.mesh, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         self._sharded = sharded
@@ -65,7 +64,6 @@ class TrainingStep:
         self._precision = Precision(config, device)
         self._accumulation = accumulation
         self._saving = saving
-        self._counters = counters
         self._status = status
         sharded.reducer.on_flush(recomputing.backward_ended)
 
@@ -134,12 +132,12 @@ class TrainingStep:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
         if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
             raise ValueError("step(): ReduceLROnPlateau wants step(lr_kwargs={'metrics': ...}) at every boundary")
-        self._counters.step_applied = False
+        self._status.step_applied = False
         with self._accumulation.ending_micro_batch() as boundary:
             if boundary:
                 self._update()
                 self._count()
-                if self._counters.step_applied and scheduler is not None:
+                if self._status.step_applied and scheduler is not None:
                     scheduler.step(**lr_kwargs)
                 self.progress.log_step()
             self._sharded.reducer.end_micro_batch(boundary)
@@ -170,14 +168,14 @@ class TrainingStep:
     def _seeded(self) -> contextlib.AbstractContextManager[None]:
         if self.randomness is None or not self._sharded.module.training:
             return contextlib.nullcontext()
-        return self.randomness.forward(self._counters.global_steps, self._sharded.reducer.leaf.micro_batch)
+        return self.randomness.forward(self._status.global_steps, self._sharded.reducer.leaf.micro_batch)
 
     def _update(self) -> None:
         self._sharded.recover()
         try:
             with self._sharded.mesh.watchdog.call(Phase.STEP), self.progress.phase("step"):
                 if self.replicas is not None:
-                    self.replicas.before_step(self._counters.global_steps + 1)
+                    self.replicas.before_step(self._status.global_steps + 1)
                 self._optimizer.step()
                 self.recomputing.after_step(self._sharded.mesh.data)
         except HeldOpen:
@@ -187,7 +185,7 @@ class TrainingStep:
             raise
 
     def _update_failed(self, error: BaseException) -> None:
-        optimizer, steps = self._optimizer, self._counters.global_steps
+        optimizer, steps = self._optimizer, self._status.global_steps
         if not optimizer.updating:
             self._abandon()
             return
@@ -195,11 +193,11 @@ class TrainingStep:
         self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.mesh.global_rank} with {how}")
 
     def _count(self) -> None:
-        counters, overflow = self._counters, self._optimizer.overflow
-        counters.step_applied = not overflow
-        counters.skipped_steps += overflow
-        counters.global_steps += 1
-        counters.global_samples += self._accumulation.samples
+        status, overflow = self._status, self._optimizer.overflow
+        status.step_applied = not overflow
+        status.skipped_steps += overflow
+        status.global_steps += 1
+        status.global_samples += self._accumulation.samples
 
     def _abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""

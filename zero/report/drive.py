@@ -53,7 +53,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class SwapFile:
+class Drive:
     """What was found. `nbytes` of a file were written and read; `why`: see :class:`zero.kernels.aio.Aio`."""
 
     folder: str
@@ -74,13 +74,13 @@ def run(folder: str, as_json: bool) -> int:
     return 0
 
 
-def section(drive: SwapFile) -> dict[str, int]:
+def section(drive: Drive) -> dict[str, int]:
     """The proposed section `aio`."""
     setting = drive.best.setting
     return {key: getattr(setting, key) for key in ("block_size", "queue_depth", "intra_op_parallelism")}
 
 
-def lines(drive: SwapFile) -> list[str]:
+def lines(drive: Drive) -> list[str]:
     """The report as text."""
     kind = f"{drive.filesystem}, {drive.free_nbytes / 2**30:.1f} GiB free"
     notes = []
@@ -116,7 +116,7 @@ def measure(
     settings: Sequence[Setting] = SETTINGS,
     chunk: int = CHUNK,
     largest: int = LARGEST,
-) -> SwapFile:
+) -> Drive:
     """Write and read a scratch file in `folder` under each setting, for about `seconds` in all.
 
     Args:
@@ -153,7 +153,7 @@ def measure(
             aio.close()
     trials = [Trial(key, *(statistics.median(rates[key, write]) for write in (True, False))) for key in settings]
     kind = _filesystem(folder)
-    return SwapFile(
+    return Drive(
         str(folder), kind, free, filled, first.backend, first.why, file.direct, tuple(trials), proposed(trials)
     )
 

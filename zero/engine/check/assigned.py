@@ -93,10 +93,6 @@ def environment(run: Run, folder: Path, lead: Path | None) -> dict[str, str]:
 
 def make_plain(model: Any, client: Any, model_parameters: Any, settings: Config, kind: Kind) -> PlainEngine:
     """An unsharded engine of `model`; `settings` are those of the run."""
-    if model_parameters is not None:
-        model_parameters = list(model_parameters)
-    optimizer_first = client is not None  # a client's optimizer is bound to the parameters as they are
-    optimizer = plain_optimizer(model, client, model_parameters, settings) if optimizer_first else None
     engine = PlainEngine(model, settings, kind, local_device())
-    engine.bind(optimizer or plain_optimizer(model, None, model_parameters, settings))
+    engine.bind(plain_optimizer(model, client, model_parameters, settings))
     return engine

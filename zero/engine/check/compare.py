@@ -166,11 +166,9 @@ def _shape(outcome: Outcome, reference: Outcome) -> str | None:
     if counts[0] != counts[1]:
         return f"{counts[0][0]} losses on the ranks, where plain torch has {counts[1][0]}"
     for mine, theirs in zip(outcome.steps, reference.steps, strict=True):
-        if mine.params.keys() != theirs.params.keys() or mine.grads.keys() != theirs.grads.keys():
-            return "the parameters have other names"
-        for name, value in mine.params.items():
-            if value.shape != theirs.params[name].shape:
-                return f"parameter '{name}' has shape {tuple(value.shape)}, not {tuple(theirs.params[name].shape)}"
+        params, others = ({name: value.shape for name, value in step.params.items()} for step in (mine, theirs))
+        if params != others or mine.grads.keys() != theirs.grads.keys():
+            return "the parameters have other names or shapes"
     return None
 
 

@@ -27,7 +27,7 @@ from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.check.runs import Kind
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.loader import make_loader
-from zero.engine.progress import Counters
+from zero.engine.status import Status
 from zero.optim.make import torch_arguments
 
 Values = dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self.training_dataloader: Loader | None = None
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
-        self._counters = Counters()
+        self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
         self._nudged = kind is Kind.NUDGED
@@ -114,7 +114,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """See `Engine.step`."""
-        counters = self._counters
+        status = self._status
         if self.is_gradient_accumulation_boundary():
             self._reduce()
             grads = self._grads()
@@ -126,12 +126,12 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
             self.optimizer.zero_grad()
             self.last = Step(grads, self.weights(), slack)
             self._load()
-            counters.global_steps += 1
-            counters.skipped_steps += not applied
-            counters.global_samples += self.train_batch_size()
+            status.global_steps += 1
+            status.skipped_steps += not applied
+            status.global_samples += self.train_batch_size()
             if applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-        counters.micro_steps += 1
+        status.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """See `Engine.is_gradient_accumulation_boundary`."""

@@ -78,7 +78,7 @@ def restore(
     for name in _COUNTERS:
         setattr(engine, name, int(shared["counters"][name]))
     engine._accumulation.resume()
-    engine._counters.step_applied = False
+    engine._status.step_applied = False
     engine._sharded.mesh.watchdog.status.steps = engine.global_steps
 
     takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
