@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import kernel_peers as peers
@@ -18,7 +19,7 @@ from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_refer
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_reference
-from zero.kernels.step import step, step_reference
+from zero.kernels.step import step
 
 PERIOD = 1 << 20  # random numbers repeat after as many: fresh ones would take longer than all that is measured
 ADAMW = Adam(1e-3, 0.9, 0.999, 1e-8, 0.01)  # as kernel_peers.ADAMW
@@ -132,7 +133,7 @@ def stepped(
     mix = Mix([grad], updates, writes)
     arguments = (formula, master, tuple(moments), grad, param)
     counters = {"step": COUNT, "grad_scale": 1.0, "key": 1}
-    return Way(title, step, step_reference, arguments, mix, counters, **targets)
+    return Way(title, step, partial(step, compiled=False), arguments, mix, counters, **targets)
 
 
 def adam_fp32(numel: int, made: dict[str, Make]) -> Group:

@@ -22,7 +22,7 @@ from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.live import Live
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_into, sum_squares_reference
-from zero.kernels.step import step_reference
+from zero.kernels.step import step
 
 ADAM, LION, MOMENTUM, ADAGRAD = Adam(1e-3, weight_decay=0.1), Lion(1e-4), Sgd(0.1, 0.9), Adagrad(0.1)
 COPY, TORCH = "copy (torch, fp32)", "torch AdamW(fused), fp32"
@@ -106,7 +106,7 @@ def check(device: torch.device) -> None:
         theirs.grad.copy_(ours.grad)
         for count in range(1, 4):
             ours.step()
-            step_reference(layout.formula, *theirs.tensors, step=count, grad_scale=1.0)
+            step(layout.formula, *theirs.tensors, step=count, grad_scale=1.0, compiled=False)
         for mine, its in ((ours.master, theirs.master), (ours.param, theirs.param)):
             if mine is not None and not torch.equal(mine, its):
                 raise RuntimeError(f"{name}: differs from the reference; nothing was timed")

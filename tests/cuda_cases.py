@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from kernel_cases import DTYPES, fixed_sum_squares, numbers, same
+from kernel_cases import DTYPES, fixed_sum_squares, numbers, same, step_reference
 from torch import Tensor
 
 from zero.kernels.bucket import Bucket, move_reference
@@ -17,7 +17,7 @@ from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.live import Live
 from zero.kernels.moments import FORMATS, Moment, blocks_of
 from zero.kernels.norm import sum_squares_into
-from zero.kernels.step import step, step_reference
+from zero.kernels.step import step
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025, 5000)
 FORMULAS = {

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from zero.kernels import native
+from zero.kernels.step import step
 
 CPU = native.load()
+step_reference = functools.partial(step, compiled=False)
 # Those that run here; without compiled kernels the tests compare the reference with itself, and test_kernel_native.py
 # says why in its skip.
 ISAS: tuple[str, ...] = ("torch",) if CPU is None else tuple(CPU.isas())

@@ -18,7 +18,7 @@ LEVELS = {
 }
 
 
-class _Console(logging.Handler):
+class _Console(logging.StreamHandler):
     """Writes to stderr as long as the program has set up no logging of its own.
 
     Once the root logger has a handler, the record reaches that one, and a copy from here would be noise.
@@ -26,12 +26,9 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record to the stderr of this moment (a test may have replaced it)."""
-        if logging.getLogger().handlers:
-            return
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-        except Exception:
-            self.handleError(record)
+        if not logging.getLogger().handlers:
+            self.stream = sys.stderr
+            super().emit(record)
 
 
 class _Format(logging.Formatter):

@@ -7,12 +7,12 @@ import kernel_cases
 import pytest
 import torch
 from closeness import allowed, error
-from kernel_cases import numbers, same
+from kernel_cases import numbers, same, step_reference
 
 from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.remainder import round_bf16
-from zero.kernels.step import step, step_reference
+from zero.kernels.step import step
 
 isa = kernel_cases.isa
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import DTYPES, numbers, same, shifted
+from kernel_cases import DTYPES, numbers, same, shifted, step_reference
 from marks import each_once
 
 from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
 from zero.kernels.moments import FORMATS, Moment
 from zero.kernels.remainder import join, round_bf16, split
-from zero.kernels.step import step, step_reference
+from zero.kernels.step import step
 
 isa, threads = kernel_cases.isa, kernel_cases.threads
 

@@ -103,7 +103,6 @@ class Aio:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._flying: dict[Request, None] = {}  # begun, and not waited for yet; oldest first
-        self._failed: list[Request] = []  # the same, and known to have failed
         self._raised = self._closed = False  # raised: an error has reached the caller
         self._pool: Any = None
         self._pool, self.backend, self.why = _pool(threads, queue_depth, block_size, backend)
@@ -144,13 +143,10 @@ class Aio:
         for request in list(self._flying):
             request._pool_request.wait()
         self._pool.close()
-        with self._lock:
-            self._sweep()
-            self._pool = None
-        if not self._raised:
-            self._raised = True
-            for request in self._failed:
-                request.check()
+        self._pool = None
+        requests, self._flying = self._flying, {}
+        for request in () if self._raised else requests:
+            request.check()
 
     def __del__(self) -> None:
         # The workers write into memory that must not go before they do.
@@ -167,20 +163,11 @@ class Aio:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this Aio is closed; nothing can be read or written with it any more")
-            self._sweep()
             align = ALIGN if file.direct else 1
             begun = self._pool.submit(write, file.fd, address, tensor.nbytes, offset, align)
             request = Request(self, begun, "write" if write else "read", file, tensor, offset)
             self._flying[request] = None
         return request
-
-    def _sweep(self) -> None:
-        """Release requests that are done: no one may ever wait for them, and their memory should not stay."""
-        while self._flying and (oldest := next(iter(self._flying))).done:
-            del self._flying[oldest]
-            oldest._held = None
-            if oldest._pool_request.outcome()[0]:
-                self._failed.append(oldest)
 
     def _forget(self, request: Request) -> None:
         """Somebody waited for `request`, to whom its error is raised if it has one."""

@@ -19,20 +19,19 @@ DECOUPLED, BIAS_CORRECTION, NESTEROV = 1, 2, 4
 Native: TypeAlias = tuple[int, float, float, float, float, float, float, float, float, int]
 
 
-def _not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}: got {value}; wanted a finite number, not below 0")
+class _Checked:
+    """What all formulas have in common: their numbers are finite and not negative, betas below 1."""
 
-
-def _betas(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{name}: got {value}; wanted a number in [0, 1)")
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name.startswith("beta") and not 0.0 <= value < 1.0:
+                raise ValueError(f"{name}: got {value}; wanted a number in [0, 1)")
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name}: got {value}; wanted a finite number, not below 0")
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(_Checked):
     """Adam (Kingma & Ba, ICLR 2015, algorithm 1) and AdamW (Loshchilov & Hutter, ICLR 2019, algorithm 2).
 
     Args:
@@ -56,10 +55,6 @@ class Adam:
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     signed: ClassVar[tuple[bool, ...]] = (True, False)
 
-    def __post_init__(self) -> None:
-        _not_negative(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
-        _betas(beta1=self.beta1, beta2=self.beta2)
-
     def native(self) -> Native:
         """The formula as the compiled steps take it."""
         flags = (DECOUPLED if self.decoupled else 0) | (BIAS_CORRECTION if self.bias_correction else 0)
@@ -67,7 +62,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class Lion:
+class Lion(_Checked):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2).
 
     Args:
@@ -85,17 +80,13 @@ class Lion:
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
     signed: ClassVar[tuple[bool, ...]] = (True,)
 
-    def __post_init__(self) -> None:
-        _not_negative(lr=self.lr, weight_decay=self.weight_decay)
-        _betas(beta1=self.beta1, beta2=self.beta2)
-
     def native(self) -> Native:
         """The formula as the compiled steps take it."""
         return LION, self.lr, self.beta1, self.beta2, 0.0, self.weight_decay, 0.0, 0.0, 0.0, DECOUPLED
 
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(_Checked):
     """SGD as in ``torch.optim.SGD``; without momentum it has no state (Sutskever et al., ICML 2013, for the rest).
 
     Args:
@@ -113,7 +104,7 @@ class Sgd:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        _not_negative(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        super().__post_init__()
         if not 0.0 <= self.dampening <= 1.0:
             raise ValueError(f"dampening: got {self.dampening}; wanted a number in [0, 1]")
         if self.nesterov and not (self.momentum > 0.0 and self.dampening == 0.0):
@@ -139,7 +130,7 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(_Checked):
     """Adagrad (Duchi, Hazan & Singer, JMLR 2011) as in ``torch.optim.Adagrad``.
 
     Args:
@@ -156,9 +147,6 @@ class Adagrad:
 
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
     signed: ClassVar[tuple[bool, ...]] = (False,)
-
-    def __post_init__(self) -> None:
-        _not_negative(lr=self.lr, lr_decay=self.lr_decay, eps=self.eps, weight_decay=self.weight_decay)
 
     def native(self) -> Native:
         """The formula as the compiled steps take it."""

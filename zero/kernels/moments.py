@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero.kernels.checks import describe
 from zero.kernels.remainder import clean_bits
 
 FORMATS = ("fp32", "bf16", "8bit")  # the index is the code of csrc/format_math.h
@@ -134,36 +133,12 @@ class Moment:
 
     Attributes:
         values: shape [n]; float32 (or float64, beside a float64 master), bfloat16, or uint8 codes.
-        scales: float32 [ceil(n / 256)] on the same device with codes, one per block of 256; None otherwise.
-
-    Raises:
-        ValueError: for other dtypes or shapes, and scales that are missing or too many.
+        scales: float32 [ceil(n / 256)] on the same device with codes, one per block of 256; None otherwise. A step
+            checks both.
     """
 
     values: Tensor
     scales: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        values, scales = self.values, self.scales
-        if not isinstance(values, Tensor) or values.ndim != 1 or values.dtype not in _FORMAT_OF:
-            raise ValueError(
-                f"values: got {describe(values)}; wanted 1-D, torch.float32, torch.bfloat16 or torch.uint8 "
-                "(or torch.float64 beside a float64 master)"
-            )
-        if values.dtype != torch.uint8:
-            if scales is not None:
-                raise ValueError(
-                    f"scales: got {describe(scales)} for {values.dtype}; wanted None, only uint8 has scales"
-                )
-            return
-        shape = (blocks_of(values.numel()),)
-        if not isinstance(scales, Tensor) or (scales.shape, scales.dtype, scales.device) != (
-            shape, torch.float32, values.device
-        ):  # fmt: skip
-            raise ValueError(
-                f"scales: got {describe(scales)}; wanted shape {shape}, torch.float32, {values.device}: "
-                f"one for each {BLOCK} of {values.numel()} codes"
-            )
 
     @property
     def format(self) -> str:
@@ -223,13 +198,7 @@ class Moment:
             signed: whether they can be negative.
             random16: int64 [n] in [0, 2^16), rounds up with the probability that it is large enough; None rounds to
                 nearest, ties away from zero.
-
-        Raises:
-            ValueError: for values of another shape or dtype.
         """
-        wanted = self.values.dtype if self.format == "fp32" else torch.float32
-        if values.shape != self.values.shape or values.dtype != wanted:
-            raise ValueError(f"values: got {describe(values)}; wanted shape {tuple(self.values.shape)}, {wanted}")
         bits = NEAREST if random16 is None else random16
         if self.scales is not None:
             codes, scales = _to_8bit(values.contiguous(), signed, bits)

@@ -21,8 +21,8 @@ computes without amsgrad, centered, maximize and the like.
 The master is either fp32, with or without a parameter copy in another dtype, or the remainder beside a bf16 parameter
 (zero/kernels/remainder.py); both give the same parameters. Moments come in the formats of zero/kernels/moments.py.
 
-The compiled kernels (csrc/step_math.h, csrc/format_math.h) and :func:`step_reference` round every operation alone and
-in the same order, so they give the same bits, on every instruction set, thread count and cut of the shard.
+The compiled kernels (csrc/step_math.h, csrc/format_math.h) and the plain torch operations here round every operation
+alone and in the same order, so they give the same bits, on every instruction set, thread count and cut of the shard.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _state_addresses(
             raise ValueError(f"{name}: got {moment.format}, and {names[0]} is {moments[0].format}; wanted one format")
         addresses[2 * index] = address = address_of(name, values, dtypes, shape, device)
         spans.append((address, address + values.nbytes, name))
-        if scales is not None:
+        if values.dtype is torch.uint8:
             name, blocks = f"scales of {name}", (blocks_of(shape[0]),)
             addresses[2 * index + 1] = address = address_of(name, scales, _SCALES, blocks, device)
             spans.append((address, address + scales.nbytes, name))
@@ -125,6 +125,7 @@ def step(
     key: int = 0,
     first: int = 0,
     threads: int | None = None,
+    compiled: bool = True,
 ) -> None:
     """Take one optimizer step in place on a shard of n elements; the formulas are at the top of this file.
 
@@ -145,8 +146,10 @@ def step(
         first: index of the first element in the unit, a multiple of 256: so a shard, and every piece of it, is rounded
             as in the whole unit.
         threads: how many threads share the work on a CPU; None for torch's number. No bit depends on it.
+        compiled: False for plain torch operations, on any device: what runs where there is no kernel, and the oracle of
+            the tests. They give the same bits, but for float64 masters (up to the payload of a NaN).
 
-    The tensors are written through their addresses: autograd's version counters do not move.
+    With kernels the tensors are written through their addresses: autograd's version counters do not move.
 
     Raises:
         ValueError: for tensors that differ in size or device, overlap, are not 1-D and contiguous or of another dtype,
@@ -154,7 +157,7 @@ def step(
     """
     check_counters(step, key, first)
     arguments = kernel_arguments(formula, master, moments, grad, param)
-    if arguments is not None:
+    if compiled and arguments is not None:
         if master.is_cpu and (module := load()) is not None:
             threads = threads or torch.get_num_threads()
             module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
@@ -162,27 +165,6 @@ def step(
         if (module := cuda.kernels(master.device)) is not None:
             cuda.launch(module.step, master.device, formula.native(), step, grad_scale, (*arguments, key, first))
             return
-    _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
-
-
-def step_reference(
-    formula: Formula,
-    master: Tensor,
-    moments: tuple[Moment, ...],
-    grad: Tensor,
-    param: Tensor | None,
-    *,
-    step: int,
-    grad_scale: float,
-    key: int = 0,
-    first: int = 0,
-) -> None:
-    """:func:`step` as plain torch operations, on any device: the fallback, and the oracle of the tests.
-
-    The same arguments, errors and, but for float64 masters, bits (up to the payload of a NaN).
-    """
-    check_counters(step, key, first)
-    kernel_arguments(formula, master, moments, grad, param)
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import enum
 import functools
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,11 +88,7 @@ class Selective:
         """Around one forward, and around its recomputations."""
         needed = self.needed
         kept: deque[Kept] = deque()
-        forward = _Keeping(kept, self.every, needed, self.name)
-        return forward, _Again(_Giving(kept, self.every, needed, self.name), self._learn if needed is None else None)
-
-    def _learn(self, reached: int) -> None:
-        self.needed = reached
+        return _Keeping(kept, self, needed), _Giving(kept, self, needed)
 
 
 def keeps(place: int, every: int, needed: int | None) -> bool:
@@ -104,13 +99,12 @@ def keeps(place: int, every: int, needed: int | None) -> bool:
 class _Choosing(TorchDispatchMode):
     """Tells, operation by operation, what is kept; a forward and its recomputations come to the same answers."""
 
-    def __init__(self, kept: deque[Kept], every: int, needed: int | None, name: str) -> None:
+    def __init__(self, kept: deque[Kept], module: Selective, needed: int | None) -> None:
         super().__init__()
-        self.products = 0
         self._kept = kept
-        self._every = every
+        self._module = module
         self._needed = needed
-        self._name = name
+        self._products = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -123,8 +117,8 @@ class _Choosing(TorchDispatchMode):
             return False
         if kind is Kind.ATTENTION:
             return True
-        self.products += 1
-        return keeps(self.products - 1, self._every, self._needed)
+        self._products += 1
+        return keeps(self._products - 1, self._module.every, self._needed)
 
 
 class _Keeping(_Choosing):
@@ -152,7 +146,23 @@ class _Keeping(_Choosing):
 
 
 class _Giving(_Choosing):
-    """Gives what was kept, and takes it away; computes the rest."""
+    """Gives what was kept to the first recomputation, and takes it away, so that later ones compute everything.
+
+    Several come where a backward ran with `retain_graph`, or two backward calls go through one module.
+    """
+
+    _first: bool | None = None  # whether the recomputation that runs, or ran last, is the first one
+
+    def __enter__(self) -> Any:
+        self._first = self._first is None
+        return super().__enter__() if self._first else self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._first:
+            super().__exit__(kind, error, trace)
+            self._kept.clear()
+            if self._needed is None:
+                self._module.needed = self._products
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What was kept of this operation, or what it computes."""
@@ -161,7 +171,7 @@ class _Giving(_Choosing):
         kept = self._kept.popleft() if self._kept else None
         if kept is None or kept.op is not func:
             raise RuntimeError(
-                f"recomputed module '{self._name}' came to {func} where its forward had "
+                f"recomputed module '{self._module.name}' came to {func} where its forward had "
                 f"{'no more to keep' if kept is None else kept.op}; it must run the same operations both times, "
                 "whatever it depends on"
             )
@@ -171,31 +181,6 @@ class _Giving(_Choosing):
             generator, state = kept.drawn
             generator.set_state(state)
         return kept.out
-
-
-class _Again:
-    """Gives what was kept to the first recomputation. It takes it away, so that later ones compute everything.
-
-    Several come where a backward ran with `retain_graph`, or two backward calls go through one module.
-    """
-
-    def __init__(self, mode: _Giving, learn: Callable[[int], None] | None) -> None:
-        self._mode: _Giving | None = mode
-        self._learn = learn
-        self._open: _Giving | None = None
-
-    def __enter__(self) -> None:
-        self._open, self._mode = self._mode, None
-        if self._open is not None:
-            self._open.__enter__()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        mode, self._open = self._open, None
-        if mode is None:
-            return
-        mode.__exit__(kind, error, trace)
-        if self._learn is not None:
-            self._learn(mode.products)
 
 
 def _versions(out: Any) -> list[int]:
