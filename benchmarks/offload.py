@@ -33,7 +33,7 @@ from offload_prediction import (
 )
 from offload_variants import OURS, TITLES, Sizes, absent, make
 
-from zero.memory.threads import host_threads
+from zero.memory.available import host_threads
 from zero.plan.formats import ITEMSIZE
 
 GIB = 2**30

@@ -18,7 +18,7 @@ import torch
 from zero.kernels.formulas import Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
-from zero.memory.host_bytes import gradient_nbytes, parameter_nbytes, record
+from zero.memory.host_bytes import gradient_nbytes, parameter_nbytes, record_nbytes
 from zero.plan.formats import Formats
 from zero.plan.placement import Placement, Where, is_updated
 from zero.plan.units import UnitPlan
@@ -200,7 +200,7 @@ def unit_times(
         shown = parameter_nbytes(unit, sizes.parts)
         rests = placement.params is Where.DEVICE
         filed = away and placement.optimizer is Where.FILE
-        kept = record(unit, sizes.rank, sizes.parts, sizes.formats, True).nbytes if filed else 0
+        kept = sum(record_nbytes(unit, sizes.rank, sizes.parts, sizes.formats, True)) if filed else 0
         drive = shown if placement.params is Where.FILE else 0
         found.append(
             UnitTimes(

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from zero.kernels.aio import Aio
-from zero.memory.file_store import FileStore
+from zero.memory.file_store import FileStore, SwapFile, close_all
 from zero.memory.pinned_arena import PinnedArena
-from zero.memory.swap_file import Requests, SwapFile, close_all
 
 PAGES = 8192  # bytes of each store
 NUMEL = 1200
@@ -29,7 +28,7 @@ def make(tmp_path: Path) -> Make:
         aio = Aio(1, 4, 4096)
         arena = PinnedArena(slots * PAGES, torch.device("cpu"), False)
         memories = [arena.take(PAGES) for _ in range(slots)]
-        drive = SwapFile(str(tmp_path), "optimizer", 0, units * PAGES, memories, aio, Requests(**asked))
+        drive = SwapFile(str(tmp_path), "optimizer", 0, units * PAGES, memories, aio, **asked)
         drives.append((drive, aio))
         stores = [drive.store(f"u{index}", PAGES) for index in range(units)]
         tensors = [torch.full((NUMEL,), float(index)) for index in range(units)]
@@ -210,7 +209,7 @@ def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(make: Mak
     drive, stores, _ = make(1, 2)
     stores[0].acquire()
     stores[0].write_back(changed=False)
-    os.ftruncate(drive._file.fd, PAGES)  # the place of u1 is gone
+    os.ftruncate(drive.file.fd, PAGES)  # the place of u1 is gone
     text = (
         rf"unit 'u1' \(rank 0\) is lost: read of .*{tmp_path}/zero-optimizer-of-rank-0 .*the file ends there. Make sure"
     )
@@ -224,7 +223,7 @@ def test_a_request_that_failed_is_told_to_everybody_with_unit_and_file(make: Mak
 def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
     drive, stores, _ = make(2, 3)
     stores[2].acquire()
-    os.ftruncate(drive._file.fd, 0)
+    os.ftruncate(drive.file.fd, 0)
     text = "unit 'u2' .*: the file was cut to 0. Make sure"
     with pytest.raises(RuntimeError, match=text):  # else u1 would be zeros from now on
         stores[2].write_back()
@@ -234,4 +233,4 @@ def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
 
 def test_too_little_space_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=rf"offload_optimizer.nvme_path: .*wants {1 << 60} bytes.*{tmp_path}.*'cpu'"):
-        SwapFile(str(tmp_path), "optimizer", 3, 1 << 60, [], Aio(), Requests())
+        SwapFile(str(tmp_path), "optimizer", 3, 1 << 60, [], Aio())

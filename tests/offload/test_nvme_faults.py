@@ -41,7 +41,7 @@ def spoil(how: str, drive: Any) -> None:
     with drive.pool.lock:
         for buffer in list(drive.pool.buffers):
             drive.pool.wait(buffer)  # a write on its way would make the file longer again
-    fd = drive._file.fd
+    fd = drive.file.fd
     if how == "truncated":
         os.ftruncate(fd, 0)
         return

@@ -127,7 +127,7 @@ def hidden_files(folder: str) -> tuple[list[str], list[int], tuple[int, ...], bo
     shapes = tuple(len(tensor) for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit))
     drive = engine._sharded.offload.swap_files["optimizer"]
     engine.destroy()
-    return listed, opened, shapes, drive._file._descriptor is None
+    return listed, opened, shapes, drive.file._descriptor is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")

@@ -20,8 +20,8 @@ from models import batch, config, make_net
 
 import zero
 from zero.core.owner import is_released
+from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
-from zero.memory.threads import host_threads
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 GUARD = 20  # seconds until a thread that waits for too much is let go, and the test fails

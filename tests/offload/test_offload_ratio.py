@@ -16,9 +16,10 @@ from models import config, make_net, train
 import zero
 import zero.core.ratio
 from zero.config import ConfigError, load
+from zero.config.zero_section import ZeroOptimization
 from zero.core.mesh import make_mesh
-from zero.core.offload import OffloadSettings
-from zero.core.ratio import Training, choose_ratio, settle_ratio
+from zero.core.mixed_precision import MixedPrecisionPolicy
+from zero.core.ratio import choose_ratio, fitting
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.placement import Where, place
@@ -99,23 +100,26 @@ def units_of(*sizes: int) -> list[UnitPlan]:
 def test_what_fits_into_memory_does_not_go_to_a_drive(monkeypatch, caplog, free, stays):
     monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free)
     sharding = Sharding.of_stage(2)
-    training = Training(sharding, Formats(), "fp32", "fp32", 1)
-    nvme = OffloadSettings(optimizer=Where.FILE, ratio=None)
-    settled = settle_ratio(nvme, units_of(1 << 20), make_mesh(sharding), CPU, training)
-    assert settled == nvme._replace(ratio=0.0 if stays else 1.0)
+    numerics = MixedPrecisionPolicy("fp32", 1)
+
+    def ratio(**offload: Any) -> float:
+        section = ZeroOptimization(stage=2, offload_optimizer={"ratio": "auto", **offload})
+        return choose_ratio(section, units_of(1 << 20), make_mesh(sharding), CPU, sharding, numerics)
+
+    assert ratio(device="nvme", nvme_path="unused") == (0.0 if stays else 1.0)
     assert "(40%) for activations" in caplog.text
-    nothing = nvme._replace(optimizer=Where.DEVICE)
-    assert settle_ratio(nothing, units_of(1 << 20), make_mesh(sharding), CPU, training).ratio == 1.0
+    assert ratio(device="none") == 1.0
+    assert ratio(device="nvme", ratio=0.25) == 0.25
 
 
 def test_as_many_units_stay_as_fit():
     units = units_of(*[1 << 20] * 8)
     for count in range(9):
-        choice = choose_ratio(units, 1, FORMATS, "bf16", (count + 0.5) * BYTES * (1 << 20))
-        placements = place(units, 1, Where.HOST, Where.DEVICE, choice.ratio)
+        ratio, numel, _ = fitting(units, 1, FORMATS, "bf16", (count + 0.5) * BYTES * (1 << 20))
+        placements = place(units, 1, Where.HOST, Where.DEVICE, ratio)
         assert [at.optimizer is Where.DEVICE for at in placements] == [True] * count + [False] * (8 - count)
-        assert choice.numel == count << 20
-    assert choose_ratio([], 1, FORMATS, "bf16", 1e9).ratio == 1.0
+        assert numel == count << 20
+    assert fitting([], 1, FORMATS, "bf16", 1e9)[0] == 1.0
 
 
 @settings(deadline=None)
@@ -123,8 +127,8 @@ def test_as_many_units_stay_as_fit():
 def test_the_room_is_never_exceeded(sizes: list[int], part: float) -> None:
     units = units_of(*sizes)
     room = part * sum(unit.layout.numel for unit in units) * BYTES
-    choice = choose_ratio(units, 1, FORMATS, "bf16", room)
-    placements = place(units, 1, Where.FILE, Where.DEVICE, choice.ratio)
+    ratio, numel, nbytes = fitting(units, 1, FORMATS, "bf16", room)
+    placements = place(units, 1, Where.FILE, Where.DEVICE, ratio)
     stay = [unit for unit, at in zip(units, placements, strict=True) if at.optimizer is Where.DEVICE]
-    assert choice.numel == sum(unit.layout.numel for unit in stay)
-    assert choice.nbytes <= room
+    assert numel == sum(unit.layout.numel for unit in stay)
+    assert nbytes <= room

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, gradient_itemsize, replica_nbytes
+from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, gradient_dtype, replica_nbytes
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 
@@ -187,15 +187,12 @@ def test_local_gradients_that_add_up_are_fp32() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
-def test_the_size_of_a_gradient_element(stage: int, accumulation: int) -> None:
+def test_the_dtype_of_a_local_gradient(stage: int, accumulation: int) -> None:
     sharding = Sharding.of_stage(stage)
     adds_up = accumulation > 1 and stage < 2
-    assert gradient_itemsize("bf16", sharding, accumulation) == (4 if adds_up else 2)
-    assert gradient_itemsize("fp16", sharding, accumulation) == (4 if adds_up else 2)
-    assert gradient_itemsize("fp32", sharding, accumulation) == 4
-    for low in ("bf16", "fp16"):
-        assert gradient_itemsize("bf16", sharding, accumulation, low) == 2
-        assert gradient_itemsize("fp32", sharding, accumulation, low) == (2 if adds_up else 4)
+    for dtype in ("fp32", "bf16", "fp16"):
+        for kept in ("fp32", "bf16", "fp16"):
+            assert gradient_dtype(dtype, sharding, accumulation, kept) == (kept if adds_up else dtype)
 
 
 @pytest.mark.parametrize("world", WORLDS)

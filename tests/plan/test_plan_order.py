@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, stay_whole, used_again
+from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, stay_whole, to_come, used_again
 
 UNKNOWN = 99
 orders = st.lists(st.integers(0, 4), max_size=10)
@@ -14,7 +14,7 @@ orders = st.lists(st.integers(0, 4), max_size=10)
 
 def upcoming(order: list[int], position: Position) -> int | None:
     """What is fetched ahead when one unit may be on its way."""
-    ahead = fetched_ahead(order, position, [1] * (UNKNOWN + 1), Limits(ahead=1))
+    ahead = fetched_ahead(to_come(order, position), [1] * (UNKNOWN + 1), Limits(ahead=1))
     assert len(ahead) <= 1
     return ahead[0] if ahead else None
 
@@ -135,15 +135,15 @@ ORDER = [0, 1, 2, 3, 3, 2, 1, 0]
 )
 def test_what_is_fetched_ahead_fits_the_bucket_and_the_limit(limits, state, found) -> None:
     given_as = {"used": {0}, **state}
-    assert fetched_ahead(ORDER, Position(1, True), SIZES, limits, **given_as) == found
-    assert fetched_ahead(ORDER, Position(1, False), SIZES, limits, **given_as) == []
+    assert fetched_ahead(to_come(ORDER, Position(1, True)), SIZES, limits, **given_as) == found
+    assert fetched_ahead(to_come(ORDER, Position(1, False)), SIZES, limits, **given_as) == []
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 12), st.integers(0, 120), st.integers(0, 150))
 def test_a_bucket_overflows_by_its_first_unit_only(order: list[int], at: int, ahead: int, live: int) -> None:
     position = Position(min(at, len(order)), True)
-    found = fetched_ahead(order, position, SIZES, Limits(ahead=ahead, live=live))
+    found = fetched_ahead(to_come(order, position), SIZES, Limits(ahead=ahead, live=live))
     assert len(set(found)) == len(found)
     assert sum(SIZES[unit] for unit in found) <= live
     assert len(found) <= 1 or sum(SIZES[unit] for unit in found) <= ahead
@@ -157,9 +157,9 @@ def test_a_bucket_overflows_by_its_first_unit_only(order: list[int], at: int, ah
 )
 def test_a_unit_stays_if_it_is_used_again_soon(unit: int, reuse: int, again: bool) -> None:
     limits = Limits(reuse=reuse)
-    assert used_again(ORDER, Position(unit + 1, True), SIZES, limits, unit) == again
-    assert not used_again(ORDER, Position(unit + 1, False), SIZES, limits, unit)
-    assert not used_again(ORDER, Position(len(ORDER), True), SIZES, limits, unit)
+    assert used_again(to_come(ORDER, Position(unit + 1, True)), SIZES, limits, unit) == again
+    assert not used_again(to_come(ORDER, Position(unit + 1, False)), SIZES, limits, unit)
+    assert not used_again(to_come(ORDER, Position(len(ORDER), True)), SIZES, limits, unit)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_unit_stays_if_it_is_used_again_soon(unit: int, reuse: int, again: boo
     ],
 )
 def test_what_is_read_ahead_is_what_comes_and_is_not_there(at, files, there, limits, found) -> None:
-    assert read_ahead(ORDER, Position(at, True), limits, files, there) == found
-    assert read_ahead(ORDER, Position(at, False), limits, files, there) == []
+    assert read_ahead(to_come(ORDER, Position(at, True)), limits, files, there) == found
+    assert read_ahead(to_come(ORDER, Position(at, False)), limits, files, there) == []
 
 
 def test_small_units_stay_whole_up_to_a_sum() -> None:

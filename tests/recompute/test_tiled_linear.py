@@ -14,7 +14,7 @@ from stages import check
 from torch import Tensor, nn
 
 import zero
-from zero.core.own_unit import is_apart
+from zero.core.leaf import is_apart
 
 
 def pair(inputs: int, outputs: int, bias: bool = True, **splits: Any) -> tuple[nn.Linear, zero.TiledLinear]:

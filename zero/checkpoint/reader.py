@@ -18,7 +18,7 @@ from zero.checkpoint.safe_file import DTYPES, read_part
 from zero.checkpoint.staging import host_bytes
 from zero.kernels.moments import Moment
 from zero.kernels.remainder import join
-from zero.memory.threads import host_threads
+from zero.memory.available import host_threads
 from zero.plan.formats import BLOCK
 from zero.plan.layout import round_up
 

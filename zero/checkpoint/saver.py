@@ -17,7 +17,7 @@ from zero.checkpoint.store_barrier import StoreBarrier
 from zero.core import comm
 from zero.core.mesh import Axis
 from zero.log import logger
-from zero.memory.store import ALIGNED
+from zero.memory.host_bytes import LINE
 from zero.plan.layout import round_up
 
 
@@ -51,7 +51,7 @@ class Snapshot:
 
     def begin(self, forms: Sequence[TensorChunk]) -> None:
         """Make room for these, and forget what was in it; MemoryError where there is none."""
-        wanted = max(ALIGNED, sum(round_up(form.values.nbytes, ALIGNED) for form in forms))
+        wanted = max(LINE, sum(round_up(form.values.nbytes, LINE) for form in forms))
         self.clear()
         if wanted > self.nbytes:
             self._memory = None  # before there are two
@@ -65,7 +65,7 @@ class Snapshot:
         values = chunk.values
         place = self._memory.narrow(0, self._used, values.nbytes).view(values.dtype)
         place.copy_(values, non_blocking=self._pinned)
-        self._used = round_up(self._used + values.nbytes, ALIGNED)
+        self._used = round_up(self._used + values.nbytes, LINE)
         self.chunks.append(chunk._replace(values=place))
         if values.device.type == "cuda":
             self._mark = torch.cuda.current_stream(values.device).record_event()

@@ -44,6 +44,12 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     return lowered[matches[0]] if matches else None
 
 
+def did_you_mean(key: str, known: Iterable[str]) -> str:
+    """What ends a sentence about the unknown name `key`: what it was most likely meant to be, or a full stop."""
+    near = nearest(key, known)
+    return f"; did you mean '{near}'?" if near else "."
+
+
 def dotted(path: Iterable[Any]) -> str:
     """`("optimizer", "params", "betas", 1)` as `optimizer.params.betas[1]`."""
     text = ""

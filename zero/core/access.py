@@ -1,22 +1,28 @@
-"""Reading and writing whole parameters between steps."""
+"""Whole parameters for those who do not own them: GatheredParameters between steps, and modules that read others' ones.
+
+A read inside a forward is noticed by itself; `register_external_parameter` is for code that reads past Python, as
+kernels do that take a pointer, or that should find the parameters when the module begins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero.core import comm
-from zero.core.external import register_external_parameter
 from zero.core.mesh import local_device
 from zero.core.owner import Owner, owner_of
 from zero.core.state import State
 
 # What the modifier's rank tells the others of each parameter.
 _SAME, _WRITTEN, _UNFIT = 0, 1, 2
+_PARAMETERS = "_zero_external"
+_HANDLE = "_zero_external_handle"
 
 
 class GatheredParameters:
@@ -62,7 +68,7 @@ class GatheredParameters:
         self._were_full: list[bool] = []
         self._versions: list[int] = []
         self._references: list[tuple[int, ...]] = []
-        self._before: list[list[torch.Tensor]] = []
+        self._before: list[torch.Tensor | None] = []
         for param in given if enabled and fwd_module is not None else ():
             register_external_parameter(fwd_module, param)
 
@@ -170,3 +176,46 @@ def _check_rank(rank: int | None, ranks: Sequence[int]) -> None:
         line = list(ranks) == list(range(len(ranks)))
         wanted = f"a rank from 0 to {len(ranks) - 1}" if line else f"one of the engine's ranks {list(ranks)}"
         raise ValueError(f"GatheredParameters(modifier_rank=...): got {rank!r}; wanted {wanted}, or None")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Gather `parameter`, which belongs to another module, whenever `module` begins its forward.
+
+    Before or after `zero.initialize`, in a constructor too; a second time for the same parameter does nothing. Raises
+    TypeError for what is no module and RuntimeError for what is no parameter.
+    """
+    _check(module, parameter)
+    known = module.__dict__.setdefault(_PARAMETERS, [])
+    if not any(each is parameter for each in known):
+        known.append(parameter)
+    if _HANDLE not in module.__dict__:
+        # The engine's own hook comes before it, so that the module is the one that reads.
+        module.__dict__[_HANDLE] = module.register_forward_pre_hook(_ensure_gathered)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`. Raises RuntimeError for a parameter that was not registered there."""
+    _check(module, parameter)
+    known = module.__dict__.get(_PARAMETERS, [])
+    rest = [each for each in known if each is not parameter]
+    if len(rest) == len(known):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is not registered as external to {type(module).__name__}"
+        )
+    module.__dict__[_PARAMETERS] = rest
+    if not rest:
+        module.__dict__.pop(_HANDLE).remove()
+
+
+def _ensure_gathered(module: nn.Module, args: Any) -> None:
+    for parameter in module.__dict__.get(_PARAMETERS, ()):
+        owner = owner_of(parameter)
+        if owner is not None:
+            owner.unit.ensure_gathered()
+
+
+def _check(module: nn.Module, parameter: nn.Parameter) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a parameter is external to a module; got {type(module).__name__}, wanted an nn.Module")
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"only a parameter can be external; got {type(parameter).__name__}, wanted an nn.Parameter")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +51,6 @@ class Closed(Released):
         return found
 
 
-@functools.cache
-def class_when_closed(kind: type) -> type:
-    """The class that a parameter of class `kind` has while it is closed."""
-    return type(f"Released{kind.__name__}", (Closed, kind), {"__module__": __name__, "__doc__": Closed.__doc__})
-
-
 class LooseBuffer(ParamBuffer):
     """The values of one parameter under construction.
 
@@ -66,8 +58,7 @@ class LooseBuffer(ParamBuffer):
     it. While the parameter is open there is no buffer at all: the values are those of the parameter itself.
     """
 
-    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], cut: bool, rank: int) -> None:
-        super().__init__(plan, params, cut, rank, class_when_closed)
+    mixin = Closed
 
     def close(self) -> None:
         """The parameter's values are complete; the next release lets go of them."""
@@ -120,10 +111,11 @@ class DeferredParam(Unit):
     """
 
     buffer: LooseBuffer
+    buffer_class = LooseBuffer
 
     def __init__(self, param: nn.Parameter, name: str, index: int, mesh: Mesh, origin: int) -> None:
-        placement = StatePlacement.on_device(local_device())
-        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, placement, LooseBuffer)
+        placement = StatePlacement(local_device(), local_device())
+        super().__init__(_plan(param, name, mesh), [param], index, mesh, True, placement)
         self.origin = origin
         self.rename(name)
 
@@ -172,7 +164,7 @@ class DeferredParam(Unit):
         self.masters.shard = rest.lay(self.shard.to(dtype))
         self.buffer.show_as(dtype, device)
 
-    def overwrite(self, index: int, source: int, before: Sequence[torch.Tensor] | None = None) -> None:
+    def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:
         """As every unit's; while open, the whole values only."""
         if not self.opened:
             super().overwrite(index, source, before)
@@ -183,9 +175,9 @@ class DeferredParam(Unit):
         if sent is not values:
             values.copy_(sent)
 
-    def snapshot(self, index: int) -> list[torch.Tensor]:
+    def snapshot(self, index: int) -> torch.Tensor | None:
         """As every unit's; while open there are no other values than the parameter's."""
-        return [] if self.opened else super().snapshot(index)
+        return None if self.opened else super().snapshot(index)
 
     def hand_over(self, target: torch.Tensor) -> bool:
         """Copy the values to `target`, of the parameter's shape, and let go of the parameter, which then has none.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.frozen import FrozenCall, FrozenUnits
+from zero.core.frozen import FrozenUnits
 from zero.core.leaf import z3_leaf_module
-from zero.core.own_hooks import OwnHook
 from zero.core.prefetcher import Call, ParamPrefetcher, in_backward
 from zero.core.tensors import tensors_in
 from zero.core.torch_private import hook_first, pre_hooks, view_base
@@ -47,6 +46,34 @@ def attach(
             module.register_forward_hook(OwnHook(after), always_call=True),
         ]
     return handles
+
+
+class OwnHook:
+    """Calls `hook` on the module that it was registered on, and does nothing on a copy of that module.
+
+    It runs as it is also where the user has compiled the module: a compiler cannot follow how parameters come and go.
+
+    A copy has whole parameters of its own. With the hooks it would gather those of the original, which needs all
+    ranks, and an averaged copy that one rank evaluates would wait for ever.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass the call on."""
+        if not torch.compiler.is_compiling():
+            return self._hook(*args, **kwargs)
+        # Made at each call: what is stored in the middle of a forward, a compiler may store too early or not at all.
+        return torch.compiler.disable(self._hook)(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
+        return OwnHook, (nothing,)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """The hook of a copy."""
 
 
 class Before(OwnHook):
@@ -87,18 +114,15 @@ def attach_waits(reads: Mapping[nn.Module, tuple[Unit, ...]]) -> dict[nn.Module,
     Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
     """
     return {
-        module: [module.register_forward_pre_hook(OwnHook(_waiter(units)), prepend=True)]
+        module: [module.register_forward_pre_hook(OwnHook(functools.partial(_wait, units)), prepend=True)]
         for module, units in reads.items()
     }
 
 
-def _waiter(units: tuple[Unit, ...]) -> Callable[..., None]:
-    def wait(module: nn.Module, args: Any) -> None:
-        for unit in units:
-            if not unit.readable:
-                unit.wait()
-
-    return wait
+def _wait(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
+    for unit in units:
+        if not unit.readable:
+            unit.wait()
 
 
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
@@ -133,14 +157,15 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
 def _forward_hooks(
     read: Reads, prefetcher: ParamPrefetcher, begin_backward: Callable[[], None]
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Any]]:
-    calls: list[tuple[Call, FrozenCall | None] | None] = []  # of this module, those that are in their forward
+    # Of this module, the calls that are in their forward; with each what tells its frozen units of a gradient.
+    calls: list[tuple[Call, Callable[[], None] | None] | None] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not read.units and prefetcher.inside:
             calls.append(None)  # whatever it reads belongs to the module that has called it
             return
         followed = read.frozen is not None and torch.is_grad_enabled() and not in_backward()
-        frozen = read.frozen.call((args, kwargs)) if followed else None
+        frozen = read.frozen.follow((args, kwargs)) if followed else None
         calls.append((prefetcher.enter(read.units), frozen))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -158,7 +183,7 @@ def _forward_hooks(
             end(call, None, output)
         return output
 
-    def end(call: Call, frozen: FrozenCall | None, output: Any) -> None:
+    def end(call: Call, frozen: Callable[[], None] | None, output: Any) -> None:
         prefetcher.leave(call, output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -171,11 +196,11 @@ def _forward_hooks(
                         # its own, and ranks would wait for each other.
                         hook_first(hooked, lambda grad: reached(call, frozen))
 
-    def reached(call: Call, frozen: FrozenCall | None) -> None:
+    def reached(call: Call, frozen: Callable[[], None] | None) -> None:
         # The first gradient to come into the module: its backward is about to read the parameters.
         begin_backward()
         prefetcher.reach(call.units)
         if frozen is not None:
-            frozen.reached()
+            frozen()
 
     return before, after, method

@@ -70,7 +70,7 @@ def _fill(full: torch.Tensor, params: Sequence[nn.Parameter], plan: UnitPlan, me
     places = [full.narrow(0, *span) for span in plan.layout.spans.values()]
     unequal = [place for param, place in zip(params, places, strict=True) if not _copy_to(param, place, mesh)]
     for place in [full] if len(unequal) == len(places) else unequal:
-        _broadcast(place, mesh, plan.name)
+        comm.broadcast(place, 0, mesh.data, plan.name)
 
 
 def _exact_chunks(
@@ -85,7 +85,7 @@ def _exact_chunks(
             exact = torch.zeros(stop - span.start, dtype=torch.float32, device=device)
             place = exact.narrow(0, 0, span.numel)
             if not _copy_to(param, place, mesh):
-                _broadcast(place, mesh, plan.name)
+                comm.broadcast(place, 0, mesh.data, plan.name)
             yield span.start, exact
         return
     chunk = min(layout.numel, _CHUNK.get(device.type, _CHUNK_ELSEWHERE))
@@ -93,14 +93,14 @@ def _exact_chunks(
     by_name = dict(zip(layout.spans, params, strict=True))
     for start in range(0, layout.numel, chunk):
         exact = memory[: min(chunk, layout.numel - start)]
-        if _is_source(mesh):
+        if mesh.data.rank == 0:
             parts = layout.fragments(Span(start, exact.numel()))
             if sum(part.numel for part in parts) < exact.numel():
                 exact.zero_()
             for part in parts:
                 values = by_name[part.name].detach().reshape(-1)
                 exact.narrow(0, part.at, part.numel).copy_(values.narrow(0, part.start, part.numel))
-        _broadcast(exact, mesh, plan.name)
+        comm.broadcast(exact, 0, mesh.data, plan.name)
         yield start, exact
 
 
@@ -109,14 +109,6 @@ def _copy_to(param: nn.Parameter, place: torch.Tensor, mesh: Mesh) -> bool:
     owner = owner_of(param)
     if owner is not None:  # of a model under construction
         return owner.unit.hand_over(place.view(param.shape))
-    if _is_source(mesh):
+    if mesh.data.rank == 0:
         place.view(param.shape).copy_(param.detach())
     return False
-
-
-def _is_source(mesh: Mesh) -> bool:
-    return mesh.data.rank == 0
-
-
-def _broadcast(values: torch.Tensor, mesh: Mesh, unit: str) -> None:
-    comm.broadcast(values, 0, mesh.data, unit)

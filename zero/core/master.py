@@ -72,10 +72,6 @@ class Master:
         now = torch.zeros_like(part) if self.remainder else self.shard.narrow(0, start, numel).to(part.dtype)
         part.copy_(now if where is None else torch.where(where, now, part))
 
-    def tensors(self) -> list[torch.Tensor]:
-        """What belongs to the optimizer's state: `tensor`, where it is not the shard itself."""
-        return [] if self.tensor is self.shard else [self.tensor]
-
     def publish(self) -> None:
         """Round an fp32 `tensor` that was written into the shard."""
         if self.remainder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -44,9 +44,9 @@ class MasterSync:
         own = self.own_part()
         self.shard = self._placement.keep_shard(own) if self._buffer.cut else own
         if trained:
-            shard = self._placement.shard_for_master(own, self.shard)
-            self.master = Master(shard, None if tensor is None else tensor.to(self._placement.update_device))
-            self._placement.keep_state(shard, self.master.tensors())
+            tensor = None if tensor is None else tensor.to(self._placement.update_device)
+            self.master = Master(self._placement.shard_for_master(own, self.shard), tensor)
+            self._placement.keep_state(self.master.shard, self.master.tensor)
 
     def own_part(self) -> torch.Tensor:
         """The shard's place in the full buffer [window.numel]."""
@@ -107,16 +107,6 @@ class MasterSync:
         with self._placement.acquired(changed, step):
             yield
 
-    @contextlib.contextmanager
-    def shard_acquired(self) -> Iterator[None]:
-        """Inside, the shard alone may be read; for whoever knows that no update of it runs."""
-        self.wait_copies()
-        self._placement.shard_store.acquire()
-        try:
-            yield
-        finally:
-            self._placement.shard_store.write_back(changed=False)
-
     def wait_copies(self) -> None:
         """Wait until no copy between device and host reads or writes the shard in host memory any more."""
         for event in (self._filled, self._copied):
@@ -155,8 +145,7 @@ class MasterSync:
         if written:
             with self.acquired(changed=True):
                 for index in written:
-                    for fragment in self.fragments(index):
-                        self._follow(fragment)
+                    self._follow(self.fragment(index))
         if self.master is not None:
             buffer.note_versions()
 
@@ -173,35 +162,34 @@ class MasterSync:
         own = self.own_part()
         with self.acquired(changed=True):
             for index in sorted(written):
-                for fragment in self.fragments(index):
-                    self._take(fragment, own.narrow(0, fragment.at, fragment.numel), None)
+                fragment = self.fragment(index)
+                self._take(fragment, own.narrow(0, fragment.at, fragment.numel), None)
         buffer.note_versions()
         return True
 
-    def snapshot(self, index: int) -> list[torch.Tensor]:
+    def snapshot(self, index: int) -> torch.Tensor:
         """What this rank's shard says of parameter `index` now, for `take` to tell later what has changed."""
+        fragment = self.fragment(index)
         with self.acquired():
-            parts = [self.shard.narrow(0, fragment.at, fragment.numel) for fragment in self.fragments(index)]
+            part = self.shard.narrow(0, fragment.at, fragment.numel)
             # Where parameters are not cut, they are the shard: a write reaches it at once.
             unchanging = self._buffer.cut and self._placement.shard_store.resident
-            return parts if unchanging else [part.clone() for part in parts]
+            return part if unchanging else part.clone()
 
-    def take(self, index: int, before: Sequence[torch.Tensor] | None = None) -> None:
+    def take(self, index: int, before: torch.Tensor | None = None) -> None:
         """Take what stands in the full buffer as the exact value of parameter `index`.
 
         With `before`, elements that still have those values keep their exact masters.
         """
-        view = self._buffer.views[index].reshape(-1)
+        fragment = self.fragment(index)
+        values = self._buffer.views[index].reshape(-1).narrow(0, fragment.start, fragment.numel)
         with self.acquired(changed=True):
-            for position, fragment in enumerate(self.fragments(index)):
-                values = view.narrow(0, fragment.start, fragment.numel)
-                self._take(fragment, values, None if before is None else before[position], everywhere=before is None)
+            self._take(fragment, values, before, everywhere=before is None)
         self._buffer.note_version(index)
 
-    def fragments(self, index: int) -> list[Fragment]:
-        """The parts of parameter `index` that lie in this rank's shard: at most one."""
-        name = self._buffer.plan.params[index].name
-        return [each for each in self._buffer.plan.layout.fragments(self.window) if each.name == name]
+    def fragment(self, index: int) -> Fragment:
+        """The part of parameter `index` that lies in this rank's shard."""
+        return self._buffer.plan.layout.fragment(self._buffer.plan.params[index].name, self.window)
 
     def _take(
         self, fragment: Fragment, values: torch.Tensor, before: torch.Tensor | None, everywhere: bool = False

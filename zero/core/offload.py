@@ -5,58 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
+from zero.config.sections import Aio as AioSection
+from zero.config.zero_section import OffloadOptimizer, OffloadParam, ZeroOptimization
 from zero.core.agree import agree
 from zero.core.mesh import Mesh
+from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.copy_stream import CopyStream
-from zero.memory.host_bytes import (
-    HostBytes,
-    gradient_nbytes,
-    host_bytes,
-    host_table,
-    keeps_copy,
-    parameter_nbytes,
-    record,
-)
+from zero.memory.file_store import SwapFile, close_all
+from zero.memory.host_bytes import gradient_nbytes, host_bytes, host_table, parameter_nbytes, record_nbytes
 from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
-from zero.memory.store import ResidentStore, Store
-from zero.memory.swap_file import Requests, SwapFile, close_all
-from zero.plan.formats import Formats
-from zero.plan.placement import Placement, Where, is_updated, place
+from zero.memory.store import Store
+from zero.plan.placement import Placement, Where, is_updated, keeps_copy, place
 from zero.plan.units import UnitPlan
-
-
-class OffloadSettings(NamedTuple):
-    """What `offload_optimizer` and `offload_param` of the JSON say.
-
-    ratio:      the part of the trained elements whose state leaves the device; None: what free memory allows;
-    max_in_cpu: elements of this rank's shards that stay in memory although `params` says FILE;
-    pinned:     page-locked memory on a machine with a GPU;
-    requests:   how drives are accessed; read_ahead and write_behind are those of the optimizer's state.
-    """
-
-    optimizer: Where = Where.DEVICE
-    params: Where = Where.DEVICE
-    ratio: float | None = 1.0
-    max_in_cpu: int = 0
-    pinned: bool = True
-    optimizer_folder: str | None = None
-    params_folder: str | None = None
-    optimizer_buffers: int = 4
-    params_buffers: int = 5
-    requests: Requests = Requests()
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything leaves the device."""
-        return self.optimizer is not Where.DEVICE or self.params is not Where.DEVICE
 
 
 class Offload:
@@ -67,33 +34,38 @@ class Offload:
 
     def __init__(
         self,
-        settings: OffloadSettings,
+        section: ZeroOptimization,
+        aio: AioSection,
+        ratio: float,
         plans: Sequence[UnitPlan],
         mesh: Mesh,
         device: torch.device,
-        formats: Formats,
-        gradients: str,
-        accumulate: str,
+        numerics: MixedPrecisionPolicy,
     ) -> None:
         """Take all memory that will be needed; RuntimeError with a table, on all ranks, where one has too little.
 
-        `gradients`: the dtype in which they rest in host memory; `accumulate`: that in which they add up.
+        `ratio`: the part of the trained elements whose state leaves the device.
         """
-        self._settings = settings
+        self._state, self._params = state, params = section.offload_optimizer, section.offload_param
+        self._drive = aio
         self._plans = plans
         self._device = device
-        self._formats = formats
-        self._gradients, self._accumulate = gradients, accumulate
+        self._formats = numerics.formats
+        self._gradients, self._accumulate = numerics.resting_dtype(mesh), numerics.accumulate
         self._rank, self._parts = mesh.shard.rank, mesh.shard.size
         self._separate = has_own_memory(device)
-        self.placements = place(
-            plans, self._parts, settings.optimizer, settings.params, settings.ratio, settings.max_in_cpu
+        self.placements = place(plans, self._parts, Where(state.device), Where(params.device), ratio, params.max_in_cpu)
+        buffers = state.buffer_count, params.buffer_count
+        self.host = host_bytes(
+            plans, self.placements, self._rank, self._parts, self._formats, self._gradients, self._separate, *buffers
         )
-        self.host = self._count()
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
         self.swap_files: dict[str, SwapFile] = {}
-        self._open(mesh)
+        # All ranks of a host look at what is free before one of them takes any.
+        self._all(self._check_room, mesh)
+        self._all(self._take, mesh)
+        rank_zero(logging.INFO, "host memory of each rank:\n%s", host_table(self.host))
         self._copies, self._staging = CopyStream(device), StagingBuffers(device, self._separate)
 
     def placement(self, index: int) -> StatePlacement:
@@ -119,57 +91,30 @@ class Offload:
         if self._arena is not None:
             self._arena.close()
 
-    def describe(self) -> str:
-        """What rests off the device on this rank, as a table."""
-        return host_table(self.host)
-
     def _state_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.optimizer is Where.DEVICE or not is_updated(plan):
-            return ResidentStore()
+            return Store()
         nbytes = self._record_nbytes(plan, placement)
         if placement.optimizer is Where.HOST:
-            return ResidentStore(self._arena.take(nbytes))
+            return Store(self._arena.take(nbytes))
         return self.swap_files["optimizer"].store(plan.name, nbytes)
 
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
-            return ResidentStore()
+            return Store()
         nbytes = parameter_nbytes(plan, self._parts)
         if placement.params is Where.HOST:
-            return ResidentStore(self._arena.take(nbytes))
+            return Store(self._arena.take(nbytes))
         return self.swap_files["param"].store(plan.name, nbytes)
 
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
-        return record(plan, self._rank, self._parts, self._formats, keeps_copy(placement, self._separate)).nbytes
+        copied = keeps_copy(placement, self._separate)
+        return sum(record_nbytes(plan, self._rank, self._parts, self._formats, copied))
 
     def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
-        dtype = _DTYPES[self._gradients]
-        memory = self._arena.take(gradient_nbytes(plan, self._parts, self._gradients))
-        numel = plan.layout.numel // self._parts
-        return HostGradAccumulator(
-            memory[: numel * dtype.itemsize].view(dtype), _DTYPES[self._accumulate], self._staging
-        )
-
-    def _count(self) -> HostBytes:
-        return host_bytes(
-            self._plans,
-            self.placements,
-            self._rank,
-            self._parts,
-            self._formats,
-            self._gradients,
-            self._separate,
-            self._settings.optimizer_buffers,
-            self._settings.params_buffers,
-        )
-
-    def _open(self, mesh: Mesh) -> None:
-        """Take memory and open files; RuntimeError on all ranks where one cannot."""
-        if self._settings.enabled:
-            # All ranks of a host look at what is free before one of them takes any.
-            self._all(self._check_room, mesh)
-        self._all(self._take, mesh)
-        rank_zero(logging.INFO, "host memory of each rank:\n%s", self.describe())
+        dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._parts
+        memory = self._arena.take(gradient_nbytes(plan, self._parts, self._gradients))[: numel * dtype.itemsize]
+        return HostGradAccumulator(memory.view(dtype), DTYPES[self._accumulate], self._staging)
 
     def _all(self, what: Callable[[Mesh], None], mesh: Mesh) -> None:
         """Have every rank do `what`; RuntimeError on all ranks where one cannot."""
@@ -185,15 +130,14 @@ class Offload:
 
     def _check_room(self, mesh: Mesh) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.data.size)))
-        check_room(self.describe(), self.host.memory, ranks_here)
+        check_room(host_table(self.host), self.host.memory, ranks_here)
 
     def _take(self, mesh: Mesh) -> None:
+        """Take memory and open files."""
+        state, params = self._state, self._params
         if self.host.memory:
-            self._arena = PinnedArena(self.host.memory, self._device, self._settings.pinned)
-        self._open_files(mesh.global_rank)
-
-    def _open_files(self, rank: int) -> None:
-        settings, requests = self._settings, self._settings.requests
+            pinned = (state if state.device != "none" else params).pin_memory
+            self._arena = PinnedArena(self.host.memory, self._device, pinned)
         both = list(zip(self._plans, self.placements, strict=True))
         records = [
             self._record_nbytes(plan, placement)
@@ -201,20 +145,27 @@ class Offload:
             if placement.optimizer is Where.FILE and is_updated(plan)
         ]
         shards = [parameter_nbytes(plan, self._parts) for plan, place in both if place.params is Where.FILE]
-        for kind, folder, sizes, count, way in (
-            ("optimizer", settings.optimizer_folder, records, settings.optimizer_buffers, requests),
-            ("param", settings.params_folder, shards, settings.params_buffers, Requests()),
-        ):
-            if sizes:
-                self._aio = self._aio or Aio(requests.threads, requests.queue_depth, requests.block_size)
-                buffers = [self._arena.take(max(sizes)) for _ in range(count)]
-                self.swap_files[kind] = SwapFile(folder, kind, rank, sum(sizes), buffers, self._aio, way)
-                rank_zero(logging.INFO, "%s state rests in %s (%s)", kind, folder, self._aio.backend)
+        self._open("optimizer", state, records, mesh.global_rank)
+        self._open("param", params, shards, mesh.global_rank)
+
+    def _open(self, kind: str, section: OffloadOptimizer | OffloadParam, sizes: Sequence[int], rank: int) -> None:
+        """Open the file for state of these sizes, if there is any; its buffers hold the largest."""
+        if not sizes:
+            return
+        drive, folder = self._drive, section.nvme_path
+        self._aio = self._aio or Aio(drive.intra_op_parallelism, drive.queue_depth, drive.block_size)
+        buffers = [self._arena.take(max(sizes)) for _ in range(section.buffer_count)]
+        ahead = kind == "param" or section.pipeline_read
+        behind = kind == "param" or section.pipeline_write
+        self.swap_files[kind] = SwapFile(folder, kind, rank, sum(sizes), buffers, self._aio, ahead, behind)
+        rank_zero(logging.INFO, "%s state rests in %s (%s)", kind, folder, self._aio.backend)
+
+
+def is_enabled(section: ZeroOptimization) -> bool:
+    """Whether anything leaves the device."""
+    return (section.offload_optimizer.device, section.offload_param.device) != ("none", "none")
 
 
 def has_own_memory(device: torch.device) -> bool:
     """Whether the device's memory is another than the host's, so that what both use must be copied."""
     return device.type != "cpu"
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,7 +8,7 @@ reaches them. While it is freed the parameters look released (zero/core/released
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -38,14 +38,9 @@ class ParamBuffer:
     kept_for_graph: a graph that was built while somebody read the parameters may find the values where they were.
     """
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        params: Sequence[nn.Parameter],
-        cut: bool,
-        rank: int,
-        class_released: Callable[[type], type] = released_class,
-    ) -> None:
+    mixin = Released  # of the classes of released parameters
+
+    def __init__(self, plan: UnitPlan, params: Sequence[nn.Parameter], cut: bool, rank: int) -> None:
         self.plan = plan
         self.name = f"unit '{plan.name}' (rank {rank})"
         self.params = list(params)
@@ -55,7 +50,6 @@ class ParamBuffer:
         self.views: list[torch.Tensor] = []
         self.lock = threading.RLock()
         self.kept_for_graph = False
-        self._class_released = class_released
         self._absent: list[torch.Tensor] = []
         self._references = 0  # to the full buffer's memory, before it was filled
         self._classes = [type(param) for param in params]
@@ -121,7 +115,7 @@ class ParamBuffer:
     def look_released(self) -> None:
         """Have the parameters refuse to be read; their memory stays."""
         for param, kind in zip(self.params, self._classes, strict=True):
-            param.__class__ = self._class_released(kind)
+            param.__class__ = released_class(kind, self.mixin)
 
     def look_full(self) -> None:
         """Undo `look_released`."""

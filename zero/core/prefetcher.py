@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zero.core.disk_prefetcher import DiskPrefetcher
 from zero.core.owner import owner_of
 from zero.core.released import Released
 from zero.core.state import State
 from zero.core.tensors import tensors_in
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
-from zero.plan.order import START, Limits, Position, advance, fetched_ahead, used_again
+from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
 
 
 def in_backward() -> bool:
@@ -45,14 +44,12 @@ class Phase(enum.Enum):
 class Use:
     """How one unit is used at this moment.
 
-    numel:   elements of its parameters;
     depth:   calls that hold it open, nested ones counted, and borrowers of what the root returned;
     reached: the backward (by number of its task) that came first to a module that reads the unit, or None;
     left:    the backward that does not read it any more, or None.
     """
 
     unit: Unit
-    numel: int
     phase: Phase = Phase.IDLE
     depth: int = 0
     reached: int | None = None
@@ -69,39 +66,78 @@ class Use:
 
 
 class Forecast:
-    """The uses of the last step, which foretell those of this one.
-
-    order:    of the last step, by index of the unit;
-    position: how far in it this step is.
-    """
+    """The uses of the last step, which foretell those of this one."""
 
     def __init__(self) -> None:
-        self.order: tuple[int, ...] = ()
-        self.position: Position = START
+        self._order: tuple[int, ...] = ()  # of the last step, by index of the unit
+        self._position: Position = START  # how far in it this step is
         self._uses: list[int] = []  # of this step
         self._resume: Position = START  # where a forward without gradients has interrupted a step
 
+    @property
+    def coming(self) -> Sequence[int]:
+        """The uses that are expected next."""
+        return to_come(self._order, self._position)
+
     def used(self, index: int, part_of_step: bool) -> None:
         """A unit was used; in an evaluation, that is not `part_of_step`."""
-        self.position = advance(self.order, self.position, index)
+        self._position = advance(self._order, self._position, index)
         if part_of_step:
             self._uses.append(index)
 
     def interrupt(self) -> None:
         """A forward without gradients begins."""
-        self._resume = self.position if self._uses else START
-        self.position = START
+        self._resume = self._position if self._uses else START
+        self._position = START
 
     def resume(self) -> None:
         """It has ended."""
-        self.position = self._resume
+        self._position = self._resume
 
     def end_step(self, learn: bool) -> None:
         """A backward has ended; after one that raised there is nothing to `learn`."""
         if learn and self._uses:
-            self.order = tuple(self._uses)
+            self._order = tuple(self._uses)
         self._uses = []
-        self.position = self._resume = START
+        self._position = self._resume = START
+
+
+class DiskPrefetcher:
+    """Reads shards that rest in files further ahead than parameters are gathered: into host memory, not the device's.
+
+    What has been asked for depends on the order of uses only, and so is alike on all ranks; whether there was a buffer
+    for it, or an update in its way, is not. A unit that was not asked for before is not gathered ahead: its gather
+    would wait for the whole of the drive.
+    """
+
+    def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
+        self._units = units
+        self._limits = limits
+        self._in_files = {unit.index for unit in units if unit.cut and not unit.placement.shard_store.resident}
+        self._asked: dict[int, bool] = {}  # units that were asked for, and whether their read has begun
+
+    def was_asked(self, unit: Unit) -> bool:
+        """Whether the shard is in memory anyway, or was asked for when another unit was used."""
+        return unit.index not in self._in_files or unit.index in self._asked
+
+    def ask(self, coming: Sequence[int], there: Collection[int]) -> None:
+        """Begin to read what comes next; units that are `there` need not be read."""
+        wanted = read_ahead(coming, self._limits, self._in_files, there)
+        self._asked = dict.fromkeys(wanted, False) | self._asked
+        for index in wanted:
+            if not self._units[index].fetch():
+                return  # no buffer: those behind it would be taken from it
+            self._asked[index] = True
+
+    def gathered(self, unit: Unit) -> None:
+        """The unit is gathered now."""
+        self._asked.pop(unit.index, None)
+
+    def cancel(self) -> None:
+        """Give back what nobody has come for."""
+        asked, self._asked = self._asked, {}
+        for index in sorted(index for index, begun in asked.items() if begun):
+            self._units[index].placement.shard_store.cancel_fetch()
 
 
 class ParamPrefetcher:
@@ -116,8 +152,8 @@ class ParamPrefetcher:
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self.units = units
         self.backwards = 0
-        self._uses = [Use(unit, sum(spec.numel for spec in unit.plan.params)) for unit in units]
-        self._sizes = [use.numel for use in self._uses]
+        self._uses = [Use(unit) for unit in units]
+        self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
         self._limits = limits
         self._forecast = Forecast()
         self._disk = DiskPrefetcher(units, limits)
@@ -272,8 +308,7 @@ class ParamPrefetcher:
         graph = torch.is_grad_enabled()
         use.over()
         # The last unit of the forward is often the first of the backward: it is kept then, with others that are near.
-        order, position = self._forecast.order, self._forecast.position
-        if graph and used_again(order, position, self._sizes, self._limits, use.unit.index):
+        if graph and used_again(self._forecast.coming, self._sizes, self._limits, use.unit.index):
             use.unit.conceal()
         else:
             use.unit.release(keep_if_referenced=not graph)
@@ -284,8 +319,8 @@ class ParamPrefetcher:
             self.units[index].gather(deferred=True)  # of those whose update has ended since
         in_use = {unit.index for unit in used} | {index for index, use in enumerate(self._uses) if use.depth}
         full = {unit.index for unit in self.units if unit.state in (State.FULL, State.CONCEALED)} - in_use
-        order, position = self._forecast.order, self._forecast.position
-        chosen = fetched_ahead(order, position, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
+        coming = self._forecast.coming
+        chosen = fetched_ahead(coming, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
         for unit in (self.units[index] for index in chosen):
             # What is not read yet is left to a later moment. An update that runs is no reason to leave a unit: which
             # one still does is not alike on all ranks, and what one rank begins to gather the others must, too.
@@ -294,7 +329,7 @@ class ParamPrefetcher:
                 ahead.add(unit.index)
                 self._disk.gathered(unit)
                 unit.gather(deferred=not unit.mesh.shard.ordered)
-        self._disk.ask(order, position, in_use | full | ahead)
+        self._disk.ask(coming, in_use | full | ahead)
 
     def _units_in(self, output: Any) -> list[Use]:
         """The units whose memory tensors of `output` share, as a parameter or a view of one does."""

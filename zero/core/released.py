@@ -95,9 +95,9 @@ class Released:
 
 
 @functools.cache
-def released_class(kind: type) -> type:
+def released_class(kind: type, mixin: type[Released]) -> type:
     """The class that a parameter of class `kind` has while it is released."""
-    return type(f"Released{kind.__name__}", (Released, kind), {"__module__": __name__, "__doc__": Released.__doc__})
+    return type(f"Released{kind.__name__}", (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
 
 
 def _released_in(values: Any) -> list[Any]:

@@ -5,73 +5,38 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero.config import Config
 from zero.core import comm
 from zero.core.agree import agree
-from zero.core.conversion import guard, unguard
+from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.deferred_param import DeferredParam
 from zero.core.finite import FirstNotFinite
 from zero.core.frozen import FrozenUnits
-from zero.core.gradients import GradientDtypes
 from zero.core.hooks import Reads, attach, attach_waits, uncalled_leaves
-from zero.core.leaf import z3_leaf_module
+from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Mesh
-from zero.core.offload import Offload, OffloadSettings
-from zero.core.own_unit import is_apart
+from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
+from zero.core.offload import Offload, is_enabled
 from zero.core.owner import owner_of
-from zero.core.param_checks import check_parameters
 from zero.core.prefetcher import ParamPrefetcher, in_backward
-from zero.core.ratio import Training, settle_ratio
+from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
 from zero.core.torch_private import is_compiled
 from zero.core.unit import Unit
 from zero.log import log_once, logger
 from zero.memory.available import give_back
 from zero.memory.state_placement import StatePlacement
-from zero.plan.formats import Formats
-from zero.plan.memory import StateBytes, gradient_dtype
+from zero.plan.memory import StateBytes
 from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
 from zero.plan.units import ModuleNode, ParamSpec, plan_units
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class MixedPrecisionPolicy(NamedTuple):
-    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state.
-
-    accumulate:  the dtype in which gradients add up;
-    communicate: what gradients are rounded to before they travel; None leaves them as they are;
-    buffers:     the dtype of the module's floating-point buffers; None leaves each as it is;
-    tree:        gradients are added in an order that does not depend on the number of ranks.
-    """
-
-    compute_dtype: str
-    accumulation: int
-    formats: Formats = Formats()
-    accumulate: str = "fp32"
-    communicate: str | None = None
-    buffers: str | None = None
-    tree: bool = False
-
-    def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
-        """Of a unit whose parameters are of `dtype`."""
-        local = gradient_dtype(dtype, sharding, self.accumulation, self.accumulate)
-        travel = None if self.communicate is None else DTYPES[self.communicate]
-        return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 
 
 class ShardedModule:
@@ -239,37 +204,33 @@ def wrap(
     mesh: Mesh,
     device: torch.device,
     numerics: MixedPrecisionPolicy,
-    patterns: Sequence[str] = (),
-    limits: Limits | None = None,
-    places: OffloadSettings | None = None,
+    limits: Limits,
+    settings: Config,
 ) -> ShardedModule:
     """Put the parameters of `module` into units on `device` and hook them up.
 
-    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay, `places` where they and the
-    optimizer's state rest. Every rank takes rank 0's
+    `groups` are the optimizer's parameter groups; `limits` say how long parameters stay. Every rank takes rank 0's
     parameters and buffers; what was built under `zero.Init` is taken over from its shards. Raises ValueError for a
     parameter that cannot be managed.
     """
-    limits = limits or Limits()
     named = {param: name for name, param in module.named_parameters()}
     for param, name in named.items():
         owner = owner_of(param)
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     specs = _specs(named, groups, numerics.compute_dtype)
-    plans = plan_units(_tree(module, named), specs, mesh.data.size, patterns, numerics.formats.alignment)
+    plans = plan_units(_tree(module, named), specs, mesh.data.size, settings.zero.units, numerics.formats.alignment)
     mesh.watchdog.units = [plan.name for plan in plans]
     by_name = {name: param for param, name in named.items()}
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload = None
-    if places is not None and places.enabled:
-        resting = _resting_dtype(numerics, mesh)
-        training = Training(sharding, numerics.formats, resting, numerics.accumulate, numerics.accumulation)
-        places = settle_ratio(places, plans, mesh, device, training)
-        offload = Offload(places, plans, mesh, device, numerics.formats, resting, numerics.accumulate)
+    section = settings.zero_optimization
+    if is_enabled(section):
+        ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
+        offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics)
     units = []
     for index, plan in enumerate(plans):
-        placement = StatePlacement.on_device(device) if offload is None else offload.placement(index)
+        placement = StatePlacement(device, device) if offload is None else offload.placement(index)
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
         dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
         unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
@@ -284,16 +245,6 @@ def wrap(
     if mesh.data.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
-
-
-def _resting_dtype(numerics: MixedPrecisionPolicy, mesh: Mesh) -> str:
-    """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
-
-    Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
-    """
-    alone = mesh.data.size == 1 or mesh.shard.native
-    exact = numerics.accumulation == 1 and alone and not numerics.tree and numerics.communicate is None
-    return numerics.compute_dtype if exact and numerics.compute_dtype != "fp32" else numerics.accumulate
 
 
 def _specs(

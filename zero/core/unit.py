@@ -52,6 +52,8 @@ class Unit:
     left_by:    the `ShardedModule` that it belongs to, once that was dropped without giving the parameters back.
     """
 
+    buffer_class: type[ParamBuffer] = ParamBuffer
+
     def __init__(
         self,
         plan: UnitPlan,
@@ -60,14 +62,15 @@ class Unit:
         mesh: Mesh,
         cut: bool,
         placement: StatePlacement,
-        buffer: type[ParamBuffer] = ParamBuffer,
     ) -> None:
         self.plan = plan
         self.index = index
         self.mesh = mesh
         self.placement = placement
-        self.buffer = buffer(plan, params, cut and (mesh.shard.size > 1 or placement.shard_offloaded), mesh.global_rank)
-        self.masters = MasterSync(self._window(), placement, self.buffer, mesh.data.size > 1)
+        cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
+        self.buffer = self.buffer_class(plan, params, cut, mesh.global_rank)
+        window = plan.layout.shard(mesh.shard.rank, mesh.shard.size)
+        self.masters = MasterSync(window, placement, self.buffer, mesh.data.size > 1)
         self.gradients: Gradients | None = None
         self.secondary: SecondaryShard | None = None
         self.holds = 0
@@ -78,9 +81,6 @@ class Unit:
         self.left_by: Any = None
         self._transfer: Transfer | None = None
         self.required_grad = [param.requires_grad for param in params]  # at the start
-
-    def _window(self) -> Span:
-        return self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -188,8 +188,12 @@ class Unit:
     def send_secondary(self) -> None:
         """With hpZ: start to bring this rank's secondary shard from the other nodes, unless it is there or coming."""
         if self.secondary is not None and not self.secondary.fresh:
-            with self.masters.shard_acquired():
+            self.masters.wait_copies()
+            self.placement.shard_store.acquire()
+            try:
                 self.secondary.send(self.shard, TAGS * self.index)
+            finally:
+                self.placement.shard_store.write_back(changed=False)
 
     @untransformed
     def wait(self) -> None:
@@ -312,10 +316,6 @@ class Unit:
         self.settle()
         return self.placement.shard_store.fetch()
 
-    def cancel_fetch(self) -> None:
-        """Give up what `fetch` has begun."""
-        self.placement.shard_store.cancel_fetch()
-
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
         if self.masters.pending is not None:
@@ -347,11 +347,11 @@ class Unit:
         self.masters.write_exact(start, values)
         self._shard_changed()
 
-    def snapshot(self, index: int) -> list[torch.Tensor]:
+    def snapshot(self, index: int) -> torch.Tensor | None:
         """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
         return self.masters.snapshot(index)
 
-    def overwrite(self, index: int, source: int, before: Sequence[torch.Tensor] | None = None) -> None:
+    def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:
         """Replace parameter `index` by its value on rank `source` of `mesh.data`: full copy, shard and master.
 
         A collective. With `before`, elements that still have the values of that `snapshot` keep their exact masters.

@@ -22,12 +22,7 @@ from zero.plan.layout import Fragment
 def piece(owner: Owner, rank: int | None = None) -> Fragment:
     """What `rank` of the shard axis (default: this one) owns of the parameter; numel 0 where that is nothing."""
     layout, axis = owner.unit.plan.layout, owner.unit.mesh.shard
-    window = layout.shard(axis.rank if rank is None else rank, axis.size)
-    common = layout.spans[owner.name].intersect(window)
-    if not common.numel:
-        return Fragment(owner.name, 0, 0, 0)
-    start = common.start - layout.spans[owner.name].start
-    return Fragment(owner.name, start, common.start - window.start, common.numel)
+    return layout.fragment(owner.name, layout.shard(axis.rank if rank is None else rank, axis.size))
 
 
 def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequence[bool] = ()) -> list[bool]:

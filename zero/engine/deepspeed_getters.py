@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zero.core.sharded_module import DTYPES
+from zero.core.mixed_precision import DTYPES
 from zero.engine.progress import momentum_of
 
 

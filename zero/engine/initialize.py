@@ -19,10 +19,11 @@ from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import MARGIN, MAX_TIMEOUT, Mesh, local_device, make_mesh
-from zero.core.offload import OffloadSettings
+from zero.core.mixed_precision import MixedPrecisionPolicy
+from zero.core.offload import is_enabled
 from zero.core.owner import owner_of
 from zero.core.refusals import in_channels_last, refusals
-from zero.core.sharded_module import MixedPrecisionPolicy, ShardedModule, reclaim, wrap
+from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.unit import Unit
 from zero.data import Loader
 from zero.engine.arguments import (
@@ -39,13 +40,11 @@ from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.log import rank_zero, set_level
-from zero.memory.swap_file import Requests
 from zero.optim.make import make_shard_optimizer, shard_optimizer_of
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.plan.formats import Formats
 from zero.plan.order import Limits
-from zero.plan.placement import Where
 from zero.plan.sharding import Sharding
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
@@ -188,7 +187,7 @@ def _wrap(
         buffers=settings.data_types.buffer_dtype,
         tree=settings.zero.reduce == "tree",
     )
-    params, places = [group["params"] for group in groups], _places(settings)
+    params = [group["params"] for group in groups]
     section = settings.zero_optimization
     leaf = section.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
@@ -201,7 +200,7 @@ def _wrap(
         section.offload_param.buffer_count,
     )
     what = "the ranks do not initialize the same engine"
-    refused = refusals(model, bool(groups), sharding.params or places.enabled)
+    refused = refusals(model, bool(groups), sharding.params or is_enabled(section))
     agree(refused or description(model, groups, settings), mesh.data, device, what)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
@@ -210,7 +209,7 @@ def _wrap(
         rank_zero(logging.WARNING, text, len(names), names[0])
     reclaim(model)
     recomputing.apply(model)
-    return wrap(model, params, sharding, mesh, device, numerics, settings.zero.units, limits, places)
+    return wrap(model, params, sharding, mesh, device, numerics, limits, settings)
 
 
 def _unwrap(model: nn.Module, mesh: Mesh) -> None:
@@ -225,26 +224,6 @@ def _unwrap(model: nn.Module, mesh: Mesh) -> None:
             unit.dissolve(mesh.watchdog.broken)
         except RuntimeError:  # another rank has given up, or does not come here
             unit.dissolve(alone=True)
-
-
-def _places(settings: Config) -> OffloadSettings:
-    """Where state rests, from the sections `offload_optimizer` and `offload_param`."""
-    state, params = settings.zero_optimization.offload_optimizer, settings.zero_optimization.offload_param
-    aio = settings.aio
-    return OffloadSettings(
-        optimizer=Where(state.device),
-        params=Where(params.device),
-        ratio=None if state.ratio == "auto" else state.ratio,
-        max_in_cpu=params.max_in_cpu,
-        pinned=(state if state.device != "none" else params).pin_memory,
-        optimizer_folder=state.nvme_path,
-        params_folder=params.nvme_path,
-        optimizer_buffers=state.buffer_count,
-        params_buffers=params.buffer_count,
-        requests=Requests(
-            aio.intra_op_parallelism, aio.queue_depth, aio.block_size, state.pipeline_read, state.pipeline_write
-        ),
-    )
 
 
 def _make_optimizer(

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from zero.config import Config
+from zero.core.mixed_precision import DTYPES
 from zero.core.reducer import Reducer
-from zero.core.sharded_module import DTYPES
 from zero.log import log_once
 from zero.optim.scaler import Dynamic, LossScaler
 

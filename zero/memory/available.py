@@ -1,11 +1,12 @@
-"""How much more host memory this process may take: what the machine has left, and what limits leave of it.
+"""What of its host this process may use: memory, as limits leave it, and cores.
 
-Everything is read from files under a root, so that tests can make such files up.
+What cgroups say is read from files under a root, so that tests can make such files up.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import resource
 import sys
@@ -15,7 +16,6 @@ from typing import NamedTuple
 
 import psutil
 
-UNLIMITED = sys.maxsize
 _PAGES_OF_FILES = ("inactive_file", "active_file")  # in memory.stat; the kernel takes them back when it needs memory
 
 
@@ -33,37 +33,34 @@ _V1 = Version("cgroup", "memory", ("memory.limit_in_bytes",), "memory.usage_in_b
 _V2 = Version("cgroup2", "", ("memory.max", "memory.high"), "memory.current", "")
 
 
-class Available(NamedTuple):
-    """Bytes that may still be taken: by all processes of this host together, and by this process."""
-
-    host: int
-    process: int
-
-    def share(self, ranks_on_host: int) -> int:
-        """What each of `ranks_on_host` processes like this one may take."""
-        return min(self.host // ranks_on_host, self.process)
-
-
-def available(root: Path = Path("/")) -> Available:
-    """Ask the system: MemAvailable and the limits of cgroups bound the host, RLIMIT_AS bounds the process."""
-    text = _read(root / "proc/meminfo")
-    free = meminfo_available(text) if text else None
-    if free is None:  # not Linux
-        free = psutil.virtual_memory().available
-    limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.Process().memory_info().vms
-    process = UNLIMITED if limit == resource.RLIM_INFINITY else max(0, limit - taken)
-    return Available(min([free, *left_in_cgroups(root)]), process)
-
-
 def available_nbytes(ranks_on_host: int = 1) -> int:
-    """Bytes of host memory that each of `ranks_on_host` processes on this host may still take."""
-    return available().share(ranks_on_host)
+    """Bytes of host memory that each of `ranks_on_host` processes like this one may still take."""
+    return min(host_available() // ranks_on_host, process_available())
 
 
-def meminfo_available(text: str) -> int | None:
-    """MemAvailable of /proc/meminfo, in bytes: what can be taken without swapping; None where it does not say."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return 1024 * int(match[1]) if match else None
+def host_available(root: Path = Path("/")) -> int:
+    """Bytes that all processes of this host together may still take, by what is free and the limits of cgroups."""
+    return min([psutil.virtual_memory().available, *left_in_cgroups(root)])
+
+
+def process_available() -> int:
+    """Bytes that this process may still take before it meets its own limit, RLIMIT_AS."""
+    limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.Process().memory_info().vms
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - taken)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_threads() -> int:
+    """How many threads one rank's updates use while the device, or nobody, computes: `cores`, shared by its ranks.
+
+    OMP_NUM_THREADS, which launchers set to 1, does not count: nothing else needs the cores while the host updates.
+    """
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, cores() // ranks)
 
 
 def left_in_cgroups(root: Path) -> Iterator[int]:

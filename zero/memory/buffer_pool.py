@@ -82,7 +82,7 @@ class BufferPool:
         self.lock = threading.Condition()
         self._process = os.getpid()
         self.failure: RuntimeError | None = None
-        self.on_request: Callable[[str, str], None] = _ignore
+        self.on_request: Callable[[str, str], None] = lambda what, unit: None
         self.buffers = [Buffer(memory) for memory in memories]  # least recently claimed or used first
 
     def claim(self, owner: Any, wait: bool) -> Buffer | None:
@@ -182,7 +182,3 @@ def _wait_until_done(transfer: Transfer) -> None:
     except OSError:
         if not transfer.done:
             raise
-
-
-def _ignore(what: str, unit: str) -> None:
-    """The default of `BufferPool.on_request`."""

@@ -1,33 +1,91 @@
-"""State of one unit in a file: in memory only while it is used, read or written."""
+"""State in files: that of a unit is in memory only while it is used, read or written."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from zero.kernels.aio import Aio, ScratchFile
+from zero.log import log_once, logger
 from zero.memory.buffer_pool import Buffer, BufferPool, EventTransfer
-from zero.memory.store import ALIGNED, move
+from zero.memory.host_bytes import LINE
+from zero.memory.store import Store, move
 from zero.plan.layout import round_up
 
 
-class FileRange(NamedTuple):
-    """`nbytes` bytes of a file from byte `offset` on, both whole pages, and whose they are."""
+class SwapFile:
+    """One file of one rank for one kind of state, with a range for each unit, in the order of the calls of `store`.
 
-    file: ScratchFile
-    offset: int
-    nbytes: int
-    unit: str
-    rank: int
+    pool: buffers of host memory that all units share;
+    file: what they pass to and from, by requests to `aio`;
+    read_ahead, write_behind: while other units are used.
+    """
 
-    def __str__(self) -> str:
-        return f"unit '{self.unit}' (rank {self.rank})"
+    def __init__(
+        self,
+        folder: str,
+        kind: str,
+        rank: int,
+        nbytes: int,
+        buffers: Sequence[torch.Tensor],
+        aio: Aio,
+        read_ahead: bool = True,
+        write_behind: bool = True,
+    ) -> None:
+        """Reserve `nbytes` in a file in `folder`, which is made if need be.
+
+        `kind`: "optimizer" or "param", as in the JSON. Raises RuntimeError, with the folder and what is wrong, if
+        that cannot be.
+        """
+        self.rank = rank
+        self.aio = aio
+        self.read_ahead = read_ahead
+        self.write_behind = write_behind
+        self.pool = BufferPool(buffers)
+        self._end = 0
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.file = ScratchFile(Path(folder), nbytes, f"zero-{kind}-of-rank-{rank}")
+        except OSError as error:
+            raise RuntimeError(
+                f"zero_optimization.offload_{kind}.nvme_path: {error} (rank {rank}); name a folder that can be written "
+                f"and has {nbytes} bytes free for each rank that uses it, or keep this state on 'cpu'"
+            ) from error
+        if not self.file.direct:
+            log_once(
+                logging.WARNING,
+                f"{folder}: the file system has no direct access (O_DIRECT); what is kept there goes through the page "
+                "cache and takes main memory",
+            )
+
+    def store(self, unit: str, nbytes: int) -> FileStore:
+        """A store for `nbytes` bytes, whole pages, of a unit."""
+        start, self._end = self._end, self._end + nbytes
+        return FileStore(self, unit, start, nbytes)
+
+    def close(self) -> None:
+        """Free the file and its space; no request may run any more."""
+        self.pool.close()
+        self.file.close()
+
+
+def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
+    """Wait for all requests, then close the files."""
+    if aio is not None:
+        try:
+            aio.close()
+        except OSError as error:  # nobody wants the values any more
+            logger.warning("while files of offloaded state were closed: %s", error)
+    for file in files:
+        file.close()
 
 
 class _Entry(NamedTuple):
@@ -38,7 +96,7 @@ class _Entry(NamedTuple):
     numel: int
 
 
-class FileStore:
+class FileStore(Store):
     """A store whose tensors have memory only while they are acquired; otherwise they are empty, of shape [0].
 
     What failed once is raised, RuntimeError with unit, rank and file, by every later use of any store of the pool.
@@ -46,32 +104,30 @@ class FileStore:
 
     resident = False
 
-    def __init__(
-        self, range: FileRange, aio: Aio, pool: BufferPool, read_ahead: bool = True, write_behind: bool = True
-    ) -> None:
-        """`read_ahead`: `fetch` reads; `write_behind`: `write_back` does not wait for its write."""
-        self._range = range
-        self._aio = aio
-        self._pool = pool
-        self._read_ahead = read_ahead
-        self._write_behind = write_behind
+    def __init__(self, drive: SwapFile, unit: str, start: int, nbytes: int) -> None:
+        """For `nbytes` bytes of the file from byte `start` on, both whole pages."""
+        super().__init__()
+        self._drive = drive
+        self._pool = drive.pool
+        self._unit = unit
+        self._start = start
+        self._nbytes = nbytes
         self._entries: list[_Entry] = []
-        self._used = 0
         self._buffer: Buffer | None = None
         self._attached = False  # the tensors are in the buffer
 
     def __str__(self) -> str:
-        return str(self._range)
+        return f"unit '{self._unit}' (rank {self._drive.rank})"
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Store.put`; RuntimeError where they need more than was reserved in the file."""
         end, entries = self._used, []
         for tensor in (tensor for tensor in tensors if tensor.numel()):
             entries.append(_Entry(tensor, end // tensor.itemsize, tensor.numel()))
-            end = round_up(end + tensor.nbytes, ALIGNED)
-        if end > round_up(self._range.nbytes, ALIGNED):
+            end = round_up(end + tensor.nbytes, LINE)
+        if end > round_up(self._nbytes, LINE):
             raise RuntimeError(
-                f"{self} wants {end} bytes in {self._range.file.path}, where {self._range.nbytes} were reserved at "
+                f"{self} wants {end} bytes in {self._drive.file.path}, where {self._nbytes} were reserved at "
                 "the start; a state that begins later, such as SGD's momentum in one parameter group, must be in "
                 "optimizer.params from the start, or kept with offload_optimizer.device 'cpu'"
             )
@@ -92,7 +148,7 @@ class FileStore:
         with pool.checked_lock():
             pool.check()
             if self._buffer is None:
-                if not self._read_ahead or (buffer := pool.claim(self, wait=False)) is None:
+                if not self._drive.read_ahead or (buffer := pool.claim(self, wait=False)) is None:
                     return False
                 self._take(buffer, blank=False)
             self._buffer.prefetched = not self._buffer.users
@@ -151,7 +207,7 @@ class FileStore:
                     buffer.evict()
             finally:
                 pool.used(buffer)
-            if changed and not self._write_behind:
+            if changed and not self._drive.write_behind:
                 pool.wait(buffer)
 
     def evicted(self) -> None:
@@ -176,20 +232,20 @@ class FileStore:
         if blank:
             return
         try:
-            self._pool.on_request("read", self._range.unit)
-            buffer.transfers.append(self._aio.read(self._range.file, self._bytes(buffer), self._range.offset))
+            self._pool.on_request("read", self._unit)
+            buffer.transfers.append(self._drive.aio.read(self._drive.file, self._bytes(buffer), self._start))
         except BaseException:
             buffer.evict()  # it does not hold what it should
             raise
 
     def _write(self, buffer: Buffer) -> None:
         self._check_length()
-        self._pool.on_request("write", self._range.unit)
-        buffer.transfers.append(self._aio.write(self._range.file, self._bytes(buffer), self._range.offset))
+        self._pool.on_request("write", self._unit)
+        buffer.transfers.append(self._drive.aio.write(self._drive.file, self._bytes(buffer), self._start))
 
     def _check_length(self) -> None:
         """Raise RuntimeError where somebody has cut the file: a write would hide that, as the gap reads as zeros."""
-        file, start, nbytes, *_ = self._range
+        file, start, nbytes = self._drive.file, self._start, self._nbytes
         status = os.fstat(file.fd)
         if stat.S_ISREG(status.st_mode) and status.st_size < start + nbytes:  # nothing else has a size
             text = f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {status.st_size}"
@@ -197,7 +253,7 @@ class FileStore:
             self._pool.check()
 
     def _bytes(self, buffer: Buffer) -> torch.Tensor:
-        return buffer.memory.narrow(0, 0, self._range.nbytes)
+        return buffer.memory.narrow(0, 0, self._nbytes)
 
     def _attach(self) -> None:
         self._attached = True

@@ -6,7 +6,7 @@ one request moves all of it between a drive and memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs
@@ -14,68 +14,33 @@ from zero.plan.layout import round_up
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 
-LINE = 64  # bytes: entries start on cache lines, so that vector loads are aligned and threads share none
+LINE = 64  # bytes: arrays start on cache lines, so that vector loads are aligned and threads share none
 PAGE = 4096  # bytes: what goes to a drive past the page cache starts and ends on a page
 MIB = 2**20
 
 
-class Entry(NamedTuple):
-    """One array of a record: `numel` elements of `dtype`, a key of ITEMSIZE, from byte `offset` of the record on.
+def record_nbytes(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirrored: bool) -> tuple[int, int]:
+    """Bytes of the record of shard `rank` of `parts` of a unit, whole pages in all: masters, then moments.
 
-    Names: "shard", the parameters; "master", what is kept beside them for their exact values; "moment 0.1", values
-    of moment 0 in run 1 of the shard; "scales 0.1", the scales of those where they are in 8 bit.
-    """
-
-    name: str
-    dtype: str
-    numel: int
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array, without the padding behind it."""
-        return ITEMSIZE[self.dtype] * self.numel
-
-
-class Record(NamedTuple):
-    """The state of one unit's shard: its arrays in order, and the bytes of all, a multiple of PAGE."""
-
-    entries: tuple[Entry, ...]
-    nbytes: int
-
-    @property
-    def moments_at(self) -> int:
-        """The byte at which moments begin; before it lie shard and master."""
-        return next((entry.offset for entry in self.entries if entry.name.startswith("moment")), self.nbytes)
-
-
-def record(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirrored: bool) -> Record:
-    """Lay out the state of shard `rank` of `parts` of a unit; empty for a unit that no optimizer updates.
-
-    `mirrored`: the parameters' own shard is not in host memory, so that the record has a copy; in fp32 that is the
-    master itself. Without it, fp32 parameters are masters where they are and no entry holds them.
+    Each array begins on a cache line. `mirrored`: the parameters' own shard is not in host memory, so that the record
+    has a copy, which counts among the masters; in fp32 that is the master itself. Without it, fp32 parameters are
+    masters where they are. The padding behind goes with what is last. Both are 0 where no optimizer updates the unit.
     """
     if not is_updated(unit):
-        return Record((), 0)
-    entries, end = [], 0
-    for name, dtype, numel in _arrays(unit, rank, parts, formats, mirrored):
-        start = round_up(end, LINE)
-        entries.append(Entry(name, dtype, numel, start))
-        end = start + entries[-1].nbytes
-    return Record(tuple(entries), round_up(end, PAGE))
-
-
-def _arrays(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirrored: bool) -> Iterator[tuple[str, str, int]]:
-    """Name, dtype and elements of what a record holds, in order."""
+        return 0, 0
     window, master = unit.layout.shard(rank, parts), formats.master_dtype(unit.dtype)
-    if mirrored:
-        yield "shard", unit.dtype, window.numel
-    if master is not None:
-        yield "master", master, window.numel
-    for index, run in enumerate(runs(unit, window, formats.moments)):
-        for state in range(formats.states):
-            for kind, dtype, numel in formats.moment_arrays(run.numel, run.format):
-                yield f"{kind} {state}.{index}", dtype, numel
+    first = [(unit.dtype, window.numel)] if mirrored else []
+    first += [] if master is None else [(master, window.numel)]
+    of_moments = [formats.moment_arrays(run.numel, run.format) for run in runs(unit, window, formats.moments)]
+    masters = _on_lines(first)
+    moments = formats.states * sum(map(_on_lines, of_moments))
+    total = round_up(masters + moments, PAGE)
+    return (masters, total - masters) if moments else (total, 0)
+
+
+def _on_lines(arrays: Iterable[tuple[str, int]]) -> int:
+    """Bytes of arrays, given as dtype and elements, which begin on cache lines."""
+    return sum(round_up(ITEMSIZE[dtype] * numel, LINE) for dtype, numel in arrays)
 
 
 def gradient_nbytes(unit: UnitPlan, parts: int, accumulate_dtype: str) -> int:
@@ -137,14 +102,14 @@ def host_bytes(
             param_slot = max(param_slot, shard)
         if placement.optimizer is Where.DEVICE or not is_updated(unit):
             continue
-        kept = record(unit, rank, parts, formats, keeps_copy(placement, mirrored))
+        kept = record_nbytes(unit, rank, parts, formats, keeps_copy(placement, mirrored))
         gradients += gradient_nbytes(unit, parts, accumulate)
         if placement.optimizer is Where.HOST:
-            masters += kept.moments_at
-            moments += kept.nbytes - kept.moments_at
+            masters += kept[0]
+            moments += kept[1]
         else:
-            files += kept.nbytes
-            slot = max(slot, kept.nbytes)
+            files += sum(kept)
+            slot = max(slot, sum(kept))
     buffers = buffer_count * slot + param_buffer_count * param_slot
     return HostBytes(masters, moments, parameters, gradients, buffers, files)
 

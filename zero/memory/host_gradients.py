@@ -9,8 +9,8 @@ import torch
 
 from zero.kernels.bucket import sum_rows
 from zero.kernels.norm import sum_squares_into
+from zero.memory.available import host_threads
 from zero.memory.copy_stream import CopyStream
-from zero.memory.threads import host_threads
 
 
 class StagingBuffers:

@@ -18,7 +18,7 @@ import torch
 
 from zero.kernels.cuda import pin_host
 from zero.log import log_once
-from zero.memory.available import available_nbytes
+from zero.memory.available import available_nbytes, cores
 from zero.memory.host_bytes import MIB, PAGE
 from zero.plan.layout import round_up
 
@@ -158,7 +158,6 @@ def _map(nbytes: int) -> _Mapping:
 def _touch(whole: torch.Tensor) -> None:
     """Write a zero into each page, several threads side by side: the system fills pages with zeros on the way."""
     pages = whole[:: mmap.PAGESIZE].split(_TOUCHED)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(_THREADS, cores, len(pages))) as pool:
+    with ThreadPoolExecutor(min(_THREADS, cores(), len(pages))) as pool:
         for _ in pool.map(torch.Tensor.zero_, pages):
             pass

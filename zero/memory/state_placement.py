@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from zero.memory.copy_stream import CopyStream
 from zero.memory.host_gradients import HostGradAccumulator
-from zero.memory.store import ResidentStore, Store
+from zero.memory.store import Store
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,12 @@ class StatePlacement:
 
     update_device: torch.device
     shard_device: torch.device
-    copies: CopyStream
+    copies: CopyStream = field(default_factory=lambda: CopyStream(torch.device("cpu")))
     shard_offloaded: bool = False
     shard_copied: bool = False
-    state_store: Store = field(default_factory=ResidentStore)
-    shard_store: Store = field(default_factory=ResidentStore)
+    state_store: Store = field(default_factory=Store)
+    shard_store: Store = field(default_factory=Store)
     host_gradients: HostGradAccumulator | None = None
-
-    @staticmethod
-    def on_device(device: torch.device) -> StatePlacement:
-        """Everything on the device."""
-        return StatePlacement(device, device, CopyStream(torch.device("cpu")))
 
     @property
     def updated_on_host(self) -> bool:
@@ -66,9 +61,10 @@ class StatePlacement:
         """What the master has as its shard: `shard` itself, or a copy of its values `own` [n] (`shard` may be away)."""
         return own.to(self.update_device, copy=True) if self.shard_copied else shard
 
-    def keep_state(self, master_shard: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Have a master's `tensors`, and its own copy of the shard, rest where the state does."""
-        self.state_store.put([master_shard, *tensors] if self.shard_copied else tensors)
+    def keep_state(self, shard: torch.Tensor, master: torch.Tensor) -> None:
+        """Have a master's tensors, its shard where that is a copy, and `master` where that is another, rest here."""
+        kept = [] if master is shard else [master]
+        self.state_store.put([shard, *kept] if self.shard_copied else kept)
 
     @contextlib.contextmanager
     def acquired(self, changed: bool, step: bool = False) -> Iterator[None]:

@@ -7,28 +7,39 @@ rests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from zero.memory.host_bytes import LINE
 from zero.plan.layout import round_up
 
-ALIGNED = 64  # bytes; a cache line, and an AVX-512 vector
 
+class Store:
+    """Keeps the bytes of a few tensors; the tensor objects stay the same, their memory may come and go.
 
-class Store(Protocol):
-    """Keeps the bytes of a few tensors; the tensor objects stay the same, their memory comes and goes.
+    This one has them in memory all the time, so that most verbs have nothing to do.
 
     resident: the tensors may be read and written at any time.
     """
 
-    resident: bool
+    resident = True
+
+    def __init__(self, memory: torch.Tensor | None = None) -> None:
+        """`memory`: uint8 [n] into which tensors are moved while there is room; None leaves them where they are."""
+        self._memory = memory
+        self._used = 0
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take over these one-dimensional tensors and their values, in addition to earlier ones."""
+        for tensor in tensors:
+            if self._memory is None or self._used + tensor.nbytes > self._memory.numel():
+                continue
+            move(tensor, self._memory, self._used)
+            self._used = round_up(self._used + tensor.nbytes, LINE)
 
     def fetch(self) -> bool:
         """Start to read them; False if there is no memory for that now, in which case `acquire` waits for it."""
+        return True
 
     def cancel_fetch(self) -> None:
         """Nobody needs what `fetch` reads any more; its memory may be reused. Never waits."""
@@ -44,43 +55,6 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Free all memory; the values are lost."""
-
-
-class ResidentStore:
-    """A store whose tensors are always in memory.
-
-    memory: uint8 [n] into which tensors are moved while there is room; None leaves them where they are.
-    """
-
-    resident = True
-
-    def __init__(self, memory: torch.Tensor | None = None) -> None:
-        self._memory = memory
-        self._used = 0
-
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Store.put`."""
-        for tensor in tensors:
-            if self._memory is None or self._used + tensor.nbytes > self._memory.numel():
-                continue
-            move(tensor, self._memory, self._used)
-            self._used = round_up(self._used + tensor.nbytes, ALIGNED)
-
-    def fetch(self) -> bool:
-        """See `Store.fetch`."""
-        return True
-
-    def cancel_fetch(self) -> None:
-        """See `Store.cancel_fetch`."""
-
-    def acquire(self, overwrite: bool = False) -> None:
-        """See `Store.acquire`."""
-
-    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """See `Store.write_back`."""
-
-    def close(self) -> None:
-        """See `Store.close`."""
         self._memory = None
 
 

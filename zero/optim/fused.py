@@ -12,7 +12,7 @@ from zero.core.unit import Unit
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
-from zero.optim.shard_optimizer import Group, Kept
+from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
 from zero.plan.formats import Formats, Run, runs
 from zero.plan.layout import Fragment, Span, round_up
 
@@ -63,7 +63,7 @@ class States(NamedTuple):
         return sum(moment.nbytes for _, moments in self.runs for moment in moments)
 
 
-class FusedShardOptimizer:
+class FusedShardOptimizer(ShardOptimizer):
     """Adam, AdamW, Lion, SGD and Adagrad, each in one fused pass over the shard (zero/kernels/step.py).
 
     `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their formulas, classes that write these to an optimizer, and a builder.
+"""Learning-rate schedules: classes that write their formulas to an optimizer, and a builder.
 
 Names, defaults and sequences of rates are DeepSpeed's. An *iteration* counts from -1: construction writes the
 rate of iteration -1, the smallest, and `step()`, which the engine calls after each applied optimizer step,
@@ -9,7 +9,6 @@ begins at iteration 0 with a gamma of 0, its first *two* optimizer steps run at 
 from __future__ import annotations
 
 import abc
-import difflib
 import inspect
 import math
 import warnings
@@ -21,57 +20,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.optim import Optimizer
 
+from zero.config.errors import did_you_mean
 from zero.config.values import Bool, Count, NotNegative, Number, Positive, integer
 
 FromMinusOne = integer(-1)
 PerGroup = NotNegative | list[NotNegative]  # a number for all parameter groups, or one for each
 PerGroupOrOwn = PerGroup | None  # None: the rates that the groups have
-
-
-def warmup_gamma(iteration: int, warmup_num_steps: int, warmup_type: Any = "log") -> float:
-    """How much of the way from min to max a warm-up has gone: 0 up to iteration 0, 1 from its end on.
-
-    `warmup_num_steps` is at least 2, because log(1) is 0.
-    """
-    if iteration < 0:
-        return 0.0
-    if iteration >= warmup_num_steps:
-        return 1.0
-    if warmup_type == "log":
-        return math.log(iteration + 1) / math.log(warmup_num_steps)
-    return iteration / warmup_num_steps
-
-
-def linear_decay(iteration: int, total_num_steps: int, warmup_num_steps: int) -> float:
-    """The factor of the straight line after a warm-up: 1 at its end, 0 from `total_num_steps` on."""
-    return max(0.0, (total_num_steps - iteration) / max(1, total_num_steps - warmup_num_steps))
-
-
-def cosine_decay(iteration: int, total_num_steps: int, warmup_num_steps: int, cos_min_ratio: float) -> float:
-    """The factor of the half cosine that follows a warm-up: from just under 1 down to `cos_min_ratio`.
-
-    The last iteration of a run, `total_num_steps - 1`, is at the floor, and the factor stays there.
-    """
-    progress = (iteration - warmup_num_steps + 1) / max(1, total_num_steps - warmup_num_steps)
-    height = (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    return max(0.0, cos_min_ratio + (1 - cos_min_ratio) * height)
-
-
-def cycle_height(iteration: int, first: int, second: int, first_stairs: int = 0, second_stairs: int = 0) -> float:
-    """The height, 0 to 1, in a triangle that begins at iteration -1, rises in `first` and falls in `second`.
-
-    With stairs it is the height of the stair, which is never above the line.
-    """
-    position = (iteration + 1) % (first + second)
-    steps, size, stairs = (
-        (position, first, first_stairs) if position <= first else (first + second - position, second, second_stairs)
-    )
-    return steps * stairs // size / stairs if stairs > 0 else steps / size
-
-
-def decay_factor(count: float, step_size: float, rate: float) -> float:
-    """`1 + rate * count / step_size`, `count` being iterations; 1 if either is 0."""
-    return 1.0 if step_size == 0 or rate == 0 else 1 + rate * count / step_size
 
 
 class ScheduleError(ValueError):
@@ -80,7 +34,7 @@ class ScheduleError(ValueError):
 
 @dataclass(eq=False)
 class Schedule(abc.ABC):
-    """Base of our schedules: it writes `lrs_at(iteration)` into the optimizer's groups, one number per group.
+    """Base of our schedules: it writes `_lrs(iteration)` into the optimizer's groups, one number per group.
 
     A subclass is a dataclass of its parameters, which are checked by their annotations; those per group become lists.
     `last_batch_iteration` is -1 for a new run; with another value, for a run whose optimizer state was loaded, the
@@ -106,12 +60,12 @@ class Schedule(abc.ABC):
             self._last_lr = self._group_lrs()
 
     @abc.abstractmethod
-    def lrs_at(self, iteration: int) -> list[float]:
+    def _lrs(self, iteration: int) -> list[float]:
         """The learning rate of each parameter group at an iteration; -1 is before the first."""
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group at the current iteration, from the formula."""
-        return self.lrs_at(self.last_batch_iteration)
+        return self._lrs(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each parameter group that was written last."""
@@ -160,16 +114,21 @@ class Schedule(abc.ABC):
 class _Warmup(Schedule):
     """What schedules with a warm-up have in common."""
 
-    def gamma_at(self, iteration: int) -> float:
-        """Where between the min and the max rate the warm-up is at an iteration, from 0 to 1."""
-        return warmup_gamma(iteration, self.warmup_num_steps, self.warmup_type)
+    def _gamma(self, iteration: int) -> float:
+        """How much of the way from min to max has been gone: 0 up to iteration 0, 1 from the end of the warm-up on."""
+        if iteration < 0:
+            return 0.0
+        if iteration >= self.warmup_num_steps:
+            return 1.0
+        if self.warmup_type == "log":
+            return math.log(iteration + 1) / math.log(self.warmup_num_steps)
+        return iteration / self.warmup_num_steps
 
-    def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each parameter group at an iteration."""
-        return _between(self.warmup_min_lr, self.warmup_max_lr, self.gamma_at(iteration))
+    def _lrs(self, iteration: int) -> list[float]:
+        return _between(self.warmup_min_lr, self.warmup_max_lr, self._gamma(iteration))
 
     def _adjust(self) -> None:
-        self.warmup_num_steps = max(2, self.warmup_num_steps)
+        self.warmup_num_steps = max(2, self.warmup_num_steps)  # log(1) is 0
         if self.warmup_type not in ("log", "linear"):
             text = f"warmup_type {self.warmup_type!r} is unknown, so it is 'log'; there is 'linear', too"
             warnings.warn(f"scheduler: {text}", stacklevel=4)
@@ -205,11 +164,12 @@ class WarmupDecayLR(_Warmup):
     warmup_type: Any = "log"
     last_batch_iteration: FromMinusOne = -1
 
-    def gamma_at(self, iteration: int) -> float:
-        """Where between the min and the max rate the schedule is at an iteration, from 0 to 1."""
+    def _gamma(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
-            return super().gamma_at(iteration)
-        return linear_decay(iteration, self.total_num_steps, self.warmup_num_steps)
+            return super()._gamma(iteration)
+        # The straight line: 1 at the end of the warm-up, 0 from `total_num_steps` on.
+        rest, steps = self.total_num_steps - iteration, self.total_num_steps - self.warmup_num_steps
+        return max(0.0, rest / max(1, steps))
 
 
 @dataclass(eq=False)
@@ -227,21 +187,23 @@ class WarmupCosineLR(_Warmup):
     warmup_type: Any = "log"
     last_batch_iteration: FromMinusOne = -1
 
-    def ratio_at(self, iteration: int) -> float:
-        """The factor on the groups' own rates at an iteration."""
+    def _ratio(self, iteration: int) -> float:
         if iteration < 0:
             return 0.0
         if iteration < self.warmup_num_steps:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.gamma_at(iteration)
-        return cosine_decay(iteration, self.total_num_steps, self.warmup_num_steps, self.cos_min_ratio)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._gamma(iteration)
+        # The half cosine: from just under 1 down to the floor, which the last iteration of the run is at.
+        steps = self.total_num_steps - self.warmup_num_steps
+        progress = (iteration - self.warmup_num_steps + 1) / max(1, steps)
+        height = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * height)
 
     def get_lr_ratio(self) -> float:
         """The factor on the groups' own rates at the current iteration."""
-        return self.ratio_at(self.last_batch_iteration)
+        return self._ratio(self.last_batch_iteration)
 
-    def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each parameter group at an iteration."""
-        ratio = self.ratio_at(iteration)
+    def _lrs(self, iteration: int) -> list[float]:
+        ratio = self._ratio(iteration)
         return [lr * ratio for lr in self.own_lrs]
 
     def _adjust(self) -> None:
@@ -274,26 +236,25 @@ class OneCycle(Schedule):
     decay_mom_rate: Number = 0.0
     last_batch_iteration: FromMinusOne = -1
 
-    def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each parameter group at an iteration."""
+    def _lrs(self, iteration: int) -> list[float]:
         after = self._iterations_after(iteration)
         if after > 0:
-            factor = decay_factor(after, self.decay_step_size, self.decay_lr_rate)
+            factor = self._decay(after, self.decay_lr_rate)
             return [low / factor for low in self.cycle_min_lr]
         return _between(self.cycle_min_lr, self.cycle_max_lr, self._height(iteration))
 
-    def moms_at(self, iteration: int) -> list[float]:
+    def _moms(self, iteration: int) -> list[float]:
         """The first beta of each parameter group at an iteration."""
         after = self._iterations_after(iteration)
         if after > 0:
-            factor = decay_factor(after, self.decay_step_size, self.decay_mom_rate)
+            factor = self._decay(after, self.decay_mom_rate)
             return [high * factor for high in self.cycle_max_mom]
         height = self._height(iteration)
         return [high - (high - low) * height for low, high in zip(self.cycle_min_mom, self.cycle_max_mom, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each parameter group at this iteration; None if momentum is not cycled."""
-        return [(mom, 0.99) for mom in self.moms_at(self.last_batch_iteration)] if self.cycle_momentum else None
+        return [(mom, 0.99) for mom in self._moms(self.last_batch_iteration)] if self.cycle_momentum else None
 
     def _adjust(self) -> None:
         if self.cycle_second_step_size is None:
@@ -309,14 +270,22 @@ class OneCycle(Schedule):
         """How many iterations the cycle is over; at most 0 within it."""
         return iteration - (self.cycle_first_step_size + self.cycle_second_step_size) + 1
 
+    def _decay(self, after: int, rate: float) -> float:
+        """The factor so many iterations after the cycle; 1 without a step size or a rate."""
+        return 1.0 if self.decay_step_size == 0 or rate == 0 else 1 + rate * after / self.decay_step_size
+
     def _height(self, iteration: int) -> float:
-        sizes = self.cycle_first_step_size, self.cycle_second_step_size
-        return cycle_height(iteration, *sizes, self.cycle_first_stair_count, self.cycle_second_stair_count)
+        """The height in the triangle, 0 to 1; with stairs that of the stair, which is never above the line."""
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        steps, size, stairs = (iteration + 1) % (first + second), first, self.cycle_first_stair_count
+        if steps > first:
+            steps, size, stairs = first + second - steps, second, self.cycle_second_stair_count
+        return steps * stairs // size / stairs if stairs > 0 else steps / size
 
     def _write(self) -> None:
         super()._write()
         if self.cycle_momentum:
-            moms = self.cycle_min_mom if self.last_batch_iteration == -1 else self.moms_at(self.last_batch_iteration)
+            moms = self.cycle_min_mom if self.last_batch_iteration == -1 else self._moms(self.last_batch_iteration)
             for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
                 group["betas"] = (mom, 0.99)
 
@@ -334,8 +303,7 @@ class LRRangeTest(Schedule):
     lr_range_test_staircase: Bool = False
     last_batch_iteration: FromMinusOne = -1
 
-    def lrs_at(self, iteration: int) -> list[float]:
-        """The learning rate of each parameter group at an iteration."""
+    def _lrs(self, iteration: int) -> list[float]:
         interval = (iteration + 1) / self.lr_range_test_step_size
         interval = math.floor(interval) if self.lr_range_test_staircase else interval
         factor = 1 + self.lr_range_test_step_rate * interval
@@ -360,8 +328,8 @@ def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None 
     """
     cls = _OURS.get(type) or _torch_schedules().get(type)
     if cls is None:
-        hint, known = _hint(str(type), schedules()), ", ".join(schedules())
-        raise ValueError(f"scheduler.type: unknown schedule {type!r}{hint} There are: {known}")
+        near, known = did_you_mean(str(type), schedules()), ", ".join(schedules())
+        raise ValueError(f"scheduler.type: unknown schedule {type!r}{near} There are: {known}")
     params = params or {}
     _check_names(type, cls, params)
     try:
@@ -379,7 +347,7 @@ def _check_names(kind: str, cls: type, params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in names:
             raise ValueError(
-                f"scheduler.params.{key}: {kind} has no such parameter (got {value!r}){_hint(key, names)} "
+                f"scheduler.params.{key}: {kind} has no such parameter (got {value!r}){did_you_mean(key, names)} "
                 f"It has: {', '.join(names)}"
             )
     for parameter in signature:
@@ -411,9 +379,3 @@ def _torch_schedules() -> dict[str, type]:
     base = torch.optim.lr_scheduler.LRScheduler
     public = inspect.getmembers(torch.optim.lr_scheduler, inspect.isclass)
     return {name: c for name, c in public if issubclass(c, base) and c is not base and name[0] != "_"}
-
-
-def _hint(word: str, choices: list[str]) -> str:
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
-    return f"; did you mean '{by_lower[near[0]]}'?" if near else "."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from typing import Any
 
 import torch
 
+from zero.config.errors import did_you_mean
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.log import rank_zero
 from zero.optim.fused import FusedShardOptimizer
@@ -41,9 +41,8 @@ def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) 
     classes = _torch_classes()
     if kind not in classes:
         names = dict.fromkeys(["Adam", "AdamW", "Lion", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
-        near = difflib.get_close_matches(kind, names, 1)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
-        raise ValueError(f"optimizer.type: unknown optimizer '{kind}'{hint} Known: {', '.join(names)}")
+        text = f"optimizer.type: unknown optimizer '{kind}'{did_you_mean(kind, names)} Known: {', '.join(names)}"
+        raise ValueError(text)
     try:
         return TorchShardOptimizer(classes[kind], params)
     except (TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ from zero.core import comm
 from zero.core.mesh import Mesh
 from zero.core.unit import Unit
 from zero.kernels.norm import sum_squares, sum_squares_into
-from zero.memory.threads import host_threads
+from zero.memory.available import host_threads
 
 # Of the exact norm. Each square below 1 is taken as BITS bits, and as many again behind them; 2^22 of the first fill
 # an int64 to 2^62.

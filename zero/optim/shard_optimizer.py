@@ -23,10 +23,10 @@ class ShardOptimizer(Protocol):
     foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
 
     def check(self, group: Group) -> None:
-        """Raise ValueError for hyperparameters that no step can be taken with; nothing was touched then."""
+        """Raise ValueError for hyperparameters that no step can be taken with, where that shows before; default: no."""
 
     def begin(self, unit: Unit, group: Group) -> None:
-        """Make the state of the unit, so that it is where it rests before the first step."""
+        """Make the state of the unit, where that is `foreseen`, so that it is where it rests before the first step."""
 
     def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
         """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.

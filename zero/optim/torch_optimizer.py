@@ -11,13 +11,16 @@ from torch import nn
 
 from zero.core.unit import Unit
 from zero.kernels.moments import Moment
-from zero.optim.shard_optimizer import Group, Kept
+from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
 from zero.plan.formats import Formats
 from zero.plan.layout import Fragment, Span
 
 
-class TorchShardOptimizer:
-    """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group."""
+class TorchShardOptimizer(ShardOptimizer):
+    """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group.
+
+    Such a class looks at its arguments at the start only, and makes its state in the first step.
+    """
 
     foreseen = False
 
@@ -28,12 +31,6 @@ class TorchShardOptimizer:
         self.formats = Formats()  # the number of states is Adam's: what a class keeps shows at its first step only
         self._params = params
         self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
-
-    def check(self, group: Group) -> None:
-        """See `ShardOptimizer.check`; torch's classes look at their arguments at the start only."""
-
-    def begin(self, unit: Unit, group: Group) -> None:
-        """See `ShardOptimizer.begin`; torch's classes make their state in the first step."""
 
     def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
         """One step of the torch optimizer on the unit's shard, with torch's own threads; see `ShardOptimizer`."""

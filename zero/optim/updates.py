@@ -21,8 +21,8 @@ import torch
 
 from zero.core.unit import Unit
 from zero.log import logger
+from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
-from zero.memory.threads import host_threads
 from zero.optim.shard_optimizer import Group, ShardOptimizer
 
 

@@ -46,16 +46,16 @@ class Formats(NamedTuple):
         """Whether masters of parameters of `dtype` are kept as remainders, which only bf16 ones can be."""
         return self.master == "remainder" and dtype == "bf16"
 
-    def moment_arrays(self, numel: int, format: str) -> tuple[tuple[str, str, int], ...]:
-        """What one moment of `numel` elements is made of: kind ("moment" or "scales"), dtype and elements of each."""
+    def moment_arrays(self, numel: int, format: str) -> tuple[tuple[str, int], ...]:
+        """What one moment of `numel` elements is made of, dtype and elements of each: values, and in 8 bit scales."""
         if format == "8bit":
-            return ("moment", "uint8", numel), ("scales", "fp32", -(-numel // BLOCK))
-        return (("moment", format, numel),)
+            return ("uint8", numel), ("fp32", -(-numel // BLOCK))
+        return ((format, numel),)
 
     def moments_nbytes(self, numel: int, format: str | None = None) -> int:
         """Bytes of all moments of `numel` elements, scales included, in `format` (default: that of the moments)."""
         arrays = self.moment_arrays(numel, format or self.moments)
-        return self.states * sum(ITEMSIZE[dtype] * count for _, dtype, count in arrays)
+        return self.states * sum(ITEMSIZE[dtype] * count for dtype, count in arrays)
 
 
 class Run(NamedTuple):

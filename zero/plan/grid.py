@@ -60,13 +60,9 @@ class Grid:
         if not 0 <= rank < self.world:
             raise GridError(f"rank: got {rank}, wanted one of 0 to {self.world - 1}")
         strides, along = self._strides(), (axes,) if isinstance(axes, str) else tuple(axes)
-        start = rank - sum(self._at(rank, axis, strides) * strides[axis] for axis in along)
+        start = rank - sum(rank // strides[axis] % self.sizes[axis] * strides[axis] for axis in along)
         ranges = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis in along]
         return tuple(start + sum(offsets) for offsets in itertools.product(*ranges))
-
-    def coordinate(self, axis: str, rank: int) -> int:
-        """The place of `rank` along one axis."""
-        return self._at(rank, axis, self._strides())
 
     def embedding(self) -> list[tuple[int, ...]]:
         """The ranks that share a tied embedding: the first and the last of each group along pp."""
@@ -92,6 +88,3 @@ class Grid:
             strides[axis] = stride
             stride *= self.sizes[axis]
         return strides
-
-    def _at(self, rank: int, axis: str, strides: Mapping[str, int]) -> int:
-        return rank // strides[axis] % self.sizes[axis]

@@ -71,14 +71,18 @@ class Layout:
         numel = self.numel // parts
         return Span(rank * numel, numel)
 
+    def fragment(self, name: str, window: Span) -> Fragment:
+        """The piece of one parameter inside `window`; numel 0 where there is none."""
+        span = self.spans[name]
+        common = span.intersect(window)
+        if not common.numel:
+            return Fragment(name, 0, 0, 0)
+        return Fragment(name, common.start - span.start, common.start - window.start, common.numel)
+
     def fragments(self, window: Span) -> tuple[Fragment, ...]:
         """The pieces of parameters inside `window`, in order."""
-        found = []
-        for name, span in self.spans.items():
-            common = span.intersect(window)
-            if common.numel:
-                found.append(Fragment(name, common.start - span.start, common.start - window.start, common.numel))
-        return tuple(found)
+        pieces = (self.fragment(name, window) for name in self.spans)
+        return tuple(piece for piece in pieces if piece.numel)
 
 
 def make_layout(numels: Mapping[str, int], world_size: int, alignment: int = ALIGNMENT) -> Layout:

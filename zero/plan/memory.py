@@ -91,7 +91,7 @@ def alive_nbytes(
         parameters += (0 if away else size * shard) if cut else size * full
         parameters += size * full if cut and unit.name in gathered else 0
         if unit.name in local_gradients:
-            gradients += gradient_itemsize(unit.dtype, sharding, accumulation, accumulate) * full
+            gradients += ITEMSIZE[gradient_dtype(unit.dtype, sharding, accumulation, accumulate)] * full
         if place.optimizer is not Where.DEVICE:
             continue
         if unit.name in reduced_gradients:
@@ -111,8 +111,3 @@ def gradient_dtype(dtype: str, sharding: Sharding, accumulation: int, accumulate
     dtype in which gradients `accumulate`.
     """
     return dtype if sharding.grads or accumulation == 1 else accumulate
-
-
-def gradient_itemsize(dtype: str, sharding: Sharding, accumulation: int, accumulate: str = "fp32") -> int:
-    """Bytes per element of the local gradient buffer; see `gradient_dtype`."""
-    return ITEMSIZE[gradient_dtype(dtype, sharding, accumulation, accumulate)]

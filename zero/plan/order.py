@@ -52,9 +52,13 @@ def advance(order: Sequence[int], position: Position, unit: int) -> Position:
     return Position(position.index, False)
 
 
+def to_come(order: Sequence[int], position: Position) -> Sequence[int]:
+    """The uses that are expected from `position` on; none where the last one was not foreseen."""
+    return order[position.index :] if position.known else ()
+
+
 def fetched_ahead(
-    order: Sequence[int],
-    position: Position,
+    coming: Sequence[int],
     sizes: Sequence[int],
     limits: Limits,
     *,
@@ -62,50 +66,46 @@ def fetched_ahead(
     kept: Collection[int] = (),
     travelling: Collection[int] = (),
 ) -> list[int]:
-    """The units to fetch now, in order; `sizes[unit]` in elements. None where the last use was not foreseen.
+    """The units to fetch now, in order of the uses that are `coming`; `sizes[unit]` in elements.
 
     used: in use now; kept: whole although not in use; travelling: fetched ahead earlier and not used yet.
     It stops at a unit that is in use: that one is released first, and what comes behind it would wait in memory.
     """
-    if not position.known or limits.ahead == 0:
-        return []
     on_their_way = sum(sizes[unit] for unit in travelling)
     live = on_their_way + sum(sizes[unit] for unit in {*used, *kept})
-    found: list[int] = []
-    for unit in order[position.index :]:
+    fetched: list[int] = []
+    for unit in coming if limits.ahead else ():
         if unit in used:
             break
-        if unit in kept or unit in travelling or unit in found:
+        if unit in kept or unit in travelling or unit in fetched:
             continue
-        full = on_their_way + sizes[unit] > limits.ahead and (found or travelling)
+        full = on_their_way + sizes[unit] > limits.ahead and (fetched or travelling)
         if full or live + sizes[unit] > limits.live:
             break
-        found.append(unit)
+        fetched.append(unit)
         on_their_way += sizes[unit]
         live += sizes[unit]
-    return found
+    return fetched
 
 
-def read_ahead(
-    order: Sequence[int], position: Position, limits: Limits, files: Collection[int], there: Collection[int]
-) -> list[int]:
-    """The units whose shards are to be read from files now, in order. None where the last use was not foreseen.
+def read_ahead(coming: Sequence[int], limits: Limits, files: Collection[int], there: Collection[int]) -> list[int]:
+    """The units whose shards are to be read from files now, in order of the uses that are `coming`.
 
     files: units whose shards rest in files; there: whole, or on their way to be, so that nothing need be read.
     """
-    found: list[int] = []
-    for unit in order[position.index :] if position.known and limits.ahead else ():
-        if len(found) == limits.read:
+    read: list[int] = []
+    for unit in coming if limits.ahead else ():
+        if len(read) == limits.read:
             break
-        if unit in files and unit not in there and unit not in found:
-            found.append(unit)
-    return found
+        if unit in files and unit not in there and unit not in read:
+            read.append(unit)
+    return read
 
 
-def used_again(order: Sequence[int], position: Position, sizes: Sequence[int], limits: Limits, unit: int) -> bool:
-    """Whether the order uses `unit` again before more than `limits.reuse` elements of others; False off the order."""
+def used_again(coming: Sequence[int], sizes: Sequence[int], limits: Limits, unit: int) -> bool:
+    """Whether `unit` is used again before more than `limits.reuse` elements of others."""
     between = 0
-    for other in order[position.index :] if position.known else ():
+    for other in coming:
         if other == unit:
             return True
         between += sizes[other]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def hits(patterns: Iterable[str], kind: str, path: str) -> list[str]:
@@ -12,16 +12,10 @@ def hits(patterns: Iterable[str], kind: str, path: str) -> list[str]:
     return [pattern for pattern in patterns if pattern == kind or (path and fnmatch.fnmatchcase(path, pattern))]
 
 
-def unmatched(where: str, patterns: Iterable[str], kinds: Iterable[str], paths: Sequence[str] = ()) -> ValueError:
-    """The error of patterns at the JSON path `where` that name nothing; there are these classes and paths."""
-    missing, classes = sorted(patterns), sorted(set(kinds))
-    hints = [difflib.get_close_matches(pattern, [*classes, *paths], 1) for pattern in missing]
-    near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint) or "."
-    return ValueError(f"{where}: {missing} match no module of the model{near} Its classes are {classes}.")
-
-
-def outermost(where: str, modules: Sequence[tuple[str, str]], patterns: Sequence[str]) -> list[str]:
-    """The paths of the modules that `patterns` name and that lie in no other such; in the order given.
+def outermost(
+    where: str, modules: Sequence[tuple[str, str]], patterns: Sequence[str], also: Collection[str] = ()
+) -> list[str]:
+    """The paths of the modules that `patterns` name, or that are `also` meant, and lie in no other such; in order.
 
     `modules` are (path, class), parents before children. Raises ValueError for a pattern that names none.
     """
@@ -29,8 +23,13 @@ def outermost(where: str, modules: Sequence[tuple[str, str]], patterns: Sequence
     for path, kind in modules:
         here = hits(patterns, kind, path)
         missing.difference_update(here)
-        if here and not any(not above or path.startswith(f"{above}.") for above in paths):
+        if (here or path in also) and not any(not above or path.startswith(f"{above}.") for above in paths):
             paths.append(path)
     if missing:
-        raise unmatched(where, missing, (kind for _, kind in modules), [path for path, _ in modules if path])
+        classes = sorted({kind for _, kind in modules})
+        known = [*classes, *(path for path, kind in modules if path and kind != "ModuleList")]  # which is never called
+        hints = [difflib.get_close_matches(pattern, known, 1) for pattern in sorted(missing)]
+        near = "".join(f"; did you mean '{hint[0]}'?" for hint in hints if hint) or "."
+        text = f"{where}: {sorted(missing)} match no module of the model{near} Its classes are {classes}."
+        raise ValueError(text)
     return paths

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zero.plan.layout import ALIGNMENT, Layout, make_layout
-from zero.plan.patterns import hits, unmatched
+from zero.plan.patterns import outermost
 
 # A child of the root that is no repeated block gets a unit of its own from this many elements on; what is
 # smaller is cheaper to keep together than to send alone.
@@ -179,15 +179,7 @@ def _repeated(node: ModuleNode) -> list[ModuleNode]:
 
 def _matching(root: ModuleNode, patterns: Sequence[str]) -> list[ModuleNode]:
     """The outermost modules that are leaves or whose class or path one of the patterns names."""
-    missing = set(patterns)
-
-    def visit(node: ModuleNode) -> list[ModuleNode]:
-        named = hits(patterns, node.kind, node.path)
-        missing.difference_update(named)
-        below = [found for child in node.children for found in visit(child)]
-        return [node] if (named or node.leaf) and node.param_names() else below
-
-    blocks = visit(root)
-    if missing:
-        raise unmatched("zero.units", missing, (node.kind for node in root.walk()))
-    return blocks
+    nodes = {node.path: node for node in root.walk()}
+    leaves = {path for path, node in nodes.items() if node.leaf}
+    paths = outermost("zero.units", [(path, node.kind) for path, node in nodes.items()], patterns, leaves)
+    return [nodes[path] for path in paths if nodes[path].param_names()]

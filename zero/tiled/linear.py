@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.core.access import GatheredParameters
-from zero.core.own_unit import set_apart
+from zero.core.leaf import set_apart
 from zero.tiled.slices import even_parts
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, torch_reason
-from zero.core.sharded_module import DTYPES
+from zero.core.mixed_precision import DTYPES
 from zero.data import Loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.check.runs import Kind

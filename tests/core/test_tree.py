@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.tree import Tree
+from zero.core.tree import Tree
 
 
 def joined(left: str, right: str) -> str:

@@ -1,0 +1,55 @@
+"""In which dtypes a model is trained: its parameters and buffers, and its gradients as they land, travel and add up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zero.core.gradients import GradientDtypes
+from zero.core.mesh import Mesh
+from zero.plan.formats import Formats
+from zero.plan.memory import gradient_dtype
+from zero.plan.sharding import Sharding
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+class MixedPrecisionPolicy(NamedTuple):
+    """What the parameters become: their dtype, how many micro-batches add up in one step, and the optimizer's state.
+
+    accumulate:  the dtype in which gradients add up;
+    communicate: what gradients are rounded to before they travel; None leaves them as they are;
+    buffers:     the dtype of the module's floating-point buffers; None leaves each as it is;
+    tree:        gradients are added in an order that does not depend on the number of ranks.
+    """
+
+    compute_dtype: str
+    accumulation: int
+    formats: Formats = Formats()
+    accumulate: str = "fp32"
+    communicate: str | None = None
+    buffers: str | None = None
+    tree: bool = False
+
+    def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
+        """Of a unit whose parameters are of `dtype`."""
+        local = gradient_dtype(dtype, sharding, self.accumulation, self.accumulate)
+        travel = None if self.communicate is None else DTYPES[self.communicate]
+        return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
+
+    def resting_dtype(self, mesh: Mesh) -> str:
+        """Of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
+
+        Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
+        """
+        alone = mesh.data.size == 1 or mesh.shard.native
+        exact = self.accumulation == 1 and alone and not self.tree and self.communicate is None
+        return self.compute_dtype if exact and self.compute_dtype != "fp32" else self.accumulate
