@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from zero.config import ConfigError, load
 from zero.core import comm
+from zero.core.accumulator import TreeAccumulator
 from zero.core.mesh import Axis
-from zero.core.tree import Leaf, Partials, sum_tree
+from zero.core.tree import Leaf, sum_tree
 
 WINDOWS = (4, 20, 12)  # micro-batches of all ranks in each optimizer step: not always a power of two
 TREE = {"reduce": "tree"}
@@ -123,15 +124,16 @@ def test_rows_are_added_in_pairs(count, dtype):
 
 
 def test_no_sum_is_left_at_minus_zero():
-    partials = Partials()
-    assert partials.take() is None
-    partials.put(Leaf(0), torch.tensor([-0.0, 1.0]))
-    partials.put(Leaf(2, 1), torch.tensor([-0.0, -1.0]))
-    assert len(partials.values) == 2
-    total = partials.take()
+    accumulator = TreeAccumulator(torch.float32)
+    assert accumulator.total() is None
+    for leaf, values in ((Leaf(0), [-0.0, 1.0]), (Leaf(2, 1), [-0.0, -1.0])):
+        accumulator.leaf = leaf
+        accumulator.add(torch.tensor(values))
+    assert len(accumulator.parts()) == 2
+    total = accumulator.total()
     assert total.tolist() == [0.0, 0.0]
     assert not torch.signbit(total).any()
-    assert partials.take(total) is total
+    assert accumulator.total() is total
 
 
 def scattered(native: bool) -> list[float]:

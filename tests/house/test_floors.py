@@ -79,7 +79,7 @@ STEPS_OF_CORE = {
     "zero.core.building": 8,
     "zero.core.prefetcher": 8,
     "zero.core.finite": 7,
-    "zero.core.reducer": 8,
+    "zero.core.reducer": 9,
     "zero.core.frozen": 9,
     "zero.core.hooks": 10,
     "zero.core.leaf": 1,

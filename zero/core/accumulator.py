@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from zero.core.comm import Inbox
-from zero.core.tree import Leaf, Partials
+from zero.core.tree import Leaf, Tree
 
 
 class DeviceAccumulator:
@@ -74,7 +74,9 @@ class DeviceAccumulator:
 class TreeAccumulator(DeviceAccumulator):
     """Adds ranks and micro-batches in the order of a fixed tree (zero/core/tree.py).
 
-    Whoever reads the total ends the tree: what comes later is added to it as a whole.
+    There is one over the micro-batches' first backwards, one over their second ones: each backward is reduced by
+    itself, so a micro-batch that runs two of them is two leaves, of two trees. These are added in their order at the
+    end. Whoever reads the total ends the trees: what comes later is added to it as a whole.
 
     leaf: which backward is being added.
     """
@@ -84,22 +86,30 @@ class TreeAccumulator(DeviceAccumulator):
     def __init__(self, kept: torch.dtype) -> None:
         super().__init__(kept)
         self.leaf = Leaf()
-        self._partials = Partials()
+        self._trees: dict[int, Tree[torch.Tensor]] = {}
 
     def add(self, total: torch.Tensor) -> None:
         """See `DeviceAccumulator.add`."""
-        self._partials.put(self.leaf, total)
+        tree = self._trees.setdefault(self.leaf.backward, Tree(torch.Tensor.add_))
+        tree.put(self.leaf.micro_batch, total)
 
     def total(self) -> torch.Tensor | None:
         """See `DeviceAccumulator.total`."""
-        self._sum = self._partials.take(self._sum)
+        trees, self._trees = self._trees, {}
+        for backward in sorted(trees):
+            total = trees[backward].take()
+            self._sum = total if self._sum is None else self._sum.add_(total)
+        if trees:
+            # Zeros are sent where a rank has no gradient, and nothing where no rank runs: so that -0.0 + 0.0 and
+            # -0.0 alone do not differ, no sum is left at -0.0.
+            self._sum.add_(0.0)
         return self._sum
 
     def parts(self) -> list[torch.Tensor]:
         """See `DeviceAccumulator.parts`."""
-        return [*super().parts(), *self._partials.values]
+        return [*super().parts(), *(value for tree in self._trees.values() for value in tree.values)]
 
     def clear(self) -> torch.Tensor | None:
         """See `DeviceAccumulator.clear`."""
-        self._partials = Partials()
+        self._trees = {}
         return super().clear()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.core.finite import FirstNotFinite
+from zero.core.prefetcher import ParamPrefetcher
 from zero.core.torch_private import after_backward, backward_node, backward_task, untransformed
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
@@ -46,14 +47,15 @@ class Reducer:
     scale:    the loss scale: what all gradients that are held are multiplied by (set by the optimizer);
     divisor:  what they are divided by before they travel, besides;
     rounds:   backward passes flushed so far;
-    pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it.
+    pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it;
+    on_flush: called at the end of every backward, after the gradients.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         sharding: Sharding,
-        on_complete: Callable[[Unit], None],
+        prefetcher: ParamPrefetcher,
         finite: FirstNotFinite,
     ) -> None:
         self.boundary = True
@@ -64,9 +66,8 @@ class Reducer:
         self.pending = False
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
-        self._on_complete = on_complete
-        self._on_flush: list[Callable[[], None]] = []
-        self._on_inner_end: Callable[[int], Sequence[Unit]] = lambda task: ()
+        self._prefetcher = prefetcher
+        self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
         self._warned = False
         self._handles = [
@@ -74,14 +75,6 @@ class Reducer:
             for position, unit in enumerate(self._order)
             for index, param in enumerate(unit.params)
         ]
-
-    def on_flush(self, call: Callable[[], None]) -> None:
-        """Have `call` run at the end of every backward, after the gradients."""
-        self._on_flush.append(call)
-
-    def on_inner_end(self, call: Callable[[int], Sequence[Unit]]) -> None:
-        """Have `call` run with its number when a backward ends that ran inside another; it says what it released."""
-        self._on_inner_end = call
 
     @property
     def open(self) -> bool:
@@ -108,10 +101,10 @@ class Reducer:
         """End a backward: fire what has not fired, in order, and wait until all sums are there."""
         if self._backward is None:
             self.finite.begin()  # it reached none of our parameters, and counts all the same
-        self._end()
+        self.end()
 
-    def _end(self, force: bool = False) -> None:
-        """Off the boundary gradients stay local where they may, unless `force` says otherwise."""
+    def end(self, force: bool = False) -> None:
+        """Reduce what is here; collective. Off the boundary gradients stay local where they may, unless `force`d."""
         backward = self._backward or Backward()
         fires = force or self._fires
         if fires:
@@ -127,7 +120,8 @@ class Reducer:
         self._backward = None
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
-        for call in self._on_flush:
+        self._prefetcher.end_of_backward()
+        for call in self.on_flush:
             call()
 
     def end_micro_batch(self, last: bool) -> None:
@@ -137,7 +131,7 @@ class Reducer:
     def before_step(self) -> None:
         """Reduce what no backward has: local sums whose boundary came without one, and zeros where nothing is left."""
         if self.pending or not all(unit.gradients.reduced for unit in self._order):
-            self._end(force=True)
+            self.end(force=True)
 
     @property
     def late(self) -> bool:
@@ -147,14 +141,10 @@ class Reducer:
         """
         return any(unit.gradients.flat is not None for unit in self._order)
 
-    def reduce_late(self) -> None:
-        """Reduce what is late on any rank; to be called on all."""
-        self._end(force=True)
-
     def settle(self) -> None:
         """Reduce what earlier backward passes left on their rank, if they did; collective."""
         if self.pending:
-            self._end(force=True)
+            self.end(force=True)
 
     @property
     def holds_gradients(self) -> bool:
@@ -188,7 +178,7 @@ class Reducer:
             return
         # It ran inside this node of another one, as checkpointing that is reentrant does. That one goes on with
         # what follows the node, and nothing else of it may concern us.
-        released = self._on_inner_end(task)
+        released = self._prefetcher.end_of_inner_backward(task)
         for unit in released if self._backward is not None else ():
             self._backward.landed.pop(unit.index, None)
         handles: list[RemovableHandle] = []
@@ -231,7 +221,7 @@ class Reducer:
         landed.add(index)
         if len(landed) == len(unit.params):
             landed.clear()
-            self._on_complete(unit)
+            self._prefetcher.done(unit)
         while self._fires and backward.reduced < len(self._order) and self._order[backward.reduced].gradients.complete:
             self._fire(backward)
 

@@ -62,11 +62,9 @@ class ShardedModule:
         self.sharding = sharding
         self.mesh = mesh
         self.prefetcher = ParamPrefetcher(self.units, limits)
-        self.reducer = Reducer(self.units, sharding, self.prefetcher.done, FirstNotFinite(self.trained, mesh))
-        self.reducer.on_flush(self.prefetcher.end_of_backward)
+        self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, mesh))
         if any(unit.cut for unit in units):
-            self.reducer.on_flush(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
-        self.reducer.on_inner_end(self.prefetcher.end_of_inner_backward)
+            self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self._reads = _reads(module, self.units, self.prefetcher) if any(unit.cut for unit in units) else {}
         on_host = [unit for unit in self.trained if unit.placement.updated_on_host and not unit.cut]
         self._awaited = _awaited(module, on_host)

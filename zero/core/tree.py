@@ -86,36 +86,3 @@ def sum_tree(rows: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool =
     sum_tree(rows[:half], out)
     sum_tree(rows[half:], right)
     sum_rows([out, right], out, False)
-
-
-class Partials:
-    """The sums that are not finished: one tree over the micro-batches' first backwards, one over their second ones.
-
-    Each backward is reduced by itself, so a micro-batch that runs two of them is two leaves, of two trees; these
-    are added in their order at the end. A tensor that is put belongs to the tree.
-    """
-
-    def __init__(self) -> None:
-        self._trees: dict[int, Tree[torch.Tensor]] = {}
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        """All partial sums."""
-        return [value for tree in self._trees.values() for value in tree.values]
-
-    def put(self, leaf: Leaf, total: torch.Tensor) -> None:
-        """Add what all ranks had for this backward, fp32 [n]."""
-        tree = self._trees.setdefault(leaf.backward, Tree(torch.Tensor.add_))
-        tree.put(leaf.micro_batch, total)
-
-    def take(self, before: torch.Tensor | None = None) -> torch.Tensor | None:
-        """`before` plus the sum of everything that was put, None if there is neither; empty afterwards."""
-        if not self._trees:
-            return before
-        for backward in sorted(self._trees):
-            total = self._trees[backward].take()
-            before = total if before is None else before.add_(total)
-        self._trees = {}
-        # Zeros are sent where a rank has no gradient, and nothing where no rank runs: so that -0.0 + 0.0 and
-        # -0.0 alone do not differ, no sum is left at -0.0.
-        return before.add_(0.0)

@@ -65,7 +65,7 @@ class TrainingStep:
         self._accumulation = accumulation
         self._saving = saving
         self._status = status
-        sharded.reducer.on_flush(recomputing.backward_ended)
+        sharded.reducer.on_flush.append(recomputing.backward_ended)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.

@@ -125,8 +125,10 @@ class BufferPool:
             transfer = buffer.transfers[0]
             self.lock.release()
             try:
-                # Its error is raised below, where the owner is known not to change.
-                _wait_until_done(transfer)
+                transfer.wait()
+            except OSError:
+                if not transfer.done:  # else its error is raised below, where the owner is known not to change
+                    raise
             finally:
                 self.lock.acquire()
             self._complete(buffer)
@@ -174,11 +176,3 @@ class BufferPool:
                 f"{owner} needs a buffer, and all {len(self.buffers)} are in use by the code that asks for it; "
                 "raise buffer_count in offload_optimizer and offload_param, or use fewer units at once"
             )
-
-
-def _wait_until_done(transfer: Transfer) -> None:
-    try:
-        transfer.wait()
-    except OSError:
-        if not transfer.done:
-            raise

@@ -9,7 +9,6 @@ import stat
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -88,14 +87,6 @@ def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
         file.close()
 
 
-class _Entry(NamedTuple):
-    """A tensor of the store, and its first element in the buffer."""
-
-    tensor: torch.Tensor
-    start: int
-    numel: int
-
-
 class FileStore(Store):
     """A store whose tensors have memory only while they are acquired; otherwise they are empty, of shape [0].
 
@@ -112,7 +103,7 @@ class FileStore(Store):
         self._unit = unit
         self._start = start
         self._nbytes = nbytes
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[torch.Tensor, int, int]] = []  # with its first element in the buffer, and elements
         self._buffer: Buffer | None = None
         self._attached = False  # the tensors are in the buffer
 
@@ -123,7 +114,7 @@ class FileStore(Store):
         """See `Store.put`; RuntimeError where they need more than was reserved in the file."""
         end, entries = self._used, []
         for tensor in (tensor for tensor in tensors if tensor.numel()):
-            entries.append(_Entry(tensor, end // tensor.itemsize, tensor.numel()))
+            entries.append((tensor, end // tensor.itemsize, tensor.numel()))
             end = round_up(end + tensor.nbytes, LINE)
         if end > round_up(self._nbytes, LINE):
             raise RuntimeError(
@@ -135,8 +126,8 @@ class FileStore(Store):
             return
         self.acquire(overwrite=self._used == 0)
         try:
-            for entry in entries:
-                move(entry.tensor, self._buffer.memory, entry.start * entry.tensor.itemsize)
+            for tensor, start, _ in entries:
+                move(tensor, self._buffer.memory, start * tensor.itemsize)
             self._entries += entries
             self._used = end
         finally:
@@ -258,10 +249,10 @@ class FileStore(Store):
     def _attach(self) -> None:
         self._attached = True
         storage = self._buffer.memory.untyped_storage()
-        for entry in self._entries:
-            entry.tensor.set_(storage, entry.start, (entry.numel,), (1,))
+        for tensor, start, numel in self._entries:
+            tensor.set_(storage, start, (numel,), (1,))
 
     def _detach(self) -> None:
         self._attached = False
-        for entry in self._entries:
-            entry.tensor.set_()
+        for tensor, _, _ in self._entries:
+            tensor.set_()

@@ -205,7 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
         if norm.ranks(RankFlags.LATE_GRADIENTS):
-            sharded.reducer.reduce_late()
+            sharded.reducer.end(force=True)
             norm = norm_of(sharded.trained, sharded.mesh, RankFlags(0))
         self.grad_norm = norm.value * factor
         self.overflow = self._check_overflow and not math.isfinite(self.grad_norm)

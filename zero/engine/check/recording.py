@@ -145,7 +145,7 @@ def gradients(engine: Any) -> Values:
     sharded.reducer.before_step()
     late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
     if bool(comm.gather_scalars(late, sharded.mesh.data).any()):
-        sharded.reducer.reduce_late()
+        sharded.reducer.end(force=True)
     for name, param in engine.module.named_parameters():
         owner = owner_of(param)
         if owner is not None and owner.unit.gradients is not None:
