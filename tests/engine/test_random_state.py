@@ -52,8 +52,6 @@ def test_random_numbers_go_on():
     with pytest.raises(ValueError, match="another stream has 7"):
         HOLDER.seeds.add("other", 7)
     HOLDER.seeds.reset()
-    with pytest.raises(ValueError, match="cuda, python, numpy, streams missing"):
-        random_state.restore({"torch": state["torch"]}, cpu)
 
 
 def test_ranks_that_were_not_there_draw_what_no_other_draws():
@@ -66,23 +64,19 @@ def test_ranks_that_were_not_there_draw_what_no_other_draws():
         saved.append(through_json(random_state.capture(cpu)))
         streamed("apart")
 
-    def of(rank: int, world: int, step: int, states: list[Any]) -> tuple[Any, ...]:
-        random_state.restore(through_json(random_state.for_world(states, rank, world, step)), cpu)
+    def of(rank: int, step: int, states: list[Any]) -> tuple[Any, ...]:
+        random_state.restore(through_json(random_state.for_rank(states, rank, step)), cpu)
         return (*draws(), streamed("alike"), streamed("apart"))
 
-    first = [of(rank, 4, 10, saved) for rank in range(4)]
-    assert first == [of(rank, 4, 10, saved) for rank in range(4)]
+    first = [of(rank, 10, saved) for rank in range(4)]
+    assert first == [of(rank, 10, saved) for rank in range(4)]
     for index in (0, 1, 3, 6):  # torch, Python, NumPy, the stream that ranks have apart
         assert len({repr(rank[index]) for rank in first}) == 4
     assert len({repr(rank[5]) for rank in first}) == 1
-    assert of(1, 2, 10, saved) == first[1] and of(1, 4, 11, saved) == first[1]
-    assert of(2, 4, 11, saved)[0] != first[2][0]
-    assert of(1, 4, 10, [saved[0], None])[0] != first[1][0]
+    assert of(1, 11, saved) == first[1]
+    assert of(2, 11, saved)[0] != first[2][0]
+    assert of(1, 10, [saved[0], None])[0] != first[1][0]
     HOLDER.seeds.reset()
-    with pytest.raises(ValueError, match="rank 0"):
-        random_state.for_world([None], 0, 1, 0)
-    with pytest.raises(ValueError, match="one of 0 to 1"):
-        random_state.for_world(saved, 2, 2, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -97,6 +91,6 @@ def test_the_generator_of_the_device_goes_on():
     assert torch.rand(5, device=device).tolist() == wanted
     found = []
     for rank in (0, 1, 2, 1):
-        random_state.restore(through_json(random_state.for_world([state], rank, 3, 5)), device)
+        random_state.restore(through_json(random_state.for_rank([state], rank, 5)), device)
         found.append(torch.rand(5, device=device).tolist())
     assert found[0] == wanted and found[1] == found[3] and len({str(draw) for draw in found}) == 3

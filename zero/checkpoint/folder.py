@@ -8,11 +8,19 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 from zero.checkpoint.index import Damaged, Index
 
 INDEX = "index.json"
 LATEST = "latest"
+
+
+def check_folder(path: Any, what: str) -> Path:
+    """The folder of the checkpoints, as given; ValueError, naming `what` it is, for what is none."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"{what} must be a non-empty string or a path, got {path!r}")
+    return Path(path)
 
 
 def publish(path: Path, text: str, time_ns: int | None = None) -> None:

@@ -31,18 +31,9 @@ class LazyTensor(NamedTuple):
         """Bytes of all of them."""
         return self.count * self.dtype.itemsize
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of a tensor with one dim."""
-        return (self.count,)
-
     def numel(self) -> int:
         """As of a tensor."""
         return self.count
-
-    def element_size(self) -> int:
-        """Bytes of one number, as of a tensor."""
-        return self.dtype.itemsize
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """All of them in order, contiguous on the CPU, a few CHUNKs each but for the last."""

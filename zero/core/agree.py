@@ -11,9 +11,6 @@ from zero.core import comm
 from zero.core.mesh import Axis
 from zero.watchdog.hang_report import difference_text, first_difference
 
-_LENGTH = 8  # bytes in front of a text, that say how many it has
-_SHORT = 1024 - _LENGTH  # bytes of a text that come along with them
-
 
 def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, nothing: str = "nothing") -> None:
     """Raise RuntimeError on all ranks, with the first line that differs and who says what, unless all say the same.
@@ -33,16 +30,10 @@ def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, not
 
 
 def everyone(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """What each rank of the axis says, in their order; a collective, as `agree`. What is short takes one message."""
+    """What each rank of the axis says, in their order, not all of it empty; a collective, as `agree`."""
     data = text.encode()
-    first = _told(len(data).to_bytes(_LENGTH, "little") + data[:_SHORT].ljust(_SHORT), axis, device)
-    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in first]
-    longest = max(lengths)
-    rows = _told(data.ljust(longest), axis, device) if longest > _SHORT else [row[_LENGTH:] for row in first]
-    return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def _told(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
-    """The bytes of each rank, equally many."""
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    return [bytes(row.numpy()) for row in comm.gather_scalars(mine, axis, "comparison").cpu()]
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    lengths = comm.gather_scalars(length, axis, "comparison").flatten().tolist()
+    mine = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    rows = comm.gather_scalars(mine, axis, "comparison").cpu()
+    return [bytes(row[:count].numpy()).decode() for row, count in zip(rows, lengths, strict=True)]

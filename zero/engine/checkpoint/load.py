@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.checkpoint.differences import Ask, Match, Wanted
-from zero.checkpoint.folder import LATEST, find
+from zero.checkpoint.folder import LATEST, check_folder, find
 from zero.checkpoint.index import Index
 from zero.checkpoint.plain import decode
 from zero.checkpoint.reader import Reader
@@ -21,11 +21,10 @@ from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
-from zero.engine.checkpoint.checks import check_folder
-from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
-from zero.engine.checkpoint.random_state import for_world
+from zero.engine.checkpoint.random_state import for_rank
 from zero.engine.checkpoint.resume import check, restore
+from zero.engine.checkpoint.save_plan import saved_buffers
 from zero.engine.checkpoint.units import fit, load_buffers, load_unit, names_of_parameters, renew, replaced, restart
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
@@ -258,7 +257,7 @@ def _saved_values(plan: LoadPlan, rank: int, world_size: int) -> Values:
         elif index.ranks and state(0) is not None:
             wanted = {0, 1, rank}
             saved = [state(number) if number in wanted else None for number in range(index.world_size)]
-            own = {"random": for_world([each and each["random"] for each in saved], rank, world_size, step)}
+            own = {"random": for_rank([each and each["random"] for each in saved], rank, step)}
         return Values(
             shared=None if shared is None else value("engine_state", shared),
             own=own,

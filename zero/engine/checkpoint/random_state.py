@@ -40,12 +40,8 @@ def capture(device: torch.device) -> State:
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
     """Let all generators go on as `capture` found them on a rank; of a device that had none, as that rank's other ones.
 
-    Raises ValueError for what `capture` has not made. NumPy's generator is left alone, with a warning, where there is
-    none or another kind.
+    NumPy's generator is left alone, with a warning, where there is none or another kind.
     """
-    missing = [key for key in ("torch", "cuda", "python", "numpy", "streams") if key not in state]
-    if missing:
-        raise ValueError(f"state of the random numbers: {', '.join(missing)} missing; wanted what capture() gave")
     torch.default_generator.set_state(state["torch"])
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
@@ -59,16 +55,12 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
     HOLDER.seeds.load_state_dict(state["streams"], _seed(state["torch"], "streams"))
 
 
-def for_world(saved: Sequence[State | None], rank: int, world_size: int, step: int) -> State:
-    """What `rank` of `world_size` goes on with, given what ranks 0, 1, ... of the saved run had at `step`.
+def for_rank(saved: Sequence[State | None], rank: int, step: int) -> State:
+    """What a rank goes on with, given what ranks 0, 1, ... of the saved run had at `step`.
 
     A rank that was there has its own. Others get new states, which follow from rank 0's, the step and the rank: the
-    same in every such resume, and no two ranks the same. Raises ValueError where rank 0 has none.
+    same in every such resume, and no two ranks the same.
     """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: got {rank}; wanted one of 0 to {world_size - 1}")
-    if not saved or saved[0] is None:
-        raise ValueError("saved: there is no state of rank 0, from which those of new ranks follow")
     if rank < len(saved) and saved[rank] is not None:
         return saved[rank]
     first = saved[0]

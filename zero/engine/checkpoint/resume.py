@@ -51,7 +51,7 @@ def shared_state(engine: Any) -> dict[str, Any]:
 
 
 def rank_state(engine: Any) -> dict[str, Any]:
-    """Random numbers of this rank; `random_state.for_world` gives those of ranks that were not there."""
+    """Random numbers of this rank; `random_state.for_rank` gives those of ranks that were not there."""
     return {"random": random_state.capture(engine.device)}
 
 
@@ -62,17 +62,13 @@ def restore(
     *,
     optimizer: bool,
     scheduler: bool,
-    data: bool = True,
 ) -> None:
     """Put back what `shared_state` and `rank_state` took, in this run or another; gradients that are there are dropped.
 
     optimizer: the hyperparameters of the parameter groups and the loss scale, too. scheduler: its state, too, and what
-    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. data: the position of
-    `engine.training_dataloader`, too. `own` None leaves the random numbers alone.
-    Raises ValueError, before anything is changed, where parameter groups or scheduler are others. What only one side
-    has is said in a warning and left alone.
+    it reads and writes in the groups; without it, that stays as the engine's scheduler has it. `own` None leaves the
+    random numbers alone. After `check`. What only one side has is said in a warning and left alone.
     """
-    check(engine, shared, optimizer, scheduler)
     reducer, training = engine._sharded.reducer, engine._training
     reducer.abandon()
     for name in _COUNTERS:
@@ -94,16 +90,14 @@ def restore(
     if training.replicas is not None:
         training.replicas.resume(shared["own_buffers"])
     loader = _loader(engine)
-    if data and _both("a data position (engine.training_dataloader)", shared["data"], loader):
+    if _both("a data position (engine.training_dataloader)", shared["data"], loader):
         loader.load_state_dict(shared["data"])
     if own is not None:  # last: nothing shall draw between here and the next forward
         random_state.restore(own["random"], engine.device)
 
 
-def check(
-    engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bool, where: str = "the checkpoint"
-) -> None:
-    """Raise ValueError, on all ranks alike, with all of what `restore` would take that does not fit."""
+def check(engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bool, where: str) -> None:
+    """Raise ValueError, on all ranks alike, with all of what `restore` would take from `where` that does not fit."""
     problems = []
     ours, theirs = engine.optimizer, shared["groups"]
     if (optimizer or scheduler) and ours is not None and theirs is not None and len(ours.param_groups) != len(theirs):

@@ -1,8 +1,11 @@
-"""Saving an engine."""
+"""Saving an engine: what must be right before anything is written, on one rank and among all, and the call."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +13,17 @@ from typing import Any
 
 import torch
 
+from zero.checkpoint.folder import LATEST, check_folder
 from zero.checkpoint.job import Job
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.saver import Saver
 from zero.checkpoint.store_barrier import StoreBarrier
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
-from zero.engine.checkpoint.checks import begin, check_folder, check_tag
 from zero.engine.checkpoint.save_plan import SavePlan
-from zero.watchdog.hang_report import Phase
+from zero.watchdog.hang_report import Phase, difference_text
 
+SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
 CHECKS = "the checks before a checkpoint is written"
 FILES = "writing the part of a checkpoint that rests in files"
 
@@ -91,13 +95,13 @@ class CheckpointSaver:
             engine._status.check()
             self._check_window()
             root = Path(os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir")))
-            tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+            tag = _tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
             plan = SavePlan(engine, self._sharded.units, client or {}, saver.barrier, skip_frozen=options[1])
             asked = {"dir": str(root), "tag": tag, "options": options, **plan.request()}
         except Exception as error:
             asked = error
         try:
-            answer = saver.barrier.settle(asked, begin, CHECKS, in_call=True)
+            answer = saver.barrier.settle(asked, _begin, CHECKS, in_call=True)
         except (OSError, ValueError, RuntimeError) as error:
             return error
         saver.heard()
@@ -140,3 +144,52 @@ class CheckpointSaver:
                 f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are in, "
                 "and their gradients would be lost; call it after the step() at the boundary"
             )
+
+
+def _tag_of(tag: Any) -> str:
+    """The tag as text; ValueError for what cannot be the name of a folder beside the file `latest`."""
+    text = str(tag)
+    plain = text.isprintable() and text.strip() == text and not {"/", "\\", os.sep} & set(text)
+    if not text or not plain or text.startswith(".") or text == LATEST or len(os.fsencode(text)) > 200:
+        raise ValueError(
+            f"save_checkpoint(): tag must be the plain name of a folder, without separators or a leading dot, and not "
+            f"'{LATEST}'; got {text!r}"
+        )
+    return text
+
+
+def _begin(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """On rank 0, with what all ranks ask for: make the folder, and answer what all need to know.
+
+    Raises ValueError where they ask for different things, OSError where the folder cannot be written or has no room.
+    """
+    for key, what in (("dir", "save_dir"), ("tag", "tag"), ("options", "options")):
+        texts = [str(one[key]) for one in requests]
+        if len(set(texts)) > 1:
+            raise ValueError(f"save_checkpoint(): {what} is not the same on all ranks: {difference_text(texts, '')}")
+    names = [[[name, *kind] for name, *kind, _ in one["buffers"]] for one in requests]
+    if any(one != names[0] for one in names):
+        texts = [", ".join(f"{name} {dtype} {shape}" for name, dtype, shape in one) for one in names]
+        raise RuntimeError(f"save_checkpoint(): the ranks have different buffers: {difference_text(texts, 'none')}")
+    place = Path(requests[0]["dir"]) / requests[0]["tag"]
+    new = not place.exists()
+    try:
+        os.makedirs(place, exist_ok=True)
+        _check_room(place, sum(one["nbytes"] + SLACK for one in requests))
+    except OSError as error:
+        if new:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise OSError(error.errno, f"save_checkpoint() cannot write to {place}: {error.strerror}") from error
+    buffers = zip(*(one["buffers"] for one in requests), strict=True)
+    differ = [same[0][0] for same in buffers if any(one != same[0] for one in same)]
+    return {"save": secrets.token_hex(4), "differ": differ, "files": any(one["files"] for one in requests)}
+
+
+def _check_room(place: Path, needed: int) -> None:
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    system = os.statvfs(place)
+    free = system.f_bavail * system.f_frsize
+    if system.f_blocks and free < needed:  # of no blocks at all: the file system does not say
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed} bytes are needed and {free} are free")

@@ -18,8 +18,8 @@ from zero.checkpoint.index import Index, Parameter
 from zero.checkpoint.reader import SLICE, Reader, SavedMoment
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.unit import Unit
-from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import LoadPlan
+from zero.engine.checkpoint.save_plan import saved_buffers
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import BLOCK

@@ -19,8 +19,8 @@ from zero.core.deferred_param import DeferredParam
 from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
 from zero.core.state import State
-from zero.engine.checkpoint.chunks import saved_buffers
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
+from zero.engine.checkpoint.save_plan import saved_buffers
 from zero.engine.checkpoint.units import fill_plain, fit, load_buffers, names_of_parameters
 from zero.engine.engine import Engine
 from zero.engine.weights import Unmatched
