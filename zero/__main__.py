@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace) -> int:
 def _ssh(args: argparse.Namespace) -> int:
     from zero.launch.remote import ssh_command
 
-    return ssh_command.run(ssh_args.request(args))
+    return ssh_command.run(*ssh_args.request(args))
 
 
 def _schema(args: argparse.Namespace) -> int:

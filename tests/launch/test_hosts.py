@@ -247,9 +247,9 @@ def test_hostfiles_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "H"
     leave_out = "leave it out to run on this machine only"
     assert said(hostfile.read, str(missing)) == f"--hostfile: there is no file {str(missing)!r}; {leave_out}"
-    assert said(hostfile.read, str(tmp_path)) == f"--hostfile: cannot read {str(tmp_path)!r}: Is a directory"
+    assert said(hostfile.read, str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
     missing.write_bytes(b"a slots=1\n\xff")
-    assert said(hostfile.read, str(missing)) == f"--hostfile: {str(missing)!r} is not text (byte 10 is not UTF-8)"
+    assert said(hostfile.read, str(missing)) == f"{missing}: is not text (byte 10 is not UTF-8)"
     missing.write_bytes(b"\xef\xbb\xbfa slots=1\r\nb slots=2")
     assert hostfile.read(str(missing)) == (Host("a", ("0",)), Host("b", ("0", "1")))
 

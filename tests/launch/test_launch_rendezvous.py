@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from multiprocessing.connection import wait
 
@@ -45,32 +46,35 @@ def until(holds: Callable[[], object]) -> object:
 def linked(connection: socket.socket, connects: bool = True) -> Connection:
     """A connection whose other end has shown that it has the secret."""
     link = Connection(connection, SECRET, connects)
-    assert until(lambda: link.receive() or link.known)
+    link.greet()
     return link
 
 
-@contextlib.contextmanager
-def met(given: Terms, nodes: tuple[int, ...] = (0, 1, 2)) -> Iterator[tuple[RendezvousServer, list, list]]:
-    said: list[str] = []
-    port = free_port()
-    where = ("127.0.0.1", port)
+def first_host(given: Terms, where: tuple[str, int], said: list[str]) -> tuple[RendezvousServer, RendezvousClient]:
     server = RendezvousServer(given, where, said.append)
-    members = [RendezvousClient(given, node, where, said.append) for node in nodes]
-    server.start()
+    return server, RendezvousClient(given, 0, where, said.append, server)
+
+
+@contextlib.contextmanager
+def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[RendezvousServer, list, list]]:
+    """The first host, and the others of `nodes`."""
+    said: list[str] = []
+    where = ("127.0.0.1", free_port())
+    server, first = first_host(given, where, said)
+    members = [first, *(RendezvousClient(given, node, where, said.append) for node in nodes)]
     for member in members:
         member.open()
     try:
         yield server, members, said
     finally:
-        for member in members:
+        for member in reversed(members):
             member.close()
-        server.close()
 
 
 def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
     monkeypatch.setattr(rendezvous, "SETTLE", 60.0)
     with met(terms(restarts=1)) as (server, members, said):
-        assert until(lambda: all(member.joined for member in members))
+        assert until(lambda: all(member.run_id for member in members))
         assert len({member.run_id for member in members}) == 1 and members[0].run_id
         members[0].ready(0)
         members[1].ready(0)
@@ -83,9 +87,9 @@ def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
         members[2].failed([Failure(2, 1, 7, 2, "c", "boom")])
         members[1].failed([Failure(1, -9, 8, 1, "b")])
         assert until(lambda: len(server._attempt.failures) == 2)
-        server._attempt.decide_at = 0.0  # the time to settle is over
-        assert until(lambda: all(member.outcomes for member in members))
-        (found,) = {member.outcomes[0] for member in members}
+        server.decide(server._attempt)  # the time to settle is over
+        assert until(lambda: all(member.outcome for member in members))
+        (found,) = {member.outcome for member in members}
         assert (found.node, found.restart) == (1, True) and found.text.endswith("; restart 1 of 1")
         for member in members:
             member.ready(1)
@@ -99,7 +103,7 @@ def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
 
 
 def test_who_does_not_come_is_named():
-    with met(terms(patience=3.0), nodes=(0, 2)) as (_, members, _said):
+    with met(terms(patience=3.0), nodes=(2,)) as (_, members, _said):
         assert until(lambda: all(member.end for member in members))
         assert {member.end.text for member in members} == {"host b did not come within 3 s"}
         assert (members[0].end.node, members[0].end.status) == (0, 1)
@@ -116,12 +120,12 @@ def test_a_first_host_that_does_not_answer_is_named():
 
 def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_end_the_job():
     with met(terms(restarts=1, min_nodes=2)) as (_, members, said):
-        assert until(lambda: all(member.joined for member in members))
+        assert until(lambda: all(member.run_id for member in members))
         for member in members:
             member.ready(0)
         assert until(lambda: all(member.started for member in members))
         members[0].failed([Failure(0, 1, 7, 0, "a")])
-        assert until(lambda: all(member.outcomes for member in members))
+        assert until(lambda: all(member.outcome for member in members))
         members[0].ready(1)
         members[2].ready(1)
         members[1].leave("it lost the connection to the launcher", LOST)
@@ -134,12 +138,12 @@ def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_e
 
 
 def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
-    with met(terms(), nodes=(0, 1)) as (_, members, _said):
+    with met(terms(), nodes=(1,)) as (_, members, _said):
         where = members[1]._where
         with socket.create_connection(where) as silent:
             link = linked(silent)
             link.send(kind="hello", node=2, terms=terms().word())
-            assert until(lambda: all(member.joined for member in members))
+            assert until(lambda: all(member.run_id for member in members))
             assert until(lambda: all(member.end for member in members))
             (found,) = {member.end for member in members}
             assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 6 s", 0)
@@ -150,17 +154,18 @@ def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
         member = RendezvousClient(terms(), 1, mute.getsockname(), print)
         member.open()
         link = linked(mute.accept()[0], connects=False)
-        assert until(lambda: member.end) and not link.gone
+        assert link.receive()["kind"] == "hello"
+        assert until(lambda: member.end)
         assert (member.end.status, member.end.node) == (LOST, 1)
         member.close()
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
-    with met(terms(), nodes=(0, 1)) as (server, members, _):
+    with met(terms(), nodes=(1,)) as (server, members, _):
         port = members[1]._where[1]
         stranger = RendezvousClient(terms(restarts=5), 2, ("127.0.0.1", port), print)
         twin = RendezvousClient(terms(), 1, ("127.0.0.1", port), print)
-        assert until(lambda: len(server._joined) == 2)
+        assert until(lambda: len(server._members) == 2)
         for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
             other.open()
             assert until(lambda other=other: other.end)
@@ -168,27 +173,24 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on():
             other.close()
         late = RendezvousClient(terms(), 2, ("127.0.0.1", port), print)
         late.open()
-        assert until(lambda: all(member.joined for member in (*members, late)))
+        assert until(lambda: all(member.run_id for member in (*members, late)))
         late.close()
-
-
-def kinds(heard: list[dict], after: str) -> list[str]:
-    """The kinds of the messages that came after the first of the kind `after`."""
-    return list(itertools.dropwhile(after.__ne__, (one["kind"] for one in heard)))[1:]
 
 
 def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
     monkeypatch.setattr(rendezvous, "SETTLE", 0.0)
-    with met(terms(restarts=1), nodes=(0, 1)) as (_, members, _said):
-        with socket.create_connection(members[1]._where) as connection:
-            link, heard = linked(connection), []
-            link.send(kind="hello", node=2, terms=terms(restarts=1).word())
-            assert until(lambda: all(member.joined for member in members))
-            link.send(kind="end", text="stopped", status=143, quiet=False)
-            link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
-            # A heartbeat comes each second; another outcome would come before it.
-            assert until(lambda: heard.extend(link.receive()) or "alive" in kinds(heard, after="outcome"))
-        assert [one["outcome"]["text"] for one in heard if one["kind"] == "outcome"] == ["stopped"]
+    given = terms(restarts=1)
+    with met(given, nodes=(1,)) as (_, members, _said), socket.create_connection(members[1]._where) as connection:
+        link = linked(connection)
+        link.send(kind="hello", node=2, terms=given.word())
+        assert until(lambda: all(member.run_id for member in members))
+        link.send(kind="end", text="stopped", status=143, quiet=False)
+        link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
+        # A heartbeat comes each second; another outcome would come before the second one.
+        heard = itertools.dropwhile(lambda one: one["kind"] != "outcome", iter(link.receive, None))
+        assert next(heard)["outcome"]["text"] == "stopped"
+        assert [next(heard)["kind"] for _ in range(2)] == ["alive", "alive"]
+        link.close()
 
 
 NOTHING = re.compile(rb"[0-9a-f]{32}\n([0-9a-f]{64} \{\}\n)?")  # of the job: a number, and a signature
@@ -233,7 +235,7 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
 
 
 def test_strangers_end_nothing_and_learn_nothing():
-    with met(terms(), nodes=(0,)) as (server, (first,), said), contextlib.ExitStack() as stack:
+    with met(terms(), nodes=()) as (server, (first,), said), contextlib.ExitStack() as stack:
         where = first._where
         between, there, sent = recorded(where)
         spied, last = RendezvousClient(terms(), 1, there, said.append), RendezvousClient(terms(), 2, where, said.append)
@@ -241,7 +243,7 @@ def test_strangers_end_nothing_and_learn_nothing():
         stack.callback(spied.close)
         stack.callback(last.close)
         spied.open()
-        assert until(lambda: set(server._joined) == {0, 1})
+        assert until(lambda: set(server._members) == {0, 1})
         number = b"".join(sent).partition(b"\n")[0] + b"\n"
         forged = json.dumps({"kind": "end", "text": "forged", "status": 3, "quiet": False}).encode() + b"\n"
         spoken = {
@@ -259,23 +261,19 @@ def test_strangers_end_nothing_and_learn_nothing():
             one.sendall(data)
         mute, slow, flooding, lying = (stack.enter_context(socket.create_connection(where)) for _ in range(4))
         assert not flooded(flooding)
-        liar = Connection(lying, "of another job", connects=True)
-        assert until(lambda: liar.receive() or liar.gone) and not liar.known
-        liar.close()
+        with pytest.raises(ValueError):
+            Connection(lying, "of another job", connects=True).greet()
         assert all(NOTHING.fullmatch(heard(one)) for one in [*spoken, flooding])
         # Those who say too little have as long as a host that is silent.
         slow.sendall(b"5")
-        assert until(lambda: sum(not link.known for link in server._connections) == 2)
-        for link in server._connections:
-            link.heard -= 0 if link.known else 60
         assert [NOTHING.fullmatch(heard(one)) is not None for one in (mute, slow)] == [True, True]
         # And those who are many do not keep out a host of the job.
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
-        assert until(lambda: sum(not link.known for link in server._connections) == rendezvous._UNKNOWN)
         assert NOTHING.fullmatch(heard(crowd[0]))
+        assert len(server._unknown) <= rendezvous._UNKNOWN
         last.open()
         members = (first, spied, last)
-        assert until(lambda: all(member.joined for member in members))
+        assert until(lambda: all(member.run_id for member in members))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(where)
         for member in members:
@@ -298,38 +296,39 @@ def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed():
             with posing.accept()[0] as connection:
                 connection.sendall(data)
                 assert NOTHING.fullmatch(heard(connection))
-    server = RendezvousServer(terms(), where, said.append)
-    others = [RendezvousClient(terms(), node, where, said.append) for node in (0, 2)]
-    server.start()
-    for other in others:
-        other.open()
-    assert until(lambda: all(one.joined for one in (member, *others)))
+    _, first = first_host(terms(), where, said)
+    other = RendezvousClient(terms(), 2, where, said.append)
+    first.open()
+    other.open()
+    assert until(lambda: all(one.run_id for one in (first, member, other)))
     assert said == [
         f"waiting for host a, at 127.0.0.1:{where[1]}; who answers there does not show that it has this job's secret "
         "(ZERO_SECRET)"
     ]
-    for one in (member, *others, server):
+    for one in (member, other, first):
         one.close()
 
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_line_counts_once_and_in_one_direction(again):
     (one, here), (there, other) = socket.socketpair(), socket.socketpair()
-    with one, here, there, other:
+    with one, here, there, other, ThreadPoolExecutor(2) as threads:
         first, second = Connection(one, SECRET, connects=False), Connection(other, SECRET, connects=True)
-        for _ in range(2):
-            there.sendall(here.recv(9999))
-            here.sendall(there.recv(9999))
-            assert first.receive() == second.receive() == []
-        assert first.known and second.known
+        greetings = [threads.submit(first.greet), threads.submit(second.greet)]
+        for length in (33, 68):  # a number, and the first signature
+            there.sendall(here.recv(length, socket.MSG_WAITALL))
+            here.sendall(there.recv(length, socket.MSG_WAITALL))
+        for greeting in greetings:
+            greeting.result()
         first.send(kind="alive")
         second.send(kind="alive")
         line, own = there.recv(9999), here.recv(9999)
         if again:
             here.sendall(line)
-            assert first.receive() == [{"kind": "alive"}] and not first.gone
+            assert first.receive() == {"kind": "alive"}
         here.sendall(line if again else own)
-        assert first.receive() == [] and first.gone
+        with pytest.raises(ValueError, match="no message of the job"):
+            first.receive()
 
 
 def test_the_first_host_listens_where_the_others_come():

@@ -54,22 +54,21 @@ def test_ranks_of_unequal_hosts() -> None:
     assert UNEQUAL.size == 6
     assert [list(UNEQUAL.ranks(node)) for node in range(3)] == [[0, 1, 2], [3], [4, 5]]
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = [UNEQUAL.environment(rank, "n1", 29500) for rank in range(6)]
+    places = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    found = [UNEQUAL.environment(node, local, "n1", 29500) for node, local in places]
     assert all(tuple(each) == keys for each in found)
     assert [tuple(each.values())[:4] for each in found] == [
         ("0", "0", "6", "3"), ("1", "1", "6", "3"), ("2", "2", "6", "3"),
         ("3", "0", "6", "1"), ("4", "0", "6", "2"), ("5", "1", "6", "2"),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="rank: got 6, but there are 6 ranks"):
-        UNEQUAL.place(6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_places_go_through_the_hosts_in_order(counts: list[int]) -> None:
     world = World(tuple(Host(f"n{number}", numbered(count)) for number, count in enumerate(counts)))
-    places = [(node, local) for node, count in enumerate(counts) for local in range(count)]
-    assert [world.place(rank) for rank in range(world.size)] == places
+    assert [rank for node in range(len(counts)) for rank in world.ranks(node)] == list(range(sum(counts)))
+    assert [len(world.ranks(node)) for node in range(len(counts))] == counts
 
 
 NAME = st.text(max_size=9)
@@ -177,7 +176,7 @@ def test_a_node_of_slurm_takes_the_devices_that_slurm_gave(monkeypatch: pytest.M
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     made = plan(asked(world=UNEQUAL.encode(), no_ssh=True), 2)
     assert (made.node, made.shared["CUDA_VISIBLE_DEVICES"]) == (2, "6,7")
-    assert [made.environment(rank)["LOCAL_RANK"] for rank in UNEQUAL.ranks(2)] == ["0", "1"]
+    assert [made.environment(local)["RANK"] for local in range(2)] == ["4", "5"]
 
 
 def test_which_names_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What the launcher says: errors before anything starts, and lines of its own on stderr."""
 
 import sys
+from pathlib import Path
 
 
 class LaunchError(ValueError):
@@ -17,6 +18,16 @@ def listed(words: list[str] | tuple[str, ...], most: int = 16) -> str:
     """`words` with commas between them, and the number of those left out when they are many."""
     left_out = len(words) - most
     return ", ".join(words[:most]) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+def text_of(path: str | Path) -> str:
+    """The text of a file; `LaunchError` where it cannot be read or is none."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise LaunchError(f"{path}: is not text (byte {error.start} is not UTF-8)") from error
 
 
 def say(text: str) -> None:

@@ -18,20 +18,13 @@ _LINE = 128  # bytes of stdin within which a secret ends
 _PATIENCE = 60.0  # seconds for the launcher to hand it over
 
 
-def new() -> str:
-    """A new random secret."""
-    return os.urandom(32).hex()
-
-
 def signature(secret: bytes, *parts: bytes) -> bytes:
-    """The HMAC of `parts` with `secret` as its key; the parts are separated by their lengths."""
+    """The HMAC of `parts` with `secret` as its key; the parts are separated by their lengths.
+
+    To be compared by `hmac.compare_digest`, in constant time.
+    """
     text = b"".join(b"%d:%b" % (len(part), part) for part in parts)
     return hmac.digest(secret, text, "sha256").hex().encode()
-
-
-def same(one: bytes, other: bytes) -> bool:
-    """Whether two signatures are the same, compared in constant time."""
-    return hmac.compare_digest(one, other)
 
 
 def of_node(on_stdin: bool, environment: Mapping[str, str]) -> str:

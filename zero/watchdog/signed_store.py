@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from zero.launch.secret import VARIABLE, same, signature
+from zero.launch.secret import VARIABLE, signature
 from zero.log import logger
 
 _LENGTH = len(signature(b""))
@@ -71,7 +72,7 @@ class SignedStore:
 
     def _checked(self, key: str, signed: bytes) -> bytes | None:
         value = signed[_LENGTH:]
-        if same(signed[:_LENGTH], signature(self._secret, (self._prefix + key).encode(), value)):
+        if hmac.compare_digest(signed[:_LENGTH], signature(self._secret, (self._prefix + key).encode(), value)):
             return value
         self.doubt(key)
         return None

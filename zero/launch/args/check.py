@@ -4,7 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero.launch.args.run import LaunchError
+from zero.launch.args.hosts import filled
+from zero.launch.messages import LaunchError
 
 _ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
 
@@ -77,16 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def request(parsed: argparse.Namespace) -> CheckRequest:
     """The request that the parsed arguments make."""
-    return CheckRequest(
-        parsed.script,
-        tuple(parsed.script_args),
-        parsed.steps,
-        tuple(parsed.stages),
-        tuple(parsed.accumulation),
-        parsed.num_gpus,
-        parsed.timeout,
-        parsed.offload,
-    )
+    return filled(CheckRequest, parsed, script_args=tuple(parsed.script_args), accumulations=parsed.accumulation)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

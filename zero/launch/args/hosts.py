@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from dataclasses import dataclass, fields
+from typing import Any
 
 from zero.launch.args.deepspeed import about_launcher
 from zero.launch.hosts.hostfile import DEFAULT
@@ -85,9 +86,9 @@ def add_choice(parser: argparse._ActionsContainer, *names: str, none: str = "") 
     parser.add_argument("-e", "--exclude", default="", metavar="SPEC", help=about)
 
 
-def host_flags(parsed: argparse.Namespace) -> HostFlags:
-    """The flags among the parsed arguments."""
-    return HostFlags(**{field.name: getattr(parsed, field.name) for field in fields(HostFlags)})
+def filled(kind: type[Any], parsed: argparse.Namespace, **more: Any) -> Any:
+    """A dataclass `kind` with `more`, and its other fields from the parsed arguments where they have them."""
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind) if field.name in parsed} | more)
 
 
 def at_least(low: int):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero.launch.args import deepspeed as deepspeed_args
-from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, host_flags, port
+from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, filled, port
 from zero.launch.args.hosts import add_arguments as add_host_arguments
 from zero.launch.hosts import cores, selection
 from zero.launch.messages import LaunchError as LaunchError
@@ -20,12 +20,6 @@ a hostfile, with one process for each slot of its hosts.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
 environment, as under torchrun. No --local_rank is added to the arguments of the script: read LOCAL_RANK.
 The exit status is that of the first rank that failed, or 128 + n when signal n killed it."""
-
-
-_AS_PARSED = (
-    *("num_gpus", "num_nodes", "master_addr", "master_port", "module", "no_python", "max_restarts", "log_dir"),
-    *("dry_run", "min_nodes", "bind_cores", "bind_core_list"),
-)
 
 
 @dataclass(frozen=True)
@@ -150,10 +144,6 @@ def request(parsed: argparse.Namespace) -> Request:
     """The request that the parsed arguments make."""
     words = parsed.command_line
     script, *script_args = words[1:] if words[0] == "--" else words
-    return Request(
-        script=script,
-        script_args=tuple(script_args),
-        hosts=host_flags(parsed),
-        quiet=parsed.quiet or parsed.log_level in deepspeed_args.QUIET,
-        **{name: getattr(parsed, name) for name in _AS_PARSED},
-    )
+    quiet = parsed.quiet or parsed.log_level in deepspeed_args.QUIET
+    hosts = filled(HostFlags, parsed)
+    return filled(Request, parsed, script=script, script_args=tuple(script_args), hosts=hosts, quiet=quiet)

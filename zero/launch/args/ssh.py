@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
 
 from zero.launch.args import hosts as host_args
 from zero.launch.args.hosts import HostFlags
@@ -14,13 +13,6 @@ One argument is a line for that shell, as in 'cd /data && ls | wc -l'; several a
 it is. Every line of output begins with the name of its host. The command has an empty stdin and no terminal, and ends
 when this one does. The exit status is that of the first host, in the hostfile's order, where the command failed; 255
 is what ssh has for a host that it cannot reach."""
-
-
-class SshRequest(NamedTuple):
-    """What `zero ssh` was asked to do."""
-
-    flags: HostFlags
-    words: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs=argparse.PARSER, metavar="command", help="the command, or a line for the shell")
 
 
-def request(parsed: argparse.Namespace) -> SshRequest:
-    """The request that the parsed arguments make."""
-    flags = HostFlags(
-        hostfile=parsed.hostfile,
-        include=parsed.include,
-        exclude=parsed.exclude,
-        launcher_args=parsed.launcher_args,
-        ssh_port=parsed.ssh_port,
-    )
-    return SshRequest(flags, tuple(parsed.words[1:] if parsed.words[0] == "--" else parsed.words))
+def request(parsed: argparse.Namespace) -> tuple[HostFlags, list[str]]:
+    """Which hosts, and the words of the command, of the parsed arguments."""
+    words = parsed.words[1:] if parsed.words[0] == "--" else parsed.words
+    return host_args.filled(HostFlags, parsed), words

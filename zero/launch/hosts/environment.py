@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zero.launch.messages import LaunchError, raise_all
+from zero.launch.messages import LaunchError, raise_all, text_of
 from zero.launch.secret import VARIABLE
 
 # What steers the communication, Python, torch and which kernels round, and so has to be the same on every host. What
@@ -64,21 +64,12 @@ def from_files(environment: Mapping[str, str], folder: Path, extra: str | None =
     problems: list[str] = []
     values: dict[str, str] = {}
     for path in files:
-        values.update(_read(path, problems))
+        try:
+            values.update(parse(text_of(path), str(path), problems))
+        except LaunchError as error:
+            problems.append(str(error))
     raise_all(problems)
     return Variables(values, tuple(str(path) for path in files))
-
-
-def _read(path: Path, problems: list[str]) -> dict[str, str]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        problems.append(f"{path}: cannot be read: {error.strerror}")
-        return {}
-    except UnicodeDecodeError as error:
-        problems.append(f"{path}: is not text (byte {error.start} is not UTF-8)")
-        return {}
-    return parse(text, str(path), problems)
 
 
 def parse(text: str, path: str, problems: list[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from zero.launch.hosts.world import Host, numbered
-from zero.launch.messages import LaunchError, raise_all
+from zero.launch.messages import LaunchError, raise_all, text_of
 
 DEFAULT = "/job/hostfile"
 MOST = 1024  # more processes on one host is a slip of the finger, and would be started in earnest
@@ -19,15 +19,9 @@ _WANTED = "wanted NAME slots=N"
 
 def read(path: str) -> tuple[Host, ...]:
     """The hosts of the file at `path`, in its order; all that is wrong with it at once, with line numbers."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise LaunchError(f"--hostfile: there is no file {path!r}; leave it out to run on this machine only") from error
-    except OSError as error:
-        raise LaunchError(f"--hostfile: cannot read {path!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise LaunchError(f"--hostfile: {path!r} is not text (byte {error.start} is not UTF-8)") from error
-    return parse(text, path)
+    if not Path(path).exists():
+        raise LaunchError(f"--hostfile: there is no file {path!r}; leave it out to run on this machine only")
+    return parse(text_of(path), path)
 
 
 def parse(text: str, path: str) -> tuple[Host, ...]:

@@ -46,13 +46,6 @@ class World:
         first = sum(len(host.devices) for host in self.hosts[:node])
         return range(first, first + len(self.hosts[node].devices))
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """The number of the host of `rank`, and its place among that host's ranks."""
-        for node in range(len(self.hosts)):
-            if rank in (ranks := self.ranks(node)):
-                return node, rank - ranks.start
-        raise ValueError(f"rank: got {rank}, but there are {self.size} ranks")
-
     def node(self, name: str) -> int:
         """The number of the host called `name`."""
         for node, host in enumerate(self.hosts):
@@ -60,14 +53,14 @@ class World:
                 return node
         raise LaunchError(f"host {name!r} is not one of the job's: {', '.join(host.name for host in self.hosts)}")
 
-    def environment(self, rank: int, master_addr: str, master_port: int) -> dict[str, str]:
-        """What tells the process of `rank` who it is; the same variables as under torchrun."""
-        node, local = self.place(rank)
+    def environment(self, node: int, local: int, master_addr: str, master_port: int) -> dict[str, str]:
+        """What tells a host's process number `local` who it is; the same variables as under torchrun."""
+        ranks = self.ranks(node)
         return {
-            "RANK": str(rank),
+            "RANK": str(ranks[local]),
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(len(self.hosts[node].devices)),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
         }

@@ -9,18 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 from zero.launch import secret
 from zero.launch.args.run import Request
-from zero.launch.contract import LOST, SILENCE
-from zero.launch.hosts.addresses import INTERFACE, interface
+from zero.launch.contract import LOST
+from zero.launch.hosts.addresses import INTERFACE, interface, loopback
 from zero.launch.hosts.world import World
 from zero.launch.messages import say as say_on_stderr
-from zero.launch.node.connection import Connection, readable
+from zero.launch.node.connection import CUT, Connection
 from zero.launch.node.outcome import Failure, Outcome
 from zero.launch.node.plan import Plan
-from zero.launch.node.rendezvous import HEARTBEAT, REMIND, TICK, RendezvousServer, Terms
+from zero.launch.node.rendezvous import REMIND, TICK, RendezvousServer, Terms
 from zero.launch.secret import VARIABLE
 
 _TRY = 2.0  # seconds for one attempt to connect
@@ -37,19 +38,17 @@ class Attempt(NamedTuple):
 
 
 class RendezvousClient:
-    """A host's side. Its thread does all that could block; other threads read its attributes.
+    """A host's side. A thread of its own waits for what is decided; other threads read its attributes.
 
-    where: the address and the port by which the other hosts know the first one. server: on the first host.
+    where: the address and the port by which the other hosts know the first one. server: on the first host, where what
+    happens is told and heard without a connection. port: where rank 0 is to listen, if that was chosen on one machine.
 
     Attributes:
         node: the number of this host in the job.
-        joined: whether all hosts have come.
         started: the attempt that was started last.
         over: whether all ranks of all hosts have succeeded.
-        outcomes: by attempt, what ended it.
         end: what ended the job, as far as this host knows; no attempt follows.
-        run_id: the name of the run, once all have come.
-        address: the address of this machine that the other hosts use.
+        run_id: the name of the run, once all hosts have come.
     """
 
     def __init__(
@@ -59,31 +58,30 @@ class RendezvousClient:
         where: tuple[str, int],
         say: Callable[[str], None],
         server: RendezvousServer | None = None,
+        port: int | None = None,
     ) -> None:
         self.node = node
-        self.joined = False
         self.started: Attempt | None = None
         self.over = False
-        self.outcomes: dict[int, Outcome] = {}
         self.end: Outcome | None = None
-        self.address: str | None = None
         self.run_id = ""
         self._terms = terms
-        self._master_addr = where[0]
-        self._server = server
-        # The first host need not know itself by the name that the others know it by.
-        self._where = where if server is None else server.own_address
+        self._where = where
         self._say = say
+        self._server = server
+        self._port = port
         self._attempt = -1
+        self._outcome: Outcome | None = None  # of the attempt
         self._connection: Connection | None = None
-        self._lock = threading.Lock()
+        self._address: str | None = None  # of this machine, on the way to the first host
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zero-rendezvous-client", daemon=True)
 
     @property
-    def host(self) -> str:
-        """The name of this host in messages."""
-        return self._terms.world.hosts[self.node].name
+    def host(self) -> str | None:
+        """The name of this host in messages; None where it is the only one."""
+        hosts = self._terms.world.hosts
+        return hosts[self.node].name if len(hosts) > 1 else None
 
     @property
     def max_restarts(self) -> int:
@@ -93,30 +91,35 @@ class RendezvousClient:
     @property
     def outcome(self) -> Outcome | None:
         """What ended the attempt; None while it goes on."""
-        return self.outcomes.get(self._attempt) or self.end
+        return self._outcome or self.end
 
     def open(self) -> None:
         """Begin to look for the first host; on that, let the others come."""
         if self._server is not None:
-            self._server.start()
-        self._thread.start()
+            self._server.start(self._hear)
+        else:
+            self._thread.start()
 
     def environment(self) -> dict[str, str]:
         """Variables for the ranks, once all hosts have come."""
         variables = {VARIABLE: self._terms.secret}
         if INTERFACE in os.environ:
             return variables
-        name = interface(self.address)
-        if name is None:
-            # gloo takes the address that this machine's own name stands for, which can be one that others do not reach.
+        # gloo would take the address that this machine's own name stands for, which can be one that others do not
+        # reach; on one machine it is to listen for nobody else.
+        address = min(self._server.addresses, default=None) if self._server is not None else self._address
+        name = interface(address) if self.host is not None else loopback()
+        if name is not None:
+            variables[INTERFACE] = name
+        elif self.host is not None:
             why = "the way to the other hosts has no interface of its own"
             self._say(f"{INTERFACE} is not set on host {self.host}: {why}")
-            return variables
-        return {**variables, INTERFACE: name}
+        return variables
 
     def ready(self, attempt: int) -> None:
         """Say that this host could start `attempt`: all processes of the one before are gone."""
         self._attempt = attempt
+        self._outcome = None
         self._send(kind="ready", attempt=attempt)
 
     def attempt(self) -> Attempt | None:
@@ -144,41 +147,39 @@ class RendezvousClient:
     def close(self) -> None:
         """Leave; on the first host, once the others have heard the last word. Nothing is heard after this."""
         self._closing.set()
-        if self._thread.ident is not None:  # it may be closed before it was opened
+        if self._connection is not None:
+            self._connection.close()
+        if self._thread.ident is not None:  # it may be closed before it was opened, and the first host has none
             self._thread.join(1)
         if self._server is not None:
             self._server.close()
 
     def _send(self, **message: Any) -> None:
-        if (connection := self._connection) is not None:
-            connection.send(**message)
+        if self._server is not None:
+            self._server.handle(self.node, message)
+        elif self._connection is not None:
+            self._connection.send(**message)
 
     def _finish(self, outcome: Outcome) -> None:
-        with self._lock:
-            self.end = self.end or outcome
+        self.end = self.end or outcome
+        self._closing.set()
 
     def _run(self) -> None:
         connection = self._connect()
         if connection is None:
             return
         connection.send(kind="hello", node=self.node, terms=self._terms.word())
+        self._address = connection.local_address()
         self._connection = connection
-        self.address = connection.local_address()
-        beat = 0.0
-        while not self._closing.is_set() and not connection.gone:
-            now = time.monotonic()
-            readable([connection], None, TICK)
-            for message in connection.receive():
-                self._handle(message)
-            if now >= beat:
-                beat = now + HEARTBEAT
-                connection.send(kind="alive")
-            connection.flush()
-            if now - connection.heard > SILENCE:
-                break
-        connection.flush()
+        with contextlib.suppress(*CUT):
+            while not self._closing.is_set():
+                message = connection.receive()
+                if message["kind"] == "alive":
+                    connection.send(kind="alive")
+                else:
+                    self._hear(**message)
         connection.close()
-        if not (self._closing.is_set() or self.over):
+        if not self._closing.is_set():
             why = f"lost the connection to {self._first_host()}"
             self._finish(Outcome(why, LOST, self.node, quiet=True))
 
@@ -193,8 +194,10 @@ class RendezvousClient:
                 # On one machine, with nobody listening yet, the kernel may connect a port to itself.
                 if peer.getsockname() != peer.getpeername():
                     connection = Connection(peer, self._terms.secret, connects=True)
-                    if self._known(connection):
+                    with contextlib.suppress(*CUT):
+                        connection.greet()
                         return connection
+                    connection.close()
                     if not stranger and not self._closing.is_set():
                         stranger = f"; who answers there does not show that it has this job's secret ({VARIABLE})"
                         self._say(f"waiting for {self._first_host()}{stranger}")
@@ -212,48 +215,35 @@ class RendezvousClient:
     def _first_host(self) -> str:
         return f"host {self._terms.world.hosts[0].name}, at {self._where[0]}:{self._where[1]}"
 
-    def _known(self, connection: Connection) -> bool:
-        """Whether the other end has shown in time that it has the secret; it says nothing more before our hello."""
-        while not (connection.known or connection.gone or self._closing.is_set()):
-            if time.monotonic() - connection.heard > SILENCE:
-                break
-            readable([connection], None, TICK)
-            connection.receive()
-        return connection.known
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        kind = message.get("kind")
+    def _hear(self, kind: str, **message: Any) -> None:
+        """Take what the first host tells all."""
         if kind == "joined":
-            if self.node == 0:
-                self.address = message["address"]
             self.run_id = message["run"]
-            self.joined = True
         elif kind == "start" and self.node in message["nodes"]:
             nodes = message["nodes"]
             # The hosts that are lost have no ranks any more; the ranks of the others move up.
             world = World(tuple(self._terms.world.hosts[node] for node in nodes))
+            address = self._where[0]
             # By number on the first host, where the store is to listen for those alone who come by that way.
-            address = self._server.address if self._server is not None else None
-            at = (address or self._master_addr, message["port"])
-            self.started = Attempt(message["attempt"], world, nodes.index(self.node), *at)
+            if self._server is not None and len(self._server.addresses) == 1:
+                (address,) = self._server.addresses
+            port = self._port or message["port"]
+            self.started = Attempt(message["attempt"], world, nodes.index(self.node), address, port)
         elif kind == "over":
             self.over = True
             self._closing.set()
         elif kind == "refused":
             self._finish(Outcome(f"the first host refuses this one: {message['text']}", 2, self.node))
-            self._closing.set()
         elif kind == "outcome":
-            outcome = Outcome(**message["outcome"])
-            if not outcome.restart:
-                self._finish(outcome)
-                self._closing.set()
-            # Last, as others look at it first.
-            self.outcomes[message["attempt"]] = outcome
+            self._outcome = Outcome(**message["outcome"])
+            if not self._outcome.restart:
+                self._finish(self._outcome)
 
 
 def client(request: Request, plan: Plan) -> RendezvousClient:
-    """The client of this host, of several; on the first one with the server."""
-    job_secret = secret.of_node(bool(request.hosts.heartbeat_timeout), os.environ)
+    """The client of this host; on the first one, or the only one, with the server."""
+    alone = len(plan.world.hosts) == 1
+    job_secret = token_hex() if alone else secret.of_node(bool(request.hosts.heartbeat_timeout), os.environ)
     if plan.node == 0 and not job_secret:
         say_on_stderr(
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
@@ -262,4 +252,5 @@ def client(request: Request, plan: Plan) -> RendezvousClient:
     terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret)
     where = (plan.master_addr, plan.master_port)
     server = RendezvousServer(terms, where, say_on_stderr) if plan.node == 0 else None
-    return RendezvousClient(terms, plan.node, where, say_on_stderr, server)
+    port = request.master_port if alone else None
+    return RendezvousClient(terms, plan.node, where, say_on_stderr, server, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -10,7 +11,7 @@ import threading
 from zero.launch.contract import INTERRUPT, TERMINATE
 
 _CHUNK = 4096
-_REQUESTS = {INTERRUPT: signal.SIGINT, TERMINATE: signal.SIGTERM}
+_REQUESTS = {ord(INTERRUPT): signal.SIGINT, ord(TERMINATE): signal.SIGTERM}
 
 
 class HeartbeatReader:
@@ -31,24 +32,18 @@ class HeartbeatReader:
         threading.Thread(target=self._run, name="zero-heartbeat", daemon=True).start()
 
     def _run(self) -> None:
-        number = None
-        while number != signal.SIGHUP:
-            if (number := self._next()) is not None:
-                self.request = self.request or number
-                self._signals.append(number)
-
-    def _next(self) -> signal.Signals | None:
         poll = select.poll()
         poll.register(self._stdin, select.POLLIN)
-        if not poll.poll(self._seconds * 1000 if self._seconds else None):
-            return signal.SIGHUP
-        try:
-            data = os.read(self._stdin, _CHUNK)
-        except OSError:
+        number = None
+        while number != signal.SIGHUP:
             data = b""
-        if not data:
-            return signal.SIGHUP
-        return next((_REQUESTS[bytes([byte])] for byte in data if bytes([byte]) in _REQUESTS), None)
+            if poll.poll(self._seconds * 1000 if self._seconds else None):
+                with contextlib.suppress(OSError):
+                    data = os.read(self._stdin, _CHUNK)
+            number = next((_REQUESTS[byte] for byte in data if byte in _REQUESTS), None) if data else signal.SIGHUP
+            if number is not None:
+                self.request = self.request or number
+                self._signals.append(number)
 
 
 def take_stdin() -> int:

@@ -39,9 +39,9 @@ class Plan:
         """The number of processes of this machine."""
         return len(self.world.ranks(self.node))
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """What rank `rank` gets on top of the environment of the launcher."""
-        return {**self.world.environment(rank, self.master_addr, self.master_port), **self.shared}
+    def environment(self, local: int) -> dict[str, str]:
+        """What rank number `local` of this machine gets on top of the environment of the launcher."""
+        return {**self.world.environment(self.node, local, self.master_addr, self.master_port), **self.shared}
 
 
 class _ThisHost(NamedTuple):
@@ -103,8 +103,8 @@ def lines(request: Request, plan: Plan) -> list[str]:
     """The command lines of all ranks of this machine, as a shell would take them."""
     words = shlex.join(command(request, plan, ends=False))
     return [
-        " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.environment(rank).items()) + f" {words}"
-        for rank in plan.world.ranks(plan.node)
+        " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.environment(local).items()) + f" {words}"
+        for local in range(plan.ranks)
     ]
 
 

@@ -33,10 +33,9 @@ class Rank(Process):
     def start(self) -> None:
         """Start it; its stdin is ours, and so is its output where it is not captured."""
         self._folder.mkdir(parents=True)
-        self._open(None, subprocess.PIPE if self._captured else None, {})
-        if self._captured:
-            files = [self._folder / f"{name}.log" for name in ("stdout", "stderr")]
-            self._stream([file.open("wb", buffering=0) if self.log else None for file in files])
+        files = [self._folder / f"{name}.log" for name in ("stdout", "stderr")] if self.log else []
+        logs = [file.open("wb", buffering=0) for file in files]
+        self._open(None, subprocess.PIPE if self._captured else None, {}, *logs)
 
     def ask(self, number: int) -> None:
         """Send its group the signal."""
@@ -56,15 +55,14 @@ class Rank(Process):
 
 def environment(attempt: Attempt, local: int, run_id: str, max_restarts: int, folder: Path) -> dict[str, str]:
     """What tells a rank who it is; the variables of torchrun, so that scripts and torch find what they expect."""
-    rank = attempt.world.ranks(attempt.node)[local]
-    size = str(attempt.world.size)
+    torchrun = attempt.world.environment(attempt.node, local, attempt.master_addr, attempt.master_port)
     return {
-        **attempt.world.environment(rank, attempt.master_addr, attempt.master_port),
+        **torchrun,
         "GROUP_RANK": str(attempt.node),
         "GROUP_WORLD_SIZE": str(len(attempt.world.hosts)),
         "ROLE_NAME": "rank",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": size,
+        "ROLE_RANK": torchrun["RANK"],
+        "ROLE_WORLD_SIZE": torchrun["WORLD_SIZE"],
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

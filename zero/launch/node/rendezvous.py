@@ -1,9 +1,10 @@
 """The rendezvous of a job's hosts: the launcher of the first one decides for all of them, and tells them.
 
-Every host sends what happens to it, and a heartbeat each second. The thread here is the only one that decides: who
-takes part, when an attempt starts, what ended it, whether another follows. So all hosts do the same, and restart
-equally often. It is not torch's rendezvous: that lives in a TCPStore, which anybody who reaches its port can write to,
-and whose calls wait for minutes when a network is cut. A connection ends at once with the process at its other end.
+Every host sends what happens to it, and answers a heartbeat each second. What is decided is decided here, under one
+lock: who takes part, when an attempt starts, what ended it, whether another follows. So all hosts do the same, and
+restart equally often. It is not torch's rendezvous: that lives in a TCPStore, which anybody who reaches its port can
+write to, and whose calls wait for minutes when a network is cut. A connection ends at once with the process at its
+other end. A job on one machine is decided in the same way, with nobody else to tell.
 
 Who connects and does not show that it has the job's secret hears nothing of the job, and is dropped; once all hosts
 have come, nobody can connect any more.
@@ -24,12 +25,13 @@ from zero.launch.hosts.addresses import free_port, own_address
 from zero.launch.hosts.world import World
 from zero.launch.messages import LaunchError, listed
 from zero.launch.node import outcome
-from zero.launch.node.connection import Connection, readable
+from zero.launch.node.connection import CUT, Connection
 from zero.launch.node.outcome import Failure, Outcome
 
 TICK = 0.1
 HEARTBEAT = 1.0  # seconds between two heartbeats
 SETTLE = 1.0  # seconds between the first failure and the outcome; its cause may come later
+SETTLE_ALONE = 0.2  # the same on one machine, where nothing comes over a network
 REMIND = 30.0  # seconds between two lines about hosts that are waited for
 _LINGER = 2.0  # seconds for the hosts to take the last message
 _UNKNOWN = 256  # connections of whom nothing is known yet; the oldest goes
@@ -65,29 +67,28 @@ class _Round:
     running: bool = False
     done: set[int] = field(default_factory=set)  # the hosts whose ranks have all succeeded
     failures: list[Failure] = field(default_factory=list)
-    decide_at: float | None = None  # when the failures so far are taken for all that belong together
 
 
 class RendezvousServer:
-    """The first host's side. Other threads only call `start` and `close`.
+    """The first host's side. What is public here takes the lock; what is not is called with it.
 
-    where: the address and the port by which the other hosts know this one.
+    where: the address and the port by which the other hosts know this one; not listened at where there are none.
 
     Attributes:
-        own_address: where to connect to on this machine.
-        address: the one of this machine that all other hosts use, once they have come; None where they differ.
+        addresses: those of this machine that the other hosts use, once they have come.
     """
 
     def __init__(self, terms: Terms, where: tuple[str, int], say: Callable[[str], None]) -> None:
-        own = own_address(where[0])
-        self.own_address = (own or "127.0.0.1", where[1])
-        self.address: str | None = None
+        self.addresses: set[str] = set()
         self._terms = terms
         self._say = say
-        self._server = _listen(own, where[1])
-        self._thread = threading.Thread(target=self._run, name="zero-rendezvous", daemon=True)
-        self._connections: list[Connection] = []
-        self._joined: dict[int, Connection] = {}
+        self._alone = len(terms.world.hosts) == 1
+        self._server = None if self._alone else _listen(own_address(where[0]), where[1])
+        if self._server is not None:
+            self._server.settimeout(TICK)
+        self._lock = threading.Lock()
+        self._unknown: dict[socket.socket, None] = {}  # who has not been admitted, the oldest first
+        self._members: dict[int, Callable[..., None]] = {}  # what tells each host that has come and is not lost
         self._left = set(range(len(terms.world.hosts)))  # the hosts that take part, come or not
         self._admitted: set[int] = set()
         self._attempt = _Round()
@@ -95,85 +96,114 @@ class RendezvousServer:
         self._final = False  # no attempt follows
         self._closing = threading.Event()
 
-    def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
+    def start(self, tell: Callable[..., None]) -> None:
+        """Begin to listen; `tell` takes what is told to this host itself, in whatever thread."""
+        with self._lock:
+            self._join(0, tell)
+        if self._server is not None:
+            threading.Thread(target=self._run, name="zero-rendezvous", daemon=True).start()
 
     def close(self) -> None:
         """End once all have taken what was sent to them, or shortly after."""
         self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join(_LINGER + 1)
-        self._server.close()
+        end = time.monotonic() + _LINGER
+        while self._members.keys() - {0} and time.monotonic() < end:
+            time.sleep(TICK / 2)
+        if self._server is not None:
+            self._server.close()
+
+    def handle(self, node: int, message: dict[str, Any]) -> None:
+        """Take a message of the host `node`, which has come."""
+        with self._lock:
+            self._handle(node, message)
 
     def _run(self) -> None:
+        """Let the others in, and tell them every second that this one is here."""
         began = time.monotonic()
         remind, beat = began + REMIND, began
-        closed_at: float | None = None
-        while True:
+        while not self._closing.is_set():
+            self._accept()
             now = time.monotonic()
-            for connection in self._readable():
-                for message in connection.receive():
-                    try:
-                        self._handle(connection, message)
-                    except (KeyError, TypeError):
-                        connection.gone = True  # whoever that is, it is no launcher like this one
-            self._update(now)
-            if now >= beat:
-                beat = now + HEARTBEAT
-                self._tell("alive")
-            missing = [] if self._final else self._missing()
-            if missing and now - began > self._terms.patience:
-                words = f"{_hosts(missing)} did not come within {self._terms.patience:.0f} s"
-                self._end(Outcome(words, 1, 0))
-            elif missing and now >= remind:
-                remind = now + REMIND
-                self._say(f"waiting for {_hosts(missing)} for {now - began:.0f} s")
-            if self._closing.is_set():
-                closed_at = closed_at or now
-                if now - closed_at > _LINGER or not any(not connection.gone for connection in self._joined.values()):
-                    break
-        for connection in self._connections:
-            connection.close()
+            with self._lock:
+                if now >= beat:
+                    beat = now + HEARTBEAT
+                    self._tell("alive")
+                missing = [] if self._final else self._missing()
+                if missing and now - began > self._terms.patience:
+                    words = f"{_hosts(missing)} did not come within {self._terms.patience:.0f} s"
+                    self._end(Outcome(words, 1, 0))
+                elif missing and now >= remind:
+                    remind = now + REMIND
+                    self._say(f"waiting for {_hosts(missing)} for {now - began:.0f} s")
 
-    def _readable(self) -> list[Connection]:
-        ready = readable(self._connections, self._server, TICK)
-        if self._server in ready:
-            with contextlib.suppress(OSError):
-                self._connections.append(Connection(self._server.accept()[0], self._terms.secret, connects=False))
-            unknown = [connection for connection in self._connections if not connection.known]
-            for connection in unknown[:-_UNKNOWN]:
-                connection.gone = True
-        return [connection for connection in self._connections if connection.socket in ready]
-
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
-        kind = message.get("kind")
-        if kind == "hello":
-            self._admit(connection, message)
-        elif connection.node is None or self._joined.get(connection.node) is not connection:
+    def _accept(self) -> None:
+        try:
+            peer = self._server.accept()[0]
+        except TimeoutError:
             return
-        elif kind == "leave":
-            self._drop(connection.node, message["text"], message["status"])
+        except OSError:  # closed, as all have come
+            time.sleep(TICK)
+            return
+        with self._lock:
+            self._unknown[peer] = None
+            if len(self._unknown) > _UNKNOWN:
+                oldest = next(iter(self._unknown))
+                del self._unknown[oldest]
+                _shut(oldest)
+        threading.Thread(target=self._serve, args=(peer,), name="zero-rendezvous-host", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        """Look after one connection as long as it lasts."""
+        connection = Connection(peer, self._terms.secret, connects=False)
+        node, why = None, "its launcher has ended"
+        try:
+            connection.greet()
+            hello = connection.receive()
+            with self._lock:
+                self._unknown.pop(peer, None)
+                node = self._admit(connection, hello)
+            while node is not None:
+                self.handle(node, connection.receive())
+        except TimeoutError:
+            why = f"nothing was heard from it for {SILENCE} s"
+        except CUT:
+            pass
+        finally:
+            connection.close()
+            with self._lock:
+                self._unknown.pop(peer, None)
+                if node is not None:
+                    del self._members[node]
+                    self._drop(node, why, 1)
+
+    def _handle(self, node: int, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "leave":
+            self._drop(node, message["text"], message["status"])
         elif kind == "end":
-            self._end(Outcome(message["text"], message["status"], connection.node, quiet=message["quiet"]))
+            self._end(Outcome(message["text"], message["status"], node, quiet=message["quiet"]))
         elif self._final or message.get("attempt") != self._attempt.number:
-            return  # it has not yet heard how the job, or that attempt, ended
+            return  # a heartbeat; or it has not yet heard how the job, or that attempt, ended
         elif kind == "ready":
-            self._attempt.ready.add(connection.node)
+            self._attempt.ready.add(node)
             self._start_attempt()
         elif kind == "done":
-            self._attempt.done.add(connection.node)
+            self._attempt.done.add(node)
             if self._attempt.running and self._attempt.done >= self._left:
                 self._final = True
                 self._tell("over")
         elif kind == "failed":
+            if not self._attempt.failures:
+                timer = threading.Timer(SETTLE_ALONE if self._alone else SETTLE, self.decide, [self._attempt])
+                timer.daemon = True
+                timer.start()
             self._attempt.failures += [Failure(**failure) for failure in message["failures"]]
-            self._attempt.decide_at = self._attempt.decide_at or time.monotonic() + SETTLE
 
-    def _admit(self, connection: Connection, message: dict[str, Any]) -> None:
-        node = message.get("node")
+    def _admit(self, connection: Connection, hello: dict[str, Any]) -> int | None:
+        """The number of the host at the other end; None where it is refused."""
+        node = hello.get("node")
         wrong = None
-        if message.get("terms") != self._terms.word():
+        if hello.get("terms") != self._terms.word():
             wrong = "it was started with another hostfile, --max_restarts or --min_nodes; give all hosts the same"
         elif node in self._admitted or node not in self._left:
             wrong = f"--node_rank {node} is or was part of the job already"
@@ -181,16 +211,18 @@ class RendezvousServer:
             wrong = "the job has ended"
         if wrong is not None:
             connection.send(kind="refused", text=wrong)
-            return
-        connection.node = node
-        self._joined[node] = connection
+            return None
+        self.addresses.add(connection.local_address())
+        self._join(node, connection.send)
+        return node
+
+    def _join(self, node: int, tell: Callable[..., None]) -> None:
+        self._members[node] = tell
         self._admitted.add(node)
         if not self._missing():
-            self._server.close()
-            # How the others reach this machine is what the first host's ranks listen on.
-            addresses = [other.local_address() for number, other in self._joined.items() if number]
-            self.address = addresses[0] if len(set(addresses)) == 1 else None
-            self._tell("joined", run=run_id(), address=next(filter(None, addresses), None))
+            if self._server is not None:
+                _shut(self._server)
+            self._tell("joined", run=time.strftime("%Y%m%d-%H%M%S"))
 
     def _missing(self) -> list[str]:
         return [self._terms.world.hosts[node].name for node in sorted(self._left - self._admitted)]
@@ -202,29 +234,17 @@ class RendezvousServer:
         self._attempt.running = True
         self._tell("start", attempt=self._attempt.number, nodes=sorted(self._left), port=free_port())
 
-    def _update(self, now: float) -> None:
-        for connection in list(self._connections):
-            silent = now - connection.heard > SILENCE
-            if not (silent or connection.gone):
-                connection.flush()
-                continue
-            self._connections.remove(connection)
-            connection.close()
-            node = connection.node
-            if node is not None and self._joined.get(node) is connection:
-                del self._joined[node]
-                why = f"nothing was heard from it for {SILENCE} s" if silent else "its launcher has ended"
-                self._drop(node, why, 1)
-        if self._attempt.decide_at is not None and now >= self._attempt.decide_at and not self._final:
-            self._decide()
-
-    def _decide(self) -> None:
-        if self._restarts < self._terms.restarts:
-            self._restarts += 1
-            again = f"restart {self._restarts} of {self._terms.restarts}"
-            self._restart(outcome.of(self._attempt.failures, again))
-        else:
-            self._end(outcome.of(self._attempt.failures, None, self._terms.restarts))
+    def decide(self, attempt: _Round) -> None:
+        """Take the failures of `attempt` so far for all that belong together."""
+        with self._lock:
+            if attempt is not self._attempt or self._final:
+                return
+            if self._restarts < self._terms.restarts:
+                self._restarts += 1
+                again = f"restart {self._restarts} of {self._terms.restarts}"
+                self._restart(outcome.of(attempt.failures, again))
+            else:
+                self._end(outcome.of(attempt.failures, None, self._terms.restarts))
 
     def _drop(self, node: int, why: str, status: int) -> None:
         """Go on without the host `node` where that may be, or end."""
@@ -244,22 +264,23 @@ class RendezvousServer:
             self._start_attempt()
 
     def _restart(self, ended: Outcome) -> None:
-        self._tell("outcome", attempt=self._attempt.number, outcome=asdict(ended))
+        self._tell("outcome", outcome=asdict(ended))
         self._attempt = _Round(self._attempt.number + 1)
 
     def _end(self, ended: Outcome) -> None:
         if not self._final:
             self._final = True
-            self._tell("outcome", attempt=self._attempt.number, outcome=asdict(ended))
+            self._tell("outcome", outcome=asdict(ended))
 
     def _tell(self, kind: str, **rest: Any) -> None:
-        for connection in self._joined.values():
-            connection.send(kind=kind, **rest)
+        for tell in self._members.values():
+            tell(kind=kind, **rest)
 
 
-def run_id() -> str:
-    """A name for a run that begins now."""
-    return time.strftime("%Y%m%d-%H%M%S")
+def _shut(one: socket.socket) -> None:
+    """End a socket that another thread may wait at."""
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
 
 
 def _hosts(names: list[str]) -> str:

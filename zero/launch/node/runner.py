@@ -14,7 +14,6 @@ from zero.launch.contract import LOST
 from zero.launch.messages import LaunchError, say
 from zero.launch.node.client import Attempt, RendezvousClient, client
 from zero.launch.node.heartbeat import HeartbeatReader, take_stdin
-from zero.launch.node.one_host import OneHost
 from zero.launch.node.outcome import signal_name
 from zero.launch.node.plan import THREADS, Plan, command, gpu_count, lines, plan
 from zero.launch.node.rank import Rank, environment
@@ -31,8 +30,6 @@ _LAST_LINES = 2.0  # seconds for what reads our output to take the end of it, wh
 # The same for a host that was out of touch for a while before it knew.
 _PATIENCE_CUT_OFF, _GRACE_CUT_OFF, _LAST_LINES_CUT_OFF = 0.5, 1.5, 0.5
 
-Rendezvous = RendezvousClient | OneHost
-
 
 def run(request: Request) -> int:
     """Do what `zero run` was asked to on this host; the exit status is that of the first rank that failed."""
@@ -46,8 +43,7 @@ def run(request: Request) -> int:
     if request.dry_run:
         print("\n".join(lines(request, node_plan)))
         return 0
-    rendezvous = client(request, node_plan) if len(node_plan.world.hosts) > 1 else OneHost(request, node_plan)
-    return Node(request, node_plan, rendezvous).run()
+    return Node(request, node_plan, client(request, node_plan)).run()
 
 
 class Node:
@@ -60,7 +56,7 @@ class Node:
         stopped_by: the signal that ended it; None so far.
     """
 
-    def __init__(self, request: Request, plan: Plan, rendezvous: Rendezvous) -> None:
+    def __init__(self, request: Request, plan: Plan, rendezvous: RendezvousClient) -> None:
         self.rendezvous = rendezvous
         self.outputs = OutputPump() if request.log_dir or rendezvous.host else None
         self.signals: list[int] = []
@@ -90,7 +86,7 @@ class Node:
     def _attempts(self, scratch: str) -> int:
         rendezvous = self.rendezvous
         rendezvous.open()
-        if not self._wait(lambda: rendezvous.joined):
+        if not self._wait(lambda: rendezvous.run_id):
             return self._ended()
         shared = {**self._plan.shared, **rendezvous.environment()}
         folder = self._log_folder(scratch)

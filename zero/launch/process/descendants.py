@@ -45,6 +45,7 @@ class Descendants:
         for process in self._noted:
             with contextlib.suppress(psutil.Error):
                 process.kill()  # checks that the process id still means the same process
+        psutil.wait_procs(self._noted, timeout=grace)  # what follows may need their ports
         self._noted.clear()
 
 

@@ -119,9 +119,8 @@ class Process:
                 os.close(child_stdin)
         if self.command.heartbeat:
             self._write(self._secret.encode() + b"\n")
-        self._stream((None, None))
 
-    def _open(self, stdin: int | None, output: int | None, environment: dict[str, str]) -> None:
+    def _open(self, stdin: int | None, output: int | None, environment: dict[str, str], *logs: BinaryIO | None) -> None:
         try:
             self._popen = subprocess.Popen(
                 self.command.words,
@@ -134,12 +133,9 @@ class Process:
             )
         except OSError as error:
             raise LaunchError(f"{self.name}: cannot start {self.command.words[0]!r}: {error.strerror}") from error
-
-    def _stream(self, logs: tuple[BinaryIO | None, BinaryIO | None]) -> None:
-        pipes = (self._popen.stdout, self._popen.stderr)
-        self.streams = [
-            OutputStream(pipe, number == 1, log) for number, (pipe, log) in enumerate(zip(pipes, logs, strict=True))
-        ]
+        if output is not None:
+            out, err = logs or (None, None)
+            self.streams = [OutputStream(self._popen.stdout, False, out), OutputStream(self._popen.stderr, True, err)]
 
     def _write(self, data: bytes) -> None:
         if self._stdin is not None:

@@ -6,8 +6,9 @@ import re
 import shutil
 import signal
 from collections.abc import Sequence
+from secrets import token_hex
 
-from zero.launch import backends, secret
+from zero.launch import backends
 from zero.launch.contract import CLOSED_PIPE, LOST, NO_CONNECTION
 from zero.launch.job import Job
 from zero.launch.messages import LaunchError
@@ -32,7 +33,7 @@ _MISSING = {
 def run(job: Job) -> int:
     """Start `job` on its hosts and return its exit status: that of the first node that failed, or 128 + signal."""
     launcher = job.request.hosts.launcher
-    job_secret = secret.new()
+    job_secret = token_hex()
     processes = [
         Process(launcher if command.node is None else job.world.hosts[command.node].name, command, job_secret)
         for command in backends.commands(job)

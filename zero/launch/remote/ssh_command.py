@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from zero.launch.args.ssh import SshRequest
+from zero.launch.args.hosts import HostFlags
 from zero.launch.backends import to_host
 from zero.launch.contract import NO_CONNECTION
 from zero.launch.hosts import hostfile, selection
@@ -65,19 +65,19 @@ class CommandGroup(ProcessGroup):
         self.outputs.finish(self.stopped)
 
 
-def run(request: SshRequest) -> int:
+def run(flags: HostFlags, command: list[str]) -> int:
     """Run the command; the exit status is that of the first host, in the hostfile's order, that failed."""
     require("ssh", "ssh")
-    path = hostfile.DEFAULT if request.flags.hostfile is None else request.flags.hostfile
-    if request.flags.hostfile is None and not Path(path).exists():
+    path = hostfile.DEFAULT if flags.hostfile is None else flags.hostfile
+    if flags.hostfile is None and not Path(path).exists():
         raise LaunchError(f"there is no hostfile {path}; give one with -f")
-    hosts = selection.select(hostfile.read(path), request.flags.choice(None, None))
+    hosts = selection.select(hostfile.read(path), flags.choice(None, None))
     # One word is a line for the shell there, several are a command and its arguments.
-    text = request.words[0] if len(request.words) == 1 else shlex.join(request.words)
+    text = command[0] if len(command) == 1 else shlex.join(command)
     line = shlex.join(["exec", "sh", "-c", _SESSION, "zero", text])
     group = CommandGroup(
         [
-            Process(host.name, Command([*to_host(request.flags, host.name), line], node, {}, True))
+            Process(host.name, Command([*to_host(flags, host.name), line], node, {}, True))
             for node, host in enumerate(hosts)
         ]
     )
