@@ -1,15 +1,19 @@
-"""Shared by the kernel tests: instruction sets, thread counts, numbers, bad tensors, and what equal bits are."""
+"""Shared by the kernel tests: instruction sets, thread counts, shards of numbers, bad tensors, what equal bits are."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from zero.kernels import native
+from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
+from zero.kernels.moments import FORMATS, Moment
+from zero.kernels.remainder import split
 from zero.kernels.step import step
 
 CPU = native.load()
@@ -19,6 +23,17 @@ step_reference = functools.partial(step, compiled=False)
 ISAS: tuple[str, ...] = ("torch",) if CPU is None else tuple(CPU.isas())
 NARROW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *NARROW)
+FORMULAS = {
+    "AdamW": Adam(1e-3, 0.9, 0.999, 1e-8, 0.1),
+    "Adam": Adam(1e-3, 0.4, 0.99, 1e-6, 0.1, decoupled=False, bias_correction=False),
+    "Lion": Lion(1e-4, 0.9, 0.99, 0.1),
+    "Momentum": Sgd(0.1, 0.9, 0.3, 0.01),
+    "Nesterov": Sgd(0.1, 0.9, nesterov=True),
+    "Sgd": Sgd(0.1, weight_decay=0.01),
+    "Adagrad": Adagrad(0.1, 1e-3, 1e-10, 0.01),
+}
+KINDS = [(name, fmt) for name in FORMULAS for fmt in FORMATS if fmt == "fp32" or FORMULAS[name].signed]
+MASTERS = (None, *DTYPES, "remainder")  # dtype of the parameter copy beside an fp32 master, or none
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 61, 65, 4095, 4096, 4097, 33013)  # the last is split over two threads
 
 
@@ -87,6 +102,66 @@ def numbers(
 ) -> torch.Tensor:
     """Normal numbers; hostile: over all magnitudes, with nan, inf, -0 and subnormals."""
     return shifted(_numbers(numel, seed, hostile).to(dtype), start)
+
+
+class Shard(NamedTuple):
+    """The arguments of a step, but the formula and the numbers."""
+
+    master: torch.Tensor
+    moments: tuple[Moment, ...]
+    grad: torch.Tensor
+    param: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [tensor for moment in self.moments for tensor in (moment.values, moment.scales)]
+        return [tensor for tensor in (self.master, *moments, self.grad, self.param) if tensor is not None]
+
+    def copy(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Shard:
+        """One with what `change` makes of each tensor."""
+
+        def made(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        moments = tuple(Moment(made(moment.values), made(moment.scales)) for moment in self.moments)
+        return Shard(made(self.master), moments, made(self.grad), made(self.param))
+
+
+def raw(
+    numel: int, seed: int, fmt: str, hostile: bool, start: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Hostile numbers; beside 8-bit moments only block 0 of several is not finite, and the others shrink to nothing."""
+    x = numbers(numel, dtype, seed, hostile, start)
+    if hostile and fmt == "8bit":
+        tame = x[256:] if numel > 256 else x
+        largest = min(1e17, torch.finfo(dtype).max)
+        tame.nan_to_num_(1.0, 2.0, -3.0).clamp_(-largest, largest)
+        for index, block in enumerate(tame.split(256)):
+            block *= 2.0 ** -min(60 * index, 140)
+    return x
+
+
+def moment(values: torch.Tensor, fmt: str, signed: bool, start: int) -> Moment:
+    """A moment whose tensors begin `start` elements into their memory."""
+    made = Moment.filled(values.numel(), fmt)
+    made.write(values, signed)
+    return Moment(shifted(made.values, start), None if made.scales is None else shifted(made.scales, start))
+
+
+def shard(
+    formula: Formula, fmt: str, kind: Any, grad_dtype: torch.dtype, numel: int, hostile: bool = False, start: int = 0
+) -> Shard:
+    """A shard of one of `MASTERS`, the same each time for the same arguments."""
+    master = raw(numel, 1, fmt, hostile, start)
+    moments = []
+    for index, signed in enumerate(formula.signed):
+        values = raw(numel, 2 + index, fmt, hostile) * 0.1
+        moments.append(moment(values if signed else values.square(), fmt, signed, start))
+    param = None
+    if kind == "remainder":
+        param, master = (shifted(half, start) for half in split(master))
+    elif kind is not None:
+        param = shifted(torch.zeros(numel, dtype=kind), start)
+    return Shard(master, tuple(moments), raw(numel, 4, fmt, hostile, start, grad_dtype), param)
 
 
 def released(numel: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the CUDA kernels' Python side does without them: the same results on the host, errors, and one message."""
+"""What the CUDA kernels' Python side does without them: errors, and one message."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import logging
 import math
 import sys
 
-import cuda_cases
 import pytest
 import torch
-from cuda_cases import ALL_STEPS, FORMULAS
-from kernel_cases import numbers
+from kernel_cases import DTYPES, numbers
 
 from zero.kernels import cuda, native
 from zero.kernels.bucket import Bucket
@@ -21,29 +19,6 @@ from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_into
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("name", "form"), ALL_STEPS)
-def test_live_numbers_on_the_host(name: str, form: str) -> None:
-    cuda_cases.check_live(CPU, FORMULAS[name], form)
-
-
-def test_clip_on_the_host() -> None:
-    cuda_cases.check_clip(CPU)
-
-
-def test_a_phase_on_the_host() -> None:
-    phase = cuda_cases.Phase(CPU)
-    for turn in range(4):
-        phase.renew(turn, 0.1, turn != 2)
-        phase.run()
-        phase.check(0.1, turn != 2)
-
-
-@pytest.mark.parametrize("dtype", cuda_cases.DTYPES)
-def test_buckets_on_the_host(dtype: torch.dtype) -> None:
-    for gap, scale in ((0, 1.0), (3, 0.3)):
-        cuda_cases.check_bucket(CPU, dtype, scale, gap)
 
 
 def test_a_bucket_of_float64_and_of_nothing() -> None:
@@ -68,7 +43,7 @@ def test_a_bucket_notices_that_memory_moved() -> None:
         again.unpack()
 
 
-@pytest.mark.parametrize("dtype", [*cuda_cases.DTYPES, torch.float64])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_sum_squares_into_adds_up(dtype: torch.dtype) -> None:
     x, out = numbers(9000, dtype), torch.full((1, 1), 7.0, dtype=torch.float64)
     sum_squares_into(x, out)

@@ -1,73 +1,279 @@
-"""The CUDA kernels on a GPU: bits, launches without waiting, a whole step in a CUDA graph, errors that speak."""
+"""The CUDA kernels: bits, launches without waiting, a whole step in a CUDA graph, errors that speak.
+
+The same cases run on the host, which does without kernels, on a processor for which the same sources and bindings are
+compiled, and on a GPU. The oracle is the plain torch reference, on the CPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 import itertools
+import math
+from types import ModuleType
 
-import cuda_cases
+import kernel_cases
 import pytest
 import torch
-from cuda_cases import ALL_STEPS, FORMULAS, Phase
+from cuda_emulation.build import build, compiler
+from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, fixed_sum_squares, numbers, same, step_reference
 
-from zero.kernels import cuda, native
+from zero.kernels import bucket, cuda, live, native, norm
+from zero.kernels.bucket import Bucket, move_reference
+from zero.kernels.formulas import Adam, Formula
+from zero.kernels.live import Live
+from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
+from zero.kernels.step import kernel_arguments, step
+from zero.memory.pinned_arena import PinnedArena
+from zero.optim.norm import clip_factor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
-]
+CPU = torch.device("cpu")
+SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025, 5000)
+MARGIN, FILLER = 9, 77  # elements around the tensors of a step, and what stands there
+SEEN = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none")
+GPU = [pytest.mark.gpu, SEEN]
+on_a_gpu = pytest.mark.parametrize("device", [pytest.param("gpu", marks=GPU)], indirect=True)
+every_kind = pytest.mark.parametrize(("name", "fmt"), KINDS)
 
 
 @pytest.fixture(scope="module")
-def device() -> torch.device:
-    """The first GPU, which must run the compiled kernels."""
-    found = torch.device("cuda", 0)
+def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """``zero._cuda`` for the processor, built once."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler to emulate the CUDA kernels with")
+    pytest.importorskip("pybind11")
+    return build(tmp_path_factory.mktemp("cuda_on_cpu"))
+
+
+@pytest.fixture
+def emulated(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Sends what would go to a CUDA device to the emulation, with CPU tensors."""
+
+    def launch(call, device, *arguments):
+        call(*arguments, 0, 0)
+
+    def emulated_step(formula, master, moments, grad, param, *, step, grad_scale, key, first):
+        if master.numel():
+            shard = (*kernel_arguments(formula, master, moments, grad, param), key, first)
+            launch(module.step, CPU, formula.native(), step, grad_scale, shard)
+
+    monkeypatch.setattr(cuda, "kernels", lambda device: module)
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setitem(globals(), "step", emulated_step)  # zero.kernels.step sends CPU tensors elsewhere
+    return module
+
+
+@pytest.fixture(params=["host", "emulated", pytest.param("gpu", marks=GPU)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where tensors are. The first GPU must run the compiled kernels."""
+    if request.param != "gpu":
+        if request.param == "emulated":
+            request.getfixturevalue("emulated")
+        return CPU
     if native.load(native.CUDA_MODULE) is None:
         pytest.skip(str(native.missing_text(native.CUDA_MODULE)))
+    found = torch.device("cuda", 0)
     assert cuda.kernels(found), "the device does not run what was compiled; the log says why"
     return found
 
 
-@pytest.mark.parametrize(("name", "form"), ALL_STEPS)
-def test_step(device: torch.device, name: str, form: str) -> None:
-    for case in cuda_cases.cases(name, form):
-        cuda_cases.check_step(device, FORMULAS[name], form, case)
+def put(wanted: Shard, device: torch.device, start: int) -> Shard:
+    """A copy on a device, each tensor `start` elements into its memory, with a margin behind it."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        room = torch.full((start + tensor.numel() + MARGIN,), FILLER, dtype=tensor.dtype, device=device)
+        return room[start : start + tensor.numel()].copy_(tensor)
+
+    return wanted.copy(copy)
 
 
-@pytest.mark.parametrize(("name", "form"), ALL_STEPS)
-def test_a_step_that_reads_its_numbers_on_the_device(device: torch.device, name: str, form: str) -> None:
-    cuda_cases.check_live(device, FORMULAS[name], form)
+def same_shard(got: Shard, wanted: Shard, what: object) -> None:
+    for index, (mine, its) in enumerate(zip(got.tensors(), wanted.tensors(), strict=True)):
+        room, start = mine._base, mine.storage_offset()
+        around = torch.cat([room[:start], room[start + mine.numel() :]])
+        assert len(around) >= MARGIN and around.eq(FILLER).all(), f"{what}: written beside a tensor"
+        same(mine.cpu(), its, f"{what}, tensor {index}:")
 
 
-@pytest.mark.parametrize("form", cuda_cases.FORMATS)
-def test_a_shard_of_many_blocks(device: torch.device, form: str) -> None:
+# Steps.
+
+
+def check_step(
+    device: torch.device, formula: Formula, fmt: str, kind: object, grad: torch.dtype, numel: int, start: int, odd: bool
+) -> None:
+    """A step with numbers of the host, and the first one of a run, against the reference."""
+    for count, scale, key, first in ((7, 0.37, 3, 512), (1, 1.0, 0, 0)):
+        wanted = kernel_cases.shard(formula, fmt, kind, grad, numel, odd)
+        got = put(wanted, device, start)
+        options = {"step": count, "grad_scale": scale, "key": key, "first": first}
+        step_reference(formula, *wanted, **options)
+        step(formula, *got, **options)
+        same_shard(got, wanted, (formula, fmt, kind, grad, numel, start, odd, options))
+
+
+@every_kind
+def test_step(device: torch.device, name: str, fmt: str) -> None:
+    turn = itertools.cycle(SIZES)
+    for kind, grad in itertools.product(MASTERS, DTYPES):
+        for start, odd in ((0, False), (1, False), (0, True), (3, True)):
+            check_step(device, FORMULAS[name], fmt, kind, grad, next(turn), start, odd)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_shard_of_many_blocks(device: torch.device, fmt: str) -> None:
     """More than the chip holds at once, so that every thread goes around its loop."""
-    case = (cuda_cases.MASTERS[0], torch.bfloat16, 5_000_003, 0, False)
-    cuda_cases.check_step(device, FORMULAS["adamw"], form, case)
+    check_step(device, FORMULAS["AdamW"], fmt, "remainder", torch.bfloat16, 5_000_003, 0, False)
+
+
+@every_kind
+def test_a_step_that_reads_its_numbers_on_the_device(device: torch.device, name: str, fmt: str) -> None:
+    check_live(device, FORMULAS[name], fmt)
+
+
+def check_live(device: torch.device, formula: Formula, fmt: str) -> None:
+    """Five steps that read lr, factor, step and found_inf on the device; the third is skipped."""
+    wanted = kernel_cases.shard(formula, fmt, "remainder", torch.bfloat16, 1025)
+    got = put(wanted, device, 0)
+    numbers_there, taken = Live(device, step=4), 4
+    for turn in range(5):
+        lr, scale, bad = 10.0**-turn, 1.0 / (turn + 1), turn == 2
+        numbers_there.write(lr=lr, grad_scale=scale, found_inf=bad)
+        numbers_there.prepare(formula)
+        numbers_there.step(formula, *got, key=9, first=256)
+        if not bad:
+            taken += 1
+            now = dataclasses.replace(formula, lr=lr)
+            step_reference(now, *wanted, step=taken, grad_scale=scale, key=9, first=256)
+        assert numbers_there.read()[:4] == (lr, scale, taken, bad)
+        same_shard(got, wanted, (formula, fmt, turn))
 
 
 def test_clip(device: torch.device) -> None:
-    cuda_cases.check_clip(device)
+    """norm, factor and found_inf against those of the host."""
+    there = Live(device)
+    for total, mean, limit in itertools.product(
+        (0.0, 1e-30, 4.0, 1e30, math.inf, math.nan), (1.0, 0.125, 1 / 3), (0.0, 1.0, 1e-3)
+    ):
+        there.clip(torch.tensor([total], dtype=torch.float64, device=device), mean, limit)
+        now, wanted = there.read(), math.sqrt(total) * mean if total >= 0 else math.nan
+        assert now.found_inf == (not math.isfinite(wanted))
+        assert now.norm == wanted or math.isnan(wanted)
+        if math.isfinite(wanted):
+            assert now.grad_scale == mean * clip_factor(wanted, limit)
+    assert there.read().step == 0
 
 
-@pytest.mark.parametrize("dtype", cuda_cases.DTYPES)
+# Norms and buckets.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(device: torch.device, dtype: torch.dtype) -> None:
-    for numel, start in itertools.product((0, 1, 17, 4095, 4096, 4097, 70001, 9_000_001), (0, 1)):
-        cuda_cases.check_norm(device, numel, dtype, start)
+    large = (9_000_001,) if device.type == "cuda" else ()
+    for numel, start in itertools.product((0, 1, 17, 4095, 4096, 4097, 70001, *large), (0, 1)):
+        x = numbers(numel + start, dtype, 7).to(device)[start:]
+        out = torch.full((1,), 5.0, dtype=torch.float64, device=device)
+        wanted = fixed_sum_squares(x.cpu())
+        sum_squares_into(x, out)
+        assert out.item() == wanted
+        sum_squares_into(x, out, accumulate=True)
+        assert out.item() == wanted + wanted
+        for at, bad in zip((0, numel // 2, numel - 1) if numel else (), (math.inf, -math.inf, math.nan), strict=False):
+            y = x.clone()
+            y[at] = bad
+            sum_squares_into(y, out)
+            assert not out.isfinite().item()
+        sum_squares_into(torch.full_like(x, torch.finfo(dtype).max), out)
+        assert out.isfinite().item()
 
 
+@on_a_gpu
 def test_norm_has_the_bits_of_the_hosts(device: torch.device) -> None:
     x = torch.randn(9_000_001)
     assert sum_squares(x.to(device)) == sum_squares(x)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("dtype", cuda_cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_pack_and_unpack(device: torch.device, dtype: torch.dtype, scale: float) -> None:
+    """Tensors of all sizes and dtypes with gaps between them, there and back."""
     for gap in (0, 3, 8):
-        cuda_cases.check_bucket(device, dtype, scale, gap)
+        tensors = [numbers(numel, each, numel, True) for each in DTYPES for numel in (*SIZES[1:], 20000, 8192)]
+        tensors.append(numbers(6, seed=3).view(2, 3))
+        *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
+        wanted = torch.full((size,), 9.0, dtype=dtype)
+        got, mine = wanted.to(device, copy=True), [tensor.to(device, copy=True) for tensor in tensors]
+        packed = Bucket(mine, got, offsets)
+        move_reference(tensors, wanted, offsets, scale, True)
+        packed.pack(scale)
+        same(got.cpu(), wanted, f"pack, {dtype}, {scale}:")
+        move_reference(tensors, wanted, offsets, scale, False)
+        packed.unpack(scale)
+        for index, (a, b) in enumerate(zip(mine, tensors, strict=True)):
+            same(a.cpu().flatten(), b.flatten(), f"unpack, {index}, {dtype}, {scale}:")
 
 
+# An optimizer phase.
+
+
+class Phase:
+    """A whole optimizer phase of one group: gradients packed, norm, clip, prepare, a step of each of two shards."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.formula = Adam(0.0, weight_decay=0.1)
+        self.wanted = [
+            kernel_cases.shard(self.formula, "8bit", "remainder", torch.float32, numel) for numel in (70_000, 5_000)
+        ]
+        self.shards = [put(each, device, 0) for each in self.wanted]
+        self.live = Live(device)
+        self.total = torch.zeros(1, dtype=torch.float64, device=device)
+        self.grads = [each.grad.bfloat16() for each in self.shards]
+        self.buckets = [Bucket([grad], each.grad, [0]) for grad, each in zip(self.grads, self.shards, strict=True)]
+        self.taken = 0
+
+    def run(self) -> None:
+        for index, (each, packed) in enumerate(zip(self.shards, self.buckets, strict=True)):
+            packed.pack(0.5)
+            sum_squares_into(each.grad, self.total, accumulate=index > 0)
+        self.live.clip(self.total, 0.25, 1.0)
+        self.live.prepare(self.formula)
+        for index, each in enumerate(self.shards):
+            self.live.step(self.formula, *each, key=index)
+
+    def renew(self, turn: int, lr: float, finite: bool) -> None:
+        """Other gradients, and another lr."""
+        self.live.write(lr=lr)
+        for grad in self.grads:
+            grad.copy_(numbers(grad.numel(), seed=50 + turn))
+        if not finite:
+            self.grads[1][17] = torch.inf
+
+    def check(self, lr: float, finite: bool) -> None:
+        """Take the step on the CPU as well and compare."""
+        now = self.live.read()
+        assert now.found_inf == (not finite)
+        self.taken += finite
+        assert now.step == self.taken
+        for index, (mine, wanted) in enumerate(zip(self.shards, self.wanted, strict=True)):
+            wanted.grad.copy_(self.grads[index].float().cpu() * 0.5)
+            if finite:
+                formula = Adam(lr, weight_decay=0.1)
+                step_reference(formula, *wanted, step=self.taken, grad_scale=now.grad_scale, key=index)
+            same_shard(mine, wanted, ("phase", self.taken, index))
+
+
+def test_a_phase(device: torch.device) -> None:
+    phase = Phase(device)
+    for turn in range(4):
+        lr, finite = 10.0 ** -(turn + 2), turn != 2
+        phase.renew(turn, lr, finite)
+        phase.run()
+        phase.check(lr, finite)
+
+
+@on_a_gpu
 def test_a_phase_waits_for_nothing(device: torch.device) -> None:
     phase = Phase(device)
     phase.run()
@@ -81,6 +287,7 @@ def test_a_phase_waits_for_nothing(device: torch.device) -> None:
     phase.check(1e-3, True)
 
 
+@on_a_gpu
 def test_a_phase_in_a_cuda_graph(device: torch.device) -> None:
     """Captured once; lr, gradients and found_inf change between replays, the third of which must be skipped."""
     phase = Phase(device)
@@ -101,6 +308,10 @@ def test_a_phase_in_a_cuda_graph(device: torch.device) -> None:
         phase.check(lr, finite)
 
 
+# Launches.
+
+
+@on_a_gpu
 def test_launches_go_to_the_current_stream(device: torch.device) -> None:
     """Behind half a second of other work, a step on the same stream sees that work's result, one beside it does not."""
     x = torch.zeros(1000, device=device)
@@ -118,20 +329,52 @@ def test_launches_go_to_the_current_stream(device: torch.device) -> None:
         assert out.item() == 1000.0
 
 
+@pytest.mark.parametrize("device", ["emulated", pytest.param("gpu", marks=GPU)], indirect=True)
 def test_a_launch_that_fails_says_which_and_why(device: torch.device) -> None:
     """Too many threads: refused by the launch, and so the context lives on."""
+    module = cuda.kernels(device)
+    cuda.launch(module.probe, device, 32)
     wanted = r"launch of probe with 1 x 2048 threads on device 0: CUDA error 9, cudaErrorInvalidConfiguration: invalid"
     with pytest.raises(RuntimeError, match=wanted):
-        cuda.launch(cuda.kernels(device).probe, device, 2048)
+        cuda.launch(module.probe, device, 2048)
     with pytest.raises(RuntimeError, match=r"cudaSetDevice on device 4711: CUDA error"):
-        cuda.kernels(device).probe(32, 4711, 0)
+        module.probe(32, 4711, 0)
     assert sum_squares(torch.ones(10, device=device)) == 10.0
 
 
+@on_a_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_of_a_device_that_is_not_the_current_one(device: torch.device) -> None:
     other = torch.device("cuda", 1)
     assert cuda.kernels(other)
-    cuda_cases.check_live(other, FORMULAS["adamw"], "8bit")
+    check_live(other, FORMULAS["AdamW"], "8bit")
     assert torch.cuda.current_device() == 0
     assert torch.ones(3, device="cuda").device == torch.device("cuda", 0)
+
+
+def test_python_and_c_agree_about_sizes(module: ModuleType) -> None:
+    assert (bucket.PIECE, norm.NORM_BLOCK) == (module.PIECE, module.NORM_BLOCK)
+    assert (live._LIVE_WORDS, 8 * live._PREPARED_WORDS) == (module.LIVE_WORDS, module.PREPARED_BYTES)
+
+
+def test_memory_of_the_host_is_registered_until_its_last_tensor_is_gone(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "load", lambda name: emulated)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    device = torch.device("cuda", 0)
+    arena = PinnedArena(4096, device, pinned=True)
+    address, taken = arena.address, arena.take(4096)
+    assert arena.pinned
+    assert not PinnedArena(4096, device, pinned=False).pinned
+    arena.close()
+    with pytest.raises(RuntimeError, match=r"cudaHostRegister on device 0: CUDA error 712, cudaErrorHostMemoryAlready"):
+        cuda.pin_host(address, 4096, device)
+    del arena, taken
+    gc.collect()
+    unpin = cuda.pin_host(address, 4096, device)  # it is free again
+    unpin()
+    with pytest.raises(RuntimeError, match=r"cudaHostUnregister on device 0: CUDA error 713"):
+        unpin()
+    with pytest.raises(RuntimeError, match="cudaErrorInvalidDevice"):
+        cuda.pin_host(address, 4096, torch.device("cuda", 1))

@@ -6,12 +6,11 @@ from the fp32 master.
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import DTYPES, numbers, same, shifted, step_reference
+from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, numbers, same, shard, step_reference
 from marks import each_once
 
 from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
@@ -21,68 +20,15 @@ from zero.kernels.step import step
 
 isa, threads = kernel_cases.isa, kernel_cases.threads
 
-FORMULAS = {
-    "AdamW": Adam(1e-3, 0.9, 0.999, 1e-8, 0.1),
-    "Adam": Adam(1e-3, 0.4, 0.99, 1e-6, 0.1, decoupled=False, bias_correction=False),
-    "Lion": Lion(1e-4, 0.9, 0.99, 0.1),
-    "Momentum": Sgd(0.1, 0.9, 0.3, 0.01),
-    "Nesterov": Sgd(0.1, 0.9, nesterov=True),
-    "Sgd": Sgd(0.1, weight_decay=0.01),
-    "Adagrad": Adagrad(0.1, 1e-3, 1e-10, 0.01),
-}
-MASTERS = (None, *DTYPES, "remainder")  # dtype of the parameter copy beside an fp32 master, or none
-KINDS = [(name, fmt) for name in FORMULAS for fmt in FORMATS if fmt == "fp32" or FORMULAS[name].signed]
 SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025)
 COUNTERS = {"step": 7, "grad_scale": 0.37, "key": 5, "first": 512}
 every_kind = pytest.mark.parametrize(("name", "fmt"), KINDS, ids=["-".join(kind) for kind in KINDS])
 each_kind_once = pytest.mark.parametrize(("isa", "form"), each_once(kernel_cases.ISAS, KINDS), indirect=["isa"])
 
 
-class Shard(NamedTuple):
-    """The arguments of a step, but the formula and the numbers."""
-
-    master: torch.Tensor
-    moments: tuple[Moment, ...]
-    grad: torch.Tensor
-    param: torch.Tensor | None
-
-
-def moment(values, fmt, signed, start):
-    """A moment whose tensors begin `start` elements into their memory."""
-    made = Moment.filled(values.numel(), fmt)
-    made.write(values, signed)
-    return Moment(shifted(made.values, start), None if made.scales is None else shifted(made.scales, start))
-
-
-def raw(numel, seed, fmt, hostile, start=0, dtype=torch.float32):
-    """Hostile numbers; beside 8-bit moments only block 0 of several is not finite, and the others shrink to nothing."""
-    x = numbers(numel, dtype, seed, hostile, start)
-    if hostile and fmt == "8bit":
-        tame = x[256:] if numel > 256 else x
-        largest = min(1e17, torch.finfo(dtype).max)
-        tame.nan_to_num_(1.0, 2.0, -3.0).clamp_(-largest, largest)
-        for index, block in enumerate(tame.split(256)):
-            block *= 2.0 ** -min(60 * index, 140)
-    return x
-
-
-def shard(name, fmt, kind, grad_dtype, numel, hostile=False, start=0):
-    master = raw(numel, 1, fmt, hostile, start)
-    moments = []
-    for index, signed in enumerate(FORMULAS[name].signed):
-        values = raw(numel, 2 + index, fmt, hostile) * 0.1
-        moments.append(moment(values if signed else values.square(), fmt, signed, start))
-    param = None
-    if kind == "remainder":
-        param, master = (shifted(half, start) for half in split(master))
-    elif kind is not None:
-        param = shifted(torch.zeros(numel, dtype=kind), start)
-    return Shard(master, tuple(moments), raw(numel, 4, fmt, hostile, start, grad_dtype), param)
-
-
 @functools.cache
 def wanted(name, fmt, grad_dtype, numel, hostile):
-    made = shard(name, fmt, None, grad_dtype, numel, hostile)
+    made = shard(FORMULAS[name], fmt, None, grad_dtype, numel, hostile)
     step_reference(FORMULAS[name], *made, **COUNTERS)
     return made
 
@@ -111,7 +57,7 @@ def compare(got, wanted, kind, what=""):
 
 
 def check(name, fmt, kind, grad_dtype, numel, hostile, start):
-    got = shard(name, fmt, kind, grad_dtype, numel, hostile, start)
+    got = shard(FORMULAS[name], fmt, kind, grad_dtype, numel, hostile, start)
     grad = got.grad.clone()
     step(FORMULAS[name], *got, **COUNTERS)
     what = f"{name}, {fmt}, {kind}, {grad_dtype}, {numel}, hostile={hostile}, start={start}:"
@@ -163,13 +109,13 @@ def test_hyperparameters(isa, formula):
         runs = []
         for take in (step, step_reference):
             name = next(name for name, other in FORMULAS.items() if other.state_names == formula.state_names)
-            runs.append(shard(name, fmt, torch.bfloat16, torch.float32, 515, True))
+            runs.append(shard(FORMULAS[name], fmt, torch.bfloat16, torch.float32, 515, True))
             take(formula, *runs[-1], step=count, grad_scale=scale, key=2**62 + 1, first=2**40)
         compare(*runs, torch.bfloat16, f"{formula}, {fmt}, step {count}:")
 
 
 def test_beta1_of_zero_gives_the_gradient_itself(isa):
-    made = shard("AdamW", "fp32", None, torch.float32, 1003)
+    made = shard(FORMULAS["AdamW"], "fp32", None, torch.float32, 1003)
     step(Adam(1e-3, beta1=0.0), *made, **COUNTERS)
     same(made.moments[0].values, made.grad * COUNTERS["grad_scale"])  # not m + (g - m)
 
@@ -245,7 +191,7 @@ def test_the_reference_gives_a_cut_shard_the_bits_of_the_whole(name, fmt):
 
 
 def check_cut(take, name, fmt):
-    whole, pieces = (shard(name, fmt, "remainder", torch.bfloat16, 33013, hostile=True) for _ in range(2))
+    whole, pieces = (shard(FORMULAS[name], fmt, "remainder", torch.bfloat16, 33013, hostile=True) for _ in range(2))
     take(FORMULAS[name], *whole, **COUNTERS)
     for begin, end in itertools.pairwise((0, 256, 1024, 1280, 20480, 33013)):
         take(FORMULAS[name], *cut(pieces, begin, end), **COUNTERS | {"first": COUNTERS["first"] + begin})
@@ -253,7 +199,7 @@ def check_cut(take, name, fmt):
 
 
 def test_fp32_moments_may_be_cut_anywhere(isa, threads):
-    whole, pieces = (shard("AdamW", "fp32", torch.bfloat16, torch.bfloat16, 33013) for _ in range(2))
+    whole, pieces = (shard(FORMULAS["AdamW"], "fp32", torch.bfloat16, torch.bfloat16, 33013) for _ in range(2))
     step(FORMULAS["AdamW"], *whole, **COUNTERS)
     for begin, end in itertools.pairwise((0, 3, 1000, 1001, 20011, 33013)):
         step(FORMULAS["AdamW"], *cut(pieces, begin, end), **COUNTERS)
@@ -265,7 +211,7 @@ def test_fp32_moments_may_be_cut_anywhere(isa, threads):
 def test_step_key_and_place_choose_the_random_bits(isa, change, fmt):
     codes = []
     for counters in (COUNTERS, COUNTERS, COUNTERS | change):
-        made = shard("Lion", fmt, None, torch.float32, 2048)
+        made = shard(FORMULAS["Lion"], fmt, None, torch.float32, 2048)
         step(FORMULAS["Lion"], *made, **counters)
         codes.append(kernel_cases.bits(made.moments[0].values))
     assert torch.equal(codes[0], codes[1])
