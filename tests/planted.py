@@ -25,7 +25,6 @@ from zero.engine.check.compare import compare_runs
 from zero.engine.check.in_process import Copies
 from zero.engine.check.recording import Outcome
 from zero.engine.check.runs import Kind, Run
-from zero.engine.checkpoint import random_state
 from zero.optim.norm import global_norm
 
 STEPS = 2
@@ -295,8 +294,7 @@ def _verdicts(model: str, form: str, seed: int, stage: int, plants: list[Plant |
     batches = [_batch(model, seed, number, dtype) for number in range(STEPS * accumulation)]
     try:
         torch.manual_seed(seed)
-        random = random_state.capture(engine.device)
-        copies = Copies(engine, engine._initialize, batches, lambda model, one: loss_of(model(*one)), random)
+        copies = Copies(engine, engine._initialize, batches, lambda model, one: loss_of(model(*one)))
         train = _planting(copies, iter(plants))
         report = compare_runs(STEPS, [stage] * len(plants), [accumulation], False, train)
     finally:

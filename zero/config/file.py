@@ -165,12 +165,6 @@ class File(Section):
 class Config(File):
     """A checked config: the batch sizes resolved, everything else as in the file or by default."""
 
-    train_batch_size: int
-    """Samples per optimizer step over all ranks."""
-    train_micro_batch_size_per_gpu: int
-    """Samples per forward pass of one rank."""
-    gradient_accumulation_steps: int
-    """Forward and backward passes per optimizer step."""
     world_size: int
     """The number of data-parallel ranks that the batch sizes were resolved for."""
     raw: dict[str, Any] = Field(repr=False)

@@ -11,7 +11,6 @@ import torch
 from zero.core.sharded_module import ShardedModule
 from zero.core.state import State
 from zero.core.tensors import resizable
-from zero.core.unit import Unit
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 
@@ -112,26 +111,19 @@ class StateOffload:
                 yield unit.full.untyped_storage()
                 yield unit.shard.untyped_storage()
         for unit in sharded.trained:
+            if "lp_grads" in names and unit.gradients.flat is not None:
+                yield unit.gradients.flat.untyped_storage()
             if unit.placement.updated_on_host:
-                if "lp_grads" in names and unit.gradients.flat is not None:
-                    yield unit.gradients.flat.untyped_storage()
                 continue
             master = unit.master.tensor
             if "hp_params" in names and master is not unit.shard:
                 yield master.untyped_storage()
             if "optim_states" in names:
                 yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.shard_optimizer.tensors(unit))
-            yield from _gradient_storages(unit, names)
-
-
-def _gradient_storages(unit: Unit, names: Collection[str]) -> Iterator[torch.UntypedStorage]:
-    grads = unit.gradients
-    if "contiguous_grad_buffer" in names:
-        grads.forget_memory()
-    if "lp_grads" in names:
-        if grads.flat is not None:
-            yield grads.flat.untyped_storage()
-        yield from (tensor.untyped_storage() for tensor in grads.sum.parts())
+            if "contiguous_grad_buffer" in names:
+                unit.gradients.forget_memory()
+            if "lp_grads" in names:
+                yield from (tensor.untyped_storage() for tensor in unit.gradients.sum.parts())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

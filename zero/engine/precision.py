@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -49,23 +49,19 @@ class Precision:
             f'"{self._computes}" in the JSON; else look at the dtypes of the inputs'
         )
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Around one forward."""
         if self._autocast is not None:
             # No cache: it would keep a cast copy of every weight, also of those that are released after their use.
-            with torch.autocast(self._device, self._autocast, cache_enabled=False):
-                yield
-        elif torch.is_autocast_enabled(self._device):
-            log_once(
-                logging.WARNING,
-                "torch.autocast around the engine is switched off inside it; "
-                "set torch_autocast.enabled to true in the JSON to have it",
-            )
-            with torch.autocast(self._device, enabled=False):
-                yield
-        else:
-            yield
+            return torch.autocast(self._device, self._autocast, cache_enabled=False)
+        if not torch.is_autocast_enabled(self._device):
+            return contextlib.nullcontext()
+        log_once(
+            logging.WARNING,
+            "torch.autocast around the engine is switched off inside it; "
+            "set torch_autocast.enabled to true in the JSON to have it",
+        )
+        return torch.autocast(self._device, enabled=False)
 
     def cast(self, inputs: Any) -> Any:
         """The inputs of a forward as the module wants them."""

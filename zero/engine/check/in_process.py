@@ -23,24 +23,17 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Copies:
-    """Trains copies of an engine's model, each from the weights of now and the random numbers of `random`.
+    """Trains copies of an engine's model, each from the weights and the random numbers of now.
 
     initialize: the function that makes engines.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        initialize: Callable[..., Any],
-        batches: Sequence[Any],
-        loss_fn: Loss,
-        random: random_state.State,
-    ) -> None:
+    def __init__(self, engine: Any, initialize: Callable[..., Any], batches: Sequence[Any], loss_fn: Loss) -> None:
+        self.random = random_state.capture(engine.device)
         self._engine = engine
         self._initialize = initialize
         self._batches = batches
         self._loss_fn = loss_fn
-        self._random = random
         self._model = whole_copy(engine)
 
     def train(self, run: Run, lead: Outcome | None) -> Outcome:
@@ -53,7 +46,7 @@ class Copies:
             raise Failed(f"{type(error).__name__}: {error}") from error
 
     def _train(self, run: Run, lead: Outcome | None) -> Outcome:
-        random_state.restore(self._random, self._engine.device)
+        random_state.restore(self.random, self._engine.device)
         model = copy.deepcopy(self._model)
         engine = self._build(model, run)
         recorder = Recorder(engine)
@@ -111,14 +104,13 @@ def check(
             f"engine.check() trains copies on all {dist.get_world_size()} ranks, and this engine is one of "
             f"{engine.world_size} of them"
         )
-    random, level = random_state.capture(engine.device), logger.level
+    copies, level = Copies(engine, initialize, batches, loss_fn or loss_of), logger.level
     logger.setLevel(max(level, logging.WARNING))  # engines do not log that they start
     try:
-        copies = Copies(engine, initialize, batches, loss_fn or loss_of, random)
         return compare_runs(steps, stages, accumulations, offload, copies.train)
     finally:
         logger.setLevel(level)
-        random_state.restore(random, engine.device)
+        random_state.restore(copies.random, engine.device)
 
 
 def loss_of(engine: Any, batch: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from zero.core import comm
 from zero.core.access import GatheredParameters
+from zero.core.hashing import hash_tensor
 from zero.core.owner import owner_of
 from zero.core.values import assemble, exact_piece, gradient
 from zero.engine.check.plain import PlainEngine, Step, Values
@@ -155,11 +155,8 @@ def gradients(engine: Any) -> Values:
 
 
 def hashes(values: Values) -> dict[str, int]:
-    """A checksum of each tensor's bytes."""
-    return {
-        name: zlib.crc32(value.contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b"")
-        for name, value in ((name, value.reshape(-1)) for name, value in values.items())
-    }
+    """A hash of each tensor's bits."""
+    return {name: int(hash_tensor(value)) for name, value in values.items()}
 
 
 def stray(of_ranks: list[dict[str, int]]) -> str | None:
