@@ -17,11 +17,11 @@ from torch import nn
 
 
 class Base(nn.Module):
-    """Three blocks and a head."""
+    """Blocks and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 3)
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
@@ -227,6 +227,17 @@ class ListOutput(Base):
             x = block(x)
             outputs.append(self.head(x))
         return outputs
+
+
+class Extra(Block):
+    """A block with a parameter that only rank 1 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        return super().forward(x * self.extra if rank == 1 else x)
 
 
 class Case(NamedTuple):

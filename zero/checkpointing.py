@@ -23,7 +23,7 @@ from zero.core.mesh import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
 from zero.recompute.saved_inputs import ALONE, InputStore
-from zero.recompute.seeds import SeedTracker, seed_model_parallel
+from zero.recompute.seeds import SeedTracker
 from zero.watchdog.watchdog import Watchdog
 
 __all__ = [
@@ -109,7 +109,7 @@ def get_cuda_rng_tracker() -> SeedTracker:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed torch equally on the ranks of `mpu_`, and the stream of `get_cuda_rng_tracker().fork()` by rank."""
-    seed_model_parallel(HOLDER.seeds, seed, HOLDER.axis.rank)
+    HOLDER.seeds.seed_model_parallel(seed, HOLDER.axis.rank)
 
 
 def _axis(mpu: Any) -> Axis:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Block, config
+from matrix_models import Base, Extra
+from models import Block, config
 from stages import build, check, inputs, one_backward
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -24,21 +25,11 @@ from torch.utils.checkpoint import (
 import zero
 
 
-class Blocks(nn.Module):
+class Blocks(Base):
     """Four blocks and a head; the subclasses recompute something."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.head(self.body(x)).square().mean()
+        super().__init__(blocks=4)
 
 
 class Reentrant(Blocks):
@@ -142,17 +133,6 @@ class TwiceReentrant(Blocks):
         x = checkpoint(self.blocks[1], checkpoint(self.blocks[0], x, use_reentrant=True), use_reentrant=True)
         x = self.blocks[0](checkpoint(self.blocks[0], self.blocks[2](x), use_reentrant=True))
         return self.blocks[3](x)
-
-
-class Extra(Block):
-    """A block with a parameter that only rank 1 uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return super().forward(x * self.extra if rank == 1 else x)
 
 
 class TwiceOnOneRank(Blocks):

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from matrix_models import Base, FrozenMiddle, Tied
-from models import WIDTH, Block, config
+from matrix_models import Base, Extra, FrozenMiddle, Tied
+from models import WIDTH, config
 from oracle import backward
 from stages import check
 from torch import nn
@@ -44,17 +44,6 @@ class Unused(Base):
 
     def forward(self, x: torch.Tensor, rank: int) -> Any:
         return self.head(self.blocks[2](self.blocks[0](x))).square().mean()
-
-
-class Extra(Block):
-    """A block with a parameter that only rank 1 uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        return super().forward(x * self.extra if rank == 1 else x)
 
 
 class OneRankOnly(Base):

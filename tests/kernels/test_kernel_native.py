@@ -1,9 +1,11 @@
-"""Which compiled kernels run, and what happens without them."""
+"""Which compiled kernels run, what happens without them, and that they keep to their arrays under sanitizers."""
 
 import functools
 import logging
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import kernel_cases
 import pytest
@@ -17,6 +19,8 @@ from zero.kernels.moments import Moment
 
 isa = kernel_cases.isa
 
+SANITIZE = Path(__file__).parents[2] / "csrc" / "tests" / "sanitize.py"
+SKIPPED = 77  # of that script: this compiler has no sanitizers
 NAMES = ("scalar", "sse2", "neon", "avx2", "avx512")
 
 
@@ -75,3 +79,17 @@ def test_cpu_tensors_take_the_compiled_step_and_float64_the_reference(monkeypatc
         step_module.step(Lion(0.5), master, moments, torch.ones(8), None, step=1, grad_scale=1.0)
         assert len(calls) == count
     assert master.tolist() == [0.5] * 8
+
+
+@pytest.mark.long
+def test_kernels_stay_in_their_arrays_and_agree_with_the_scalar_ones(tmp_path: Path) -> None:
+    command = [sys.executable, str(SANITIZE), "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+    )
+    if done.returncode == SKIPPED:
+        pytest.skip(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert "scalar" in next(line for line in lines if line.startswith("instruction sets that run here"))
+    assert lines[-1].startswith("ok: ")

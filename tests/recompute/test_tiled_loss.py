@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from closeness import allowed, error, ulps
+from hypothesis import given
+from hypothesis import strategies as st
 from marks import each_once
 from models import Net, config, train
 from oracle import Training, near
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
+from zero.tiled.slices import FEWEST_ROWS, default_size, token_slices
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live import LiveBytes
@@ -63,6 +66,31 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 # Slices.
+
+
+@given(st.integers(0, 5000), st.integers(1, 6000))
+def test_slices_cover_all_tokens_once_and_in_order(tokens: int, size: int) -> None:
+    slices = token_slices(tokens, size)
+    assert [token for part in slices for token in part] == list(range(tokens))
+    assert all(len(part) == size for part in slices[:-1])
+    assert max(map(len, slices), default=0) < size + FEWEST_ROWS
+    if len(slices) > 1:
+        assert len(slices[-1]) >= min(size, FEWEST_ROWS)
+
+
+def test_a_small_rest_joins_the_slice_before_it() -> None:
+    assert [len(part) for part in token_slices(79, 64)] == [79]
+    assert [len(part) for part in token_slices(80, 64)] == [64, 16]
+    assert [len(part) for part in token_slices(10, 4)] == [4, 6]
+    assert token_slices(0, 4) == []
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_default_grows_with_the_tokens_within_bounds(on_gpu: bool) -> None:
+    sizes = [default_size(tokens, 64, on_gpu) for tokens in (0, 1, 1000, 2000, 8000, 10**6)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] >= FEWEST_ROWS
+    assert sizes[-1] == default_size(10**9, 64, on_gpu)
 
 
 @pytest.mark.parametrize("bias", [False, True])

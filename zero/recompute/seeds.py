@@ -62,6 +62,12 @@ class SeedTracker:
             generator.manual_seed(seed)
             self._states[name] = generator.get_state()
 
+    def seed_model_parallel(self, seed: int, rank: int) -> None:
+        """Seed torch alike on the ranks of the model axis, and their stream `MODEL_PARALLEL` apart."""
+        self.reset()
+        _generator().manual_seed(seed)
+        self.add(MODEL_PARALLEL, seed + 2718 + rank)  # DeepSpeed's offset, so that a run's masks stay the same
+
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         """Inside, torch draws from the stream `name`; outside it goes on as if nothing had been drawn."""
@@ -83,13 +89,6 @@ class SeedTracker:
             yield
         finally:
             self.set_states(now)
-
-
-def seed_model_parallel(tracker: SeedTracker, seed: int, rank: int) -> None:
-    """Seed torch alike on the ranks of the model axis, and their stream `MODEL_PARALLEL` apart."""
-    tracker.reset()
-    _generator().manual_seed(seed)
-    tracker.add(MODEL_PARALLEL, seed + 2718 + rank)  # DeepSpeed's offset, so that a run's masks stay the same
 
 
 @contextlib.contextmanager
