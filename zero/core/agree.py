@@ -30,10 +30,10 @@ def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, not
 
 
 def everyone(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """What each rank of the axis says, in their order, not all of it empty; a collective, as `agree`."""
+    """What each rank of the axis says, in their order; a collective, as `agree`."""
     data = text.encode()
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = comm.gather_scalars(length, axis, "comparison").flatten().tolist()
-    mine = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(data.ljust(max(1, *lengths))), dtype=torch.uint8).to(device)
     rows = comm.gather_scalars(mine, axis, "comparison").cpu()
     return [bytes(row[:count].numpy()).decode() for row, count in zip(rows, lengths, strict=True)]
