@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from zero.checkpoint import folder
-from zero.checkpoint.assemble import assemble, file_name, line_of
+from zero.checkpoint.job import assemble, file_name, line_of
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
 from zero.checkpoint.staging import LazyTensor
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from test_weights_out import start, step
 
 from zero.__main__ import main
-from zero.checkpoint.consolidate import consolidate
 from zero.checkpoint.index import Damaged
+from zero.checkpoint.model_files import consolidate
 from zero.checkpoint.safe_file import TensorChunk
 from zero.kernels.remainder import join, split
 from zero.utils import safe_get_full_fp32_param

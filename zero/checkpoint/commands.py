@@ -12,8 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.consolidate import consolidate
-from zero.checkpoint.model_files import size_of
+from zero.checkpoint.model_files import consolidate, size_of
 from zero.checkpoint.verify import rubbish, verify
 
 

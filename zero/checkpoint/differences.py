@@ -90,7 +90,9 @@ def compare(
     """What of the checkpoint goes where. `buffers` of the engine: name -> shape and dtype."""
     match, used, wanted = Match(), set(), list(wanted)
     for each in wanted:
-        sources = sources_of(index, each.names)
+        # Several where it was not tied there.
+        there = dict.fromkeys(index.tied.get(name, name) for name in each.names)
+        sources = [name for name in there if name in index.parameters]
         used.update(sources)
         if sources:
             _fit(match, index, each, sources, ask)
@@ -113,12 +115,6 @@ def compare(
     if match.fresh:
         match.warnings.append(f"no state of the optimizer for these, so theirs begins anew: {_names(match.fresh)}")
     return match
-
-
-def sources_of(index: Index, names: Iterable[str]) -> list[str]:
-    """What the checkpoint calls a parameter that has these names in a model: several where it was not tied there."""
-    found = [index.tied.get(name, name) for name in names]
-    return [name for name in dict.fromkeys(found) if name in index.parameters]
 
 
 def stateless(parameter: Parameter) -> bool:

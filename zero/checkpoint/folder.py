@@ -113,16 +113,6 @@ def _natural(tag: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", tag)]
 
 
-def whole_ones(folder: Path) -> list[str]:
-    """The tags in a folder that can be loaded as far as their indices and the sizes of files tell, oldest first."""
-    whole = []
-    for tag in tags(folder):
-        with contextlib.suppress(Damaged, OSError):
-            read_index(folder / tag)
-            whole.append(tag)
-    return whole
-
-
 def find(folder: Path, tag: str | None) -> tuple[Path, Index] | None:
     """The checkpoint `tag`, by default what `latest` names; None where nothing is asked for and there is no `latest`.
 
@@ -146,7 +136,12 @@ def find(folder: Path, tag: str | None) -> tuple[Path, Index] | None:
         return place, read_index(place)
     except Damaged as error:
         asked = f"'{LATEST}' in {folder}" if tag is None else f"tag '{tag}' in {folder}"
-        others = ", ".join(f"'{other}'" for other in whole_ones(folder)) or "none"
+        whole = []
+        for other in tags(folder):
+            with contextlib.suppress(Damaged, OSError):
+                read_index(folder / other)
+                whole.append(f"'{other}'")
+        others = ", ".join(whole) or "none"
         raise Damaged(f"{asked}: {error}. Whole checkpoints there: {others}; pass one of them as `tag`") from None
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.assemble import assemble, file_name, line_of
 from zero.checkpoint.deepspeed_files import Files, Slice, open_files, slices
 from zero.checkpoint.index import Damaged
+from zero.checkpoint.job import assemble, file_name, line_of
 from zero.checkpoint.plain import as_json
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
 from zero.checkpoint.staging import LazyTensor
@@ -35,7 +35,7 @@ def import_deepspeed(
 ) -> tuple[Path, list[str]]:
     """Write `out`/<tag> from the files in `folder`, and `out`/latest; returns it, and what was not taken.
 
-    progress: as of `zero.checkpoint.consolidate.consolidate`. Memory: files are mapped, and a few MiB.
+    progress: as of `zero.checkpoint.model_files.consolidate`. Memory: files are mapped, and a few MiB.
     Raises ValueError: Refused for a file with foreign objects, Damaged for missing files, entries and elements.
     """
     target = out / folder.name

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero.checkpoint import folder
-from zero.checkpoint.assemble import Line, assemble, file_name, line_of
+from zero.checkpoint.index import Index, Parameter, Part, Stored
 from zero.checkpoint.retention import Retention, tidy
-from zero.checkpoint.safe_file import TensorChunk, Writing
+from zero.checkpoint.safe_file import NAMES, TensorChunk, Writing
 from zero.checkpoint.staging import Staging
 from zero.checkpoint.store_barrier import Lost, StoreBarrier
 from zero.log import logger
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
 WRITES = "writing a checkpoint"
+Line = list[Any]  # [kind, name, dtype, shape, start, numel, file, offset, checksums], as JSON carries it
 
 
 class Job:
@@ -56,11 +59,9 @@ class Job:
     def begin(self, kinds: Mapping[str, Sequence[TensorChunk]]) -> None:
         """Make the files, each for chunks like these, whose values may be on the meta device. Raises OSError."""
         rank, world_size, staging = self._barrier.rank, self._barrier.world_size, Staging()
-        end = time.monotonic() + APPEARS
-        while not self.place.is_dir():
-            if time.monotonic() > end:
-                raise RuntimeError(_not_shared(self.place, "the folder that rank 0 has made"))
-            time.sleep(0.1)
+        self._wait_for(
+            self.place, "the folder that rank 0 has made", lambda: "" if self.place.is_dir() else ": nothing"
+        )
         for kind, forms in kinds.items():
             path = self.place / file_name(kind, rank, world_size, self.save)
             with _naming(path):
@@ -141,7 +142,8 @@ class Job:
         files = {name: size for report in reports for name, size in report["files"].items()}
         for rank, report in enumerate(reports):
             for name, size in report["files"].items():
-                self._see(rank, name, size)
+                path = self.place / name
+                self._wait_for(path, f"what rank {rank} has written, {size} bytes,", partial(_lacks, path, size))
         signed = {key: value for report in reversed(reports) for key, value in report["signed"].items()}
         more = {"files": files, "signed": signed, "ranks": tuple(report["own"] for report in reports)}
         lines = (line for report in reports for line in report["lines"])
@@ -187,28 +189,24 @@ class Job:
         with contextlib.suppress(OSError):
             folder.sync(self.root)
 
-    def _see(self, rank: int, name: str, size: int) -> None:
-        """Raise RuntimeError unless a rank's file is there with its size; network file systems may take a moment."""
-        path, end = self.place / name, time.monotonic() + APPEARS
-        while True:
-            try:
-                with open(path, "rb") as file:  # which has caches look again, as stat need not
-                    nbytes = os.fstat(file.fileno()).st_size
-                if nbytes == size:
-                    return
-                problem = f"{nbytes} bytes of {size}"
-            except FileNotFoundError:
-                problem = "nothing"
+    def _wait_for(self, path: Path, what: str, lacks: Callable[[], str]) -> None:
+        """Until nothing `lacks` of what another rank has made; network file systems may take a moment."""
+        end = time.monotonic() + APPEARS
+        while text := lacks():
             if time.monotonic() > end:
-                raise RuntimeError(
-                    _not_shared(path, f"what rank {rank} has written, {size} bytes, for rank 0: {problem}")
-                )
+                shared = "the folder of a checkpoint must be shared by all ranks"
+                raise RuntimeError(f"{path} does not show {what} to rank {self._barrier.rank}{text}; {shared}")
             self.moved(1)
             time.sleep(0.1)
 
 
-def _not_shared(path: Path, what: str) -> str:
-    return f"{path} does not show {what}; the folder of a checkpoint must be shared by all ranks"
+def _lacks(path: Path, size: int) -> str:
+    try:
+        with open(path, "rb") as file:  # which has caches look again, as stat need not
+            nbytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return ": nothing"
+    return "" if nbytes == size else f": {nbytes} bytes of {size}"
 
 
 @contextlib.contextmanager
@@ -220,3 +218,46 @@ def _naming(path: Path) -> Any:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def line_of(chunk: TensorChunk, part: Part) -> Line:
+    """What a rank tells of a chunk that it has written."""
+    return [chunk.kind, chunk.name, NAMES[chunk.values.dtype], list(chunk.shape), *part]
+
+
+def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> Index:
+    """The index of everything that `lines` of all ranks say.
+
+    known:  for each parameter its "group", "numbers", "dtype" and "shape".
+    values: the other fields of `Index`.
+    """
+    by_kind: dict[str, dict[str, Stored]] = {}
+    for kind, name, dtype, shape, start, numel, file, offset, sums in lines:
+        part = Part(start, numel, file, offset, tuple(sums))
+        tensors = by_kind.setdefault(kind, {})
+        before = tensors.get(name, Stored(dtype, tuple(shape), ()))
+        tensors[name] = replace(before, parts=tuple(sorted((*before.parts, part))))
+    weights, masters = by_kind.pop("weight", {}), by_kind.pop("master", {})
+    buffers, tensors = by_kind.pop("buffer", {}), by_kind.pop("tensor", {})
+    scales = {kind.removeprefix("scales."): by_kind.pop(kind) for kind in list(by_kind) if kind.startswith("scales.")}
+    parameters = {
+        name: Parameter(
+            weight=weights.get(name, Stored(more["dtype"], tuple(more["shape"]), ())),  # one without elements
+            master=masters.get(name),
+            moments=_of(by_kind, name),
+            scales=_of(scales, name),
+            numbers=more["numbers"],
+            group=more["group"],
+        )
+        for name, more in known.items()
+    }
+    return Index(parameters=parameters, buffers=buffers, tensors=tensors, **values)
+
+
+def _of(kinds: Mapping[str, Mapping[str, Stored]], name: str) -> dict[str, Stored]:
+    return {kind: tensors[name] for kind, tensors in kinds.items() if name in tensors}
+
+
+def file_name(kind: str, rank: int, world_size: int, save: str) -> str:
+    """What a rank's file of one kind is called; `save` keeps it apart from those of an earlier save of the tag."""
+    return f"{kind}-{rank:05d}-of-{world_size:05d}.{save}.safetensors"

@@ -1,19 +1,27 @@
-"""A model as others read it: one safetensors file, or the files and the index of the Hugging Face layout."""
+"""A model as others read it: one safetensors file, or the files and the index of the Hugging Face layout.
+
+Out of a checkpoint it takes a few MiB of memory, whatever the size of a tensor.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
-from zero.checkpoint.folder import publish, sync
-from zero.checkpoint.safe_file import TensorChunk, write
+from zero.checkpoint.folder import publish, read_index, sync
+from zero.checkpoint.reader import Reader, grouped
+from zero.checkpoint.safe_file import DTYPES, TensorChunk, write
+from zero.checkpoint.staging import LazyTensor
 from zero.config.values import Nbytes
 
 NAME = "model.safetensors"
+LIMIT = 5_000_000_000  # bytes of a file in the layout of Hugging Face, as their library has it
 
 
 def size_of(value: int | str, what: str) -> int:
@@ -42,7 +50,7 @@ def write_model(
     Raises OSError and what chunks raise; nothing that this call wrote is there then.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cut = [list(chunks)] if limit is None else _cut(chunks, limit)
+    cut = [list(chunks)] if limit is None else grouped(chunks, lambda chunk: chunk.values.nbytes, limit)
     stem = name.removesuffix(".safetensors")
     many = len(cut) > 1
     names = [f"{stem}-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
@@ -71,19 +79,59 @@ def write_model(
     return paths
 
 
-def _cut(chunks: Sequence[TensorChunk], limit: int) -> list[list[TensorChunk]]:
-    files: list[list[TensorChunk]] = [[]]
-    size = 0
-    for chunk in chunks:
-        if files[-1] and size + chunk.values.nbytes > limit:
-            files.append([])
-            size = 0
-        files[-1].append(chunk)
-        size += chunk.values.nbytes
-    return files
-
-
 def _index(paths: Sequence[Path], cut: Sequence[Sequence[TensorChunk]]) -> str:
     total = sum(chunk.values.nbytes for some in cut for chunk in some)
     where = {chunk.name: path.name for path, some in zip(paths, cut, strict=True) for chunk in some}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+
+
+def consolidate(
+    folder: Path,
+    out: Path,
+    dtype: str = "fp32",
+    limit: int | None = None,
+    hf: bool = False,
+    progress: Callable[[int], Callable[[int], None]] = lambda total: id,
+) -> list[Path]:
+    """Write the model of the checkpoint `folder`; returns the files.
+
+    out:      a file whose name ends in .safetensors; any other name, or `hf`, makes it a folder in the layout of
+              Hugging Face, with files of at most `limit` bytes (default 5 GB).
+    dtype:    of floating-point parameters. "fp32" gives the exact values, from masters where there are any. Of "bf16"
+              and "fp16", weights that the model computes with in that dtype stay as they are, and others are the exact
+              values, rounded to nearest, ties to even. Buffers and parameters of integers stay as they are.
+    progress: told the number of bytes of all tensors; gives what is told how many more have been written.
+    Raises Damaged for a checkpoint that is not whole, and OSError.
+    """
+    single = out.suffix == ".safetensors" and not hf
+    index = read_index(folder)
+    with Reader(folder, index) as reader:
+        chunks = _model_chunks(reader, dtype)
+        moved = progress(sum(chunk.values.nbytes for chunk in chunks))
+        if single:
+            return write_model(out.parent, out.name, chunks, index.tied, None, moved)
+        return write_model(out, NAME, chunks, index.tied, limit or LIMIT, moved)
+
+
+def _model_chunks(reader: Reader, dtype: str) -> list[TensorChunk]:
+    """Parameters and buffers, whole, each read when it is written."""
+    chunks = []
+    for name, parameter in reader.index.parameters.items():
+        stored = parameter.weight
+        kind = DTYPES[stored.dtype]
+        if not kind.is_floating_point or (stored.dtype == dtype and (dtype != "fp32" or parameter.master is None)):
+            of = partial(reader.read, stored, what=f"weight of '{name}'")
+        else:
+            kind, of = DTYPES[dtype], partial(_exact, reader, name)
+        chunks.append(TensorChunk("weight", name, 0, stored.shape, LazyTensor(kind, stored.numel, of)))
+    for name, stored in reader.index.buffers.items():
+        values = LazyTensor(DTYPES[stored.dtype], stored.numel, partial(reader.read, stored, what=f"buffer '{name}'"))
+        chunks.append(TensorChunk("buffer", name, 0, stored.shape, values))
+    return chunks
+
+
+def _exact(reader: Reader, name: str, start: int, numel: int) -> torch.Tensor:
+    values: list[torch.Tensor] = []
+    reader.exact(name, start, numel, values.append)
+    reader.finish()
+    return values[0]

@@ -6,10 +6,10 @@ Who reads many ranges asks for them, with what to call when they are there, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from zero.kernels.remainder import join
 from zero.memory.available import host_threads
 from zero.plan.formats import BLOCK
 from zero.plan.layout import round_up
+
+T = TypeVar("T")
 
 SLICE = 1 << 22  # elements that are converted, or copied to another device, at a time; a multiple of BLOCK
 
@@ -171,7 +173,8 @@ class Reader:
         else:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max(2, min(_THREADS, host_threads())), "zero-read")
-            failed = [done.exception() for done in [self._pool.submit(_run, group) for group in _groups(tasks)]]
+            groups = grouped(tasks, lambda task: task.target.nbytes, _TASK)  # so that a thread has enough to do
+            failed = [done.exception() for done in [self._pool.submit(_run, group) for group in groups]]
             for error in failed:
                 if error is not None:
                     raise error
@@ -207,16 +210,16 @@ def _run(tasks: list[Task]) -> None:
         read_part(*task)
 
 
-def _groups(tasks: list[Task]) -> list[list[Task]]:
-    """Neighbours together, so that a thread has enough to do."""
-    groups: list[list[Task]] = [[]]
-    nbytes = 0
-    for task in tasks:
-        if nbytes and nbytes + task.target.nbytes > _TASK:
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Neighbours together, of at most `limit` bytes where single ones are not larger."""
+    groups: list[list[T]] = [[]]
+    size = 0
+    for item in items:
+        if groups[-1] and size + nbytes(item) > limit:
             groups.append([])
-            nbytes = 0
-        groups[-1].append(task)
-        nbytes += task.target.nbytes
+            size = 0
+        groups[-1].append(item)
+        size += nbytes(item)
     return groups
 
 

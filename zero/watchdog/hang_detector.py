@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zero.log import logger
 from zero.watchdog import hang_report as report
-from zero.watchdog.rank_status import FailedWait, RankStatus, Waiting
+from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import StatusStore
 
 TICK = 0.4  # seconds between two looks
@@ -161,10 +161,10 @@ class HangDetector(threading.Thread):
         elif why == report.UNKNOWN:
             # Such as the process group's own time-out, where it is shorter than ours.
             text += f"; {report.hang_report(view, collective.text)}; {report.clipped(failed.error)}"
-        self._judge(text, report.wanted(view, collective.text))
+        self._judge(text, collective)
 
-    def _judge(self, text: str, missing: tuple[int, ...]) -> None:
-        status = self._status
+    def _judge(self, text: str, collective: Collective) -> None:
+        status, missing = self._status, report.wanted(self._store.view(), collective.text)
         text = f"{status.own_error()}{text}"
         status.missing, status.gave_up, status.error, status.failing = missing, text, text, True
         self._store.poke()
@@ -175,7 +175,7 @@ class HangDetector(threading.Thread):
     def _give_up(self, waiting: Waiting, text: str) -> None:
         status = self._status
         error, failing = status.error, status.failing
-        self._judge(text, report.wanted(self._store.view(), waiting.collective.text))
+        self._judge(text, waiting.collective)
         if status.waiting is not waiting and status.failed_wait is None:
             # It has ended well in the last moment.
             status.error, status.failing, status.gave_up, status.missing = error, failing, "", ()

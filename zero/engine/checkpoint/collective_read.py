@@ -45,20 +45,15 @@ class CollectiveRead:
 
     def find(self, look: Callable[[], LoadPlan | None]) -> LoadPlan | None:
         """What all ranks find alike; raises on all of them where one cannot load it, or finds another save."""
-        plan, problem = None, None
-        try:
-            plan = look()
-        except REFUSALS as error:
-            problem = error
+        plan = self.read(look)
         save = None if plan is None else f"'{plan.index.tag}' saved as {plan.index.save}"
         place = None if plan is None else str(plan.place)
-        answers = self._tell([_said(problem), save, place, _host()])
-        self._raise(problem, [said for said, *_ in answers])
-        if len({save for _, save, *_ in answers}) > 1:
+        answers = self._tell([save, place, _host()])
+        if len({save for save, *_ in answers}) > 1:
             ranks = zip(self._axis.ranks, answers, strict=True)
-            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (_, save, place, _) in ranks)
+            each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (save, place, _) in ranks)
             raise ValueError(f"{self._what}: the ranks would load different checkpoints: {each}")
-        near = len({(place, host) for *_, place, host in answers}) == 1
+        near = len({(place, host) for _, place, host in answers}) == 1
         return None if plan is None else plan._replace(near=near)
 
     def read(self, work: Callable[[], T], after: Callable[[bool], None] | None = None) -> T:
@@ -71,28 +66,21 @@ class CollectiveRead:
             result = work()
         except REFUSALS as error:
             problem = error
-        answers = self._tell(_said(problem))
+        # What the other ranks are told: a text, and whether the checkpoint is damaged.
+        answers = self._tell(None if problem is None else (str(problem), isinstance(problem, Damaged)))
         if after is not None:
-            after(all(said is None for said in answers))
-        self._raise(problem, answers)
-        return result
-
-    def _tell(self, value: Any) -> list[Any]:
-        """What each rank says, by rank."""
-        return [json.loads(text) for text in everyone(json.dumps(value), self._axis, self._device)]
-
-    def _raise(self, problem: Exception | None, answers: list[tuple[str, bool] | None]) -> None:
+            after(all(answer is None for answer in answers))
         if problem is not None:
             raise problem
         for rank, answer in zip(self._axis.ranks, answers, strict=True):
             if answer is not None:
                 text, damaged = answer
                 raise (Damaged if damaged else ValueError)(f"{self._what}: rank {rank}: {text}")
+        return result
 
-
-def _said(problem: Exception | None) -> tuple[str, bool] | None:
-    """What the other ranks are told of it: its text, and whether the checkpoint is damaged."""
-    return None if problem is None else (str(problem), isinstance(problem, Damaged))
+    def _tell(self, value: Any) -> list[Any]:
+        """What each rank says, by rank."""
+        return [json.loads(text) for text in everyone(json.dumps(value), self._axis, self._device)]
 
 
 def _host() -> str:

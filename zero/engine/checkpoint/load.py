@@ -136,8 +136,8 @@ class CheckpointLoader:
     def _ranks(self, what: str) -> CollectiveRead:
         return CollectiveRead(what, self._sharded.mesh.data, self._engine.device)
 
-    def _may_load(self) -> None:
-        """Raise RuntimeError where no load may begin."""
+    def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
+        """Raises RuntimeError where no load may begin, ValueError where the engine cannot take what is there."""
         self._engine._status.check(loading=True)
         if self._optimizer is not None:
             self._optimizer.settle()
@@ -145,10 +145,6 @@ class CheckpointLoader:
         held = [unit.plan.name for unit in self._sharded.units if unit.holds]
         if held:
             raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
-
-    def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
-        """Raises ValueError where the engine cannot take what is there."""
-        self._may_load()
         parts = (part for unit in self._sharded.units for part in unit.plan.layout.fragments(unit.window))
         ask = ask._replace(left_out=index.excluded)
         return fit(place, index, ask, self._wanted(), self._sharded.module, parts, "engine")
