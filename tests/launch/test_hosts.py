@@ -270,25 +270,10 @@ def test_lists_of_slurm(text: str, names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "got '', wanted names such as n[1-3,7],m5"),
-        (" ", "got ' ', wanted names such as n[1-3,7],m5"),
-        ("n[1-3", "got 'n[1-3', wanted names such as n[1-3,7],m5"),
-        ("n1-3]", "got 'n1-3]', wanted names such as n[1-3,7],m5"),
-        ("n[]", "got '' in 'n[]', wanted a number or first-last"),
-        ("n[a]", "got 'a' in 'n[a]', wanted a number or first-last"),
-        ("n[3-1]", "got '3-1' in 'n[3-1]', wanted a number or first-last"),
-        ("n[1-]", "got '1-' in 'n[1-]', wanted a number or first-last"),
-        ("n[1-99999999]", "got '1-99999999' in 'n[1-99999999]', wanted a number or first-last"),
-        ("n1,,n2", "got '' in 'n1,,n2', wanted a name such as n[1-3,7]"),
-        ("n[[1]]", "got 'n[[1]]' in 'n[[1]]', wanted a name such as n[1-3,7]"),
-        ("n][1", "got 'n][1' in 'n][1', wanted a name such as n[1-3,7]"),
-        ("n[1],n1", "got 'n[1],n1', which names a host twice"),
-    ],
+    "text", ["", " ", "n[1-3", "n1-3]", "n[]", "n[a]", "n[1-]", "n[1-99999999]", "n1,,n2", "n[[1]]", "n][1"]
 )
-def test_bad_lists_of_slurm(text: str, problem: str) -> None:
-    assert said(nodelist.expand, text) == f"SLURM_JOB_NODELIST: {problem}"
+def test_bad_lists_of_slurm(text: str) -> None:
+    assert said(nodelist.expand, text) == f"SLURM_JOB_NODELIST: got {text!r}, wanted names such as n[1-3,7],m5"
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,6 @@ def test_dry_run_without_ssh_prints_this_node(hosts: str, capsys: pytest.Capture
             ["-H", "L", "--dry-run", "t.py"],
             "host 'localhost' is another machine to each of the hosts; give it the name that the others know it by",
         ),
-        (["--world", "!", "t.py"], "--world: got '!', which is not the description of a job: "),
     ],
 )
 def test_what_cannot_be_started_and_what_is_said(

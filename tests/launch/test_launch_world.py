@@ -86,22 +86,6 @@ def test_a_world_comes_through_a_command_line(hosts: list[tuple[str, int | list[
     assert decode(text) == world
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "!",
-        "W10=",
-        "bnVsbA==",
-        "W1siYSIsMF1d",
-        "W1siYSJdXQ==",
-        UNEQUAL.encode()[:-5],
-    ],
-)
-def test_what_is_no_world_is_refused(text: str) -> None:
-    assert said(decode, text).startswith(f"--world: got {text[:40]!r}, which ")
-
-
 def test_a_node_finds_itself() -> None:
     assert node_of(asked(no_ssh=True, node_rank=2), UNEQUAL, {"SLURMD_NODENAME": "n1"}) == 2
     assert node_of(asked(no_ssh=True), UNEQUAL, {"SLURMD_NODENAME": "n3"}) == 2

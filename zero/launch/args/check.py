@@ -56,22 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "zero check [options] script [arguments of the script]"
     parser.description = _ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="optimizer steps per run (default: %(default)s)"
-    )
+    about = "optimizer steps per run (default: %(default)s)"
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help=about)
     parser.add_argument("--stages", type=_numbers, default=(0, 1, 2, 3), metavar="0,3", help="default: all four")
-    parser.add_argument(
-        "--accumulation", type=_numbers, default=(1, 2), metavar="1,2", help="micro-batches per step (default: 1,2)"
-    )
-    parser.add_argument(
-        "--num_gpus", "--nproc", type=int, metavar="N", help="processes, as in zero run (default: one per visible GPU)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds that one run may take (default: 600)"
-    )
-    parser.add_argument(
-        "--offload", action="store_true", help="also with optimizer state and parameters in host memory, stages 1 to 3"
-    )
+    about = "micro-batches per step (default: 1,2)"
+    parser.add_argument("--accumulation", type=_numbers, default=(1, 2), metavar="1,2", help=about)
+    about = "processes, as in zero run (default: one per visible GPU)"
+    parser.add_argument("--num_gpus", "--nproc", type=int, metavar="N", help=about)
+    about = "seconds that one run may take (default: 600)"
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help=about)
+    about = "also with optimizer state and parameters in host memory, stages 1 to 3"
+    parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("script", help="the training script; the arguments after it are its own")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
 

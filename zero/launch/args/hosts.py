@@ -54,23 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flags of `HostFlags`."""
     add_choice(parser.add_argument_group("which hosts"), "-H", "--hostfile", none="; '': this machine")
     how = parser.add_argument_group("how to reach them")
-    how.add_argument(
-        "--launcher", type=_launcher, default="ssh", metavar="NAME", help=f"{', '.join(LAUNCHERS)} (default: ssh)"
-    )
-    how.add_argument(
-        "--launcher_args", type=words, default=(), metavar="ARGS", help="more arguments for it: --launcher_args='-v'"
-    )
+    about = f"{', '.join(LAUNCHERS)} (default: ssh)"
+    how.add_argument("--launcher", type=_launcher, default="ssh", metavar="NAME", help=about)
+    about = "more arguments for it: --launcher_args='-v'"
+    how.add_argument("--launcher_args", type=words, default=(), metavar="ARGS", help=about)
     how.add_argument("--ssh_port", type=port, metavar="P", help="the port of the hosts' ssh servers")
     how.add_argument("--no_ssh", action="store_true", help="this command runs on every host, with its --node_rank")
     how.add_argument("--node_rank", type=at_least(0), metavar="N", help="the place of this host, with --no_ssh")
-    how.add_argument(
-        "--no_check", "--no_ssh_check", action="store_true", help="do not look at the hosts before the start"
-    )
-    how.add_argument(
-        "--env_file",
-        metavar="FILE",
-        help="variables for all ranks, as in ~/.zero_env and .zero_env (lines NAME=VALUE)",
-    )
+    about = "do not look at the hosts before the start"
+    how.add_argument("--no_check", "--no_ssh_check", action="store_true", help=about)
+    about = "variables for all ranks, as in ~/.zero_env and .zero_env (lines NAME=VALUE)"
+    how.add_argument("--env_file", metavar="FILE", help=about)
     how.add_argument("--no_env_files", action="store_true", help="do not read ~/.zero_env, .zero_env and DeepSpeed's")
     how.add_argument("--world", help=argparse.SUPPRESS)
     how.add_argument("--heartbeat_timeout", type=at_least(0), help=argparse.SUPPRESS)

@@ -86,48 +86,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "zero run [options] script [arguments of the script]"
     parser.description = _ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--num_gpus",
-        "--num_accelerators",
-        type=at_least(1),
-        metavar="N",
-        help="processes per host; default: one per slot, or per visible GPU, or one on the CPU where there is none",
-    )
-    parser.add_argument(
-        "--num_nodes", type=at_least(1), metavar="N", help="the first N hosts of the hostfile (default: all)"
-    )
-    parser.add_argument(
-        "--master_addr", metavar="A", help="address of rank 0 (default: this machine, or the first host)"
-    )
-    parser.add_argument(
-        "--master_port",
-        type=port,
-        metavar="P",
-        help="port of rank 0 (default: one that is free; 29500 on several hosts)",
-    )
+    about = "processes per host; default: one per slot, or per visible GPU, or one on the CPU where there is none"
+    parser.add_argument("--num_gpus", "--num_accelerators", type=at_least(1), metavar="N", help=about)
+    about = "the first N hosts of the hostfile (default: all)"
+    parser.add_argument("--num_nodes", type=at_least(1), metavar="N", help=about)
+    about = "address of rank 0 (default: this machine, or the first host)"
+    parser.add_argument("--master_addr", metavar="A", help=about)
+    about = "port of rank 0 (default: one that is free; 29500 on several hosts)"
+    parser.add_argument("--master_port", type=port, metavar="P", help=about)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--module", action="store_true", help="run the script as python -m does")
     how.add_argument("--no_python", action="store_true", help="run the script itself, without python")
-    parser.add_argument(
-        "--max_restarts",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="start all ranks again after a failure, at most N times; TORCHELASTIC_RESTART_COUNT tells them how often "
-        "that was (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--log_dir",
-        "--enable_each_rank_log",
-        metavar="DIR",
-        help="also write the output of each rank to files in a new folder below DIR",
-    )
-    parser.add_argument(
-        "--min_nodes",
-        type=at_least(1),
-        metavar="N",
-        help="when a host is lost, start again if N are left (default: all)",
-    )
+    about = "start all ranks again after a failure, at most N times; TORCHELASTIC_RESTART_COUNT tells them how often "
+    about += "that was (default: %(default)s)"
+    parser.add_argument("--max_restarts", type=at_least(0), default=0, metavar="N", help=about)
+    about = "also write the output of each rank to files in a new folder below DIR"
+    parser.add_argument("--log_dir", "--enable_each_rank_log", metavar="DIR", help=about)
+    about = "when a host is lost, start again if N are left (default: all)"
+    parser.add_argument("--min_nodes", type=at_least(1), metavar="N", help=about)
     about = "give each rank cores of its own"
     parser.add_argument("--bind_cores_to_rank", dest="bind_cores", action="store_true", help=about)
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from zero.launch.hosts.hostfile import MOST
 from zero.launch.hosts.world import Host, numbered
 from zero.launch.messages import LaunchError, listed
 
 LIST = "SLURM_JOB_NODELIST"
-_MOST_HOSTS = 65536
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
-_SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_SPAN = "[0-9]{1,6}(?:-[0-9]{1,6})?"
+_PART = re.compile(rf"(?:[^\[\],\s]|\[{_SPAN}(?:,{_SPAN})*\])+")
 _REPEATED = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 _COUNT = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.-]*:)*([0-9]{1,6})")
 # A number for each host, in Slurm's short form 2(x3),1, is the most that is known; the others are the same on all.
@@ -37,30 +37,22 @@ def expand(text: str, name: str = LIST) -> list[str]:
 
     `name`: the variable that it is from, for what is said about it.
     """
-    if text.count("[") != text.count("]") or not text.strip():
-        raise LaunchError(f"{name}: got {text!r}, wanted names such as n[1-3,7],m5")
     names: list[str] = []
     for part in re.split(r",(?![^\[]*\])", text):
-        pieces = _GROUP.split(part.strip())  # plain text and the insides of brackets, by turns
-        if not any(pieces) or any(mark in piece for piece in pieces for mark in "[]"):
-            raise LaunchError(f"{name}: got {part!r} in {text!r}, wanted a name such as n[1-3,7]")
-        spans = [list(_numbers(piece, text, name)) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        if not _PART.fullmatch(part):
+            raise LaunchError(f"{name}: got {text!r}, wanted names such as n[1-3,7],m5")
+        pieces = _GROUP.split(part)  # plain text and the insides of brackets, by turns
+        spans = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         names += ("".join(words) for words in itertools.product(*spans))
-        if len(names) > _MOST_HOSTS:
-            raise LaunchError(f"{name}: got {text!r}, more than {_MOST_HOSTS} names")
-    if len(set(names)) < len(names):
-        raise LaunchError(f"{name}: got {text!r}, which names a host twice")
     return names
 
 
-def _numbers(inside: str, text: str, name: str) -> Iterator[str]:
+def _numbers(inside: str) -> list[str]:
+    numbers: list[str] = []
     for word in inside.split(","):
-        ends = _SPAN.fullmatch(word.strip())
-        low, high = (ends[1], ends[2] or ends[1]) if ends else ("1", "0")
-        if int(low) > int(high) or int(high) - int(low) >= _MOST_HOSTS:
-            raise LaunchError(f"{name}: got {word!r} in {text!r}, wanted a number or first-last")
-        for number in range(int(low), int(high) + 1):
-            yield str(number).zfill(len(low))
+        low, _, high = word.partition("-")
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return numbers
 
 
 def _slots(environment: Mapping[str, str], hosts: int) -> list[int]:

@@ -107,7 +107,7 @@ class RendezvousServer:
         """End once all have taken what was sent to them, or shortly after."""
         self._closing.set()
         end = time.monotonic() + _LINGER
-        while self._members.keys() - {0} and time.monotonic() < end:
+        while len(self._members) > 1 and time.monotonic() < end:
             time.sleep(TICK / 2)
         if self._server is not None:
             self._server.close()
