@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import re
 import signal
@@ -80,6 +81,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is marked `ranks` runs on so many ranks, or on `world` of them, each of which must pass."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
+    world = marker.args[0] if marker.args else arguments["world"]
+    pyfuncitem._request.getfixturevalue("pool").run(world, pyfuncitem.function, **arguments)
+    return True
 
 
 @pytest.fixture(scope="session")

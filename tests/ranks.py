@@ -3,7 +3,7 @@
 `pool.run(world_size, function, *args)` calls `function(*args)` on ranks 0..world_size-1 inside a fresh gloo
 process group and returns the results in order of ranks. Functions are sent by name, so they must stand at
 the top level of a test module. A rank that raises, dies or stalls fails the call with what it said, and the
-pool starts anew.
+pool starts anew. A test that is marked `ranks(world_size)` runs so itself (conftest.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ class RankError(AssertionError):
 def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
 
     torch.set_num_threads(1)
+    install_importhook(get_config())  # so that an assertion on a rank shows its values
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
-        module, name, args, rank, world_size, store_file = job
+        module, name, args, kwargs, rank, world_size, store_file = job
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         try:
             # Collectives that wait for a dead or diverging peer give up well before the pool does.
@@ -46,7 +49,7 @@ def _serve(connection: Connection) -> None:
             timeout = timedelta(seconds=30)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
-            result = getattr(importlib.import_module(module), name)(*args)
+            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
             connection.send((True, result))
         except BaseException:
             reply = traceback.format_exc()
@@ -78,15 +81,15 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = 0
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of `function(*args)` on `world_size` ranks, by rank; raises RankError."""
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The results of `function(*args, **kwargs)` on `world_size` ranks, by rank; raises RankError."""
         if world_size > self._size:
             raise ValueError(f"world_size: got {world_size}, the pool has {self._size} ranks")
         self._start(world_size)
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store-{self._jobs}")
         for rank in range(world_size):
-            job = (function.__module__, function.__name__, args, rank, world_size, store)
+            job = (function.__module__, function.__name__, args, kwargs, rank, world_size, store)
             self._workers[rank][1].send(job)
         replies = self._collect(world_size)
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(replies) if not good]

@@ -100,3 +100,9 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two runs agree in every bit, the random numbers drawn included."""
     params = all(torch.equal(value, other["params"][name]) for name, value in one["params"].items())
     return params and (one["losses"], one["drawn"]) == (other["losses"], other["drawn"])
+
+
+def all_same(runs: list[dict[str, Any]]) -> None:
+    """Each as the first one."""
+    for number, run in enumerate(runs):
+        assert same(runs[0], run), f"run {number} of {len(runs)} differs"

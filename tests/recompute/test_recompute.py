@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import share
-from recomputing import Block, Net, make, result, same, settings, steps, trained
+from recomputing import Block, Net, all_same, make, result, same, settings, steps, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,17 +37,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def ways(stage: int, dtype: str, reduce: str) -> list[bool]:
-    """Whether each way gives the bits of a training without recomputation."""
-    more = {"bf16": {"enabled": dtype == "bf16"}, "zero": {"reduce": reduce}}
-    base = trained(make(), settings(stage, {}, **more))
-    found = []
-    for section, rest in WAYS:
-        made = trained(make(), settings(stage, section, activation_checkpointing=rest, **more))
-        found.append(same(base, made))
-    return found
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("stage", "world", "dtype", "reduce"),
     [
@@ -56,23 +46,22 @@ def ways(stage: int, dtype: str, reduce: str) -> list[bool]:
         *longer(*((stage, 1, "fp32", "ranks") for stage in (1, 2, 3))),
     ],
 )
-def test_no_bit_changes(pool, stage, world, dtype, reduce):
-    assert pool.run(world, ways, stage, dtype, reduce) == [[True] * len(WAYS)] * world
+def test_no_bit_changes(stage, world, dtype, reduce):
+    more = {"bf16": {"enabled": dtype == "bf16"}, "zero": {"reduce": reduce}}
+    base = trained(make(), settings(stage, {}, **more))
+    for section, rest in WAYS:
+        assert same(base, trained(make(), settings(stage, section, activation_checkpointing=rest, **more)))
 
 
-def ways_of_offload(folder: str) -> list[bool]:
-    """Whether recomputation with state and parameters off the device gives the bits of a training with neither."""
-    base, found = trained(make(), settings(3, {})), []
-    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": folder}):
+@pytest.mark.ranks(2)
+def test_no_bit_changes_with_offload(tmp_path):
+    """State and parameters off the device, against a training with neither that nor recomputation."""
+    base = trained(make(), settings(3, {}))
+    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
         section = {"stage": 3, "offload_optimizer": place, "offload_param": place}
         for recompute, rest in (FULL, {}), (SELECTIVE, HOST):
             more = {"zero_optimization": section, "activation_checkpointing": rest}
-            found.append(same(base, trained(make(), settings(3, recompute, **more))))
-    return found
-
-
-def test_no_bit_changes_with_offload(pool, tmp_path):
-    assert pool.run(2, ways_of_offload, str(tmp_path)) == [[True] * 4] * 2
+            assert same(base, trained(make(), settings(3, recompute, **more)))
 
 
 def gathers(section: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -90,12 +79,9 @@ def gathers(section: dict[str, Any]) -> tuple[list[int], list[int]]:
     return sorted(tags), calls
 
 
-def both_gathers() -> list[tuple[list[int], list[int]]]:
-    return [gathers(section) for section in ({}, FULL, SELECTIVE)]
-
-
-def test_a_recomputed_unit_is_gathered_once(pool):
-    (plain, once), (full, twice), (selective, again) = pool.run(2, both_gathers)[0]
+@pytest.mark.ranks(2)
+def test_a_recomputed_unit_is_gathered_once():
+    (plain, once), (full, twice), (selective, again) = [gathers(section) for section in ({}, FULL, SELECTIVE)]
     assert plain == full == selective
     assert once == [1, 1, 1]
     assert twice == again == [2, 2, 2]
@@ -127,8 +113,10 @@ class Smooth(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def slopes(stage: int) -> list[bool]:
-    """A penalty on the gradient: a backward through a backward."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_through_a_backward(stage):
+    """A penalty on the gradient."""
     found = []
     for section, rest in ({}, {}), ({}, {}), (SELECTIVE, {}), ({}, {**HOST, **BLOCK_OF_INPUTS}):
         torch.manual_seed(1)
@@ -142,35 +130,23 @@ def slopes(stage: int) -> list[bool]:
             (y + slope.square().sum()).backward()
             engine.step()
         found.append(result(engine, [y.item(), slope.tolist()]))
-    return [same(found[0], other) for other in found[1:]]
+    all_same(found)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_backward_through_a_backward(pool, stage):
-    assert pool.run(2, slopes, stage) == [[True] * 3] * 2
-
-
-def several(stage: int) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backward_runs_several_times(stage):
     found = []
     for section, rest in ({}, {}), (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **BLOCK_OF_INPUTS}):
         engine = zero.initialize(model=make(), config=settings(stage, section, activation_checkpointing=rest))[0]
         torch.manual_seed(4)
         found.append(result(engine, [two_losses(engine), steps(engine, 1)]))
-    return [same(found[0], other) for other in found[1:]]
+    all_same(found)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_backward_runs_several_times(pool, stage):
-    assert pool.run(2, several, stage) == [[True] * 3] * 2
-
-
-def accumulated() -> list[bool]:
-    made = [trained(make(), settings(3, section, accumulation=2)) for section in ({}, FULL, SELECTIVE)]
-    return [same(made[0], other) for other in made[1:]]
-
-
-def test_micro_batches_add_up(pool):
-    assert pool.run(2, accumulated) == [[True] * 2] * 2
+@pytest.mark.ranks(2)
+def test_micro_batches_add_up():
+    all_same([trained(make(), settings(3, section, accumulation=2)) for section in ({}, FULL, SELECTIVE)])
 
 
 class SelfCheckpointing(Net):
@@ -199,7 +175,9 @@ class Again(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def nested(stage: int) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_recomputes_itself(stage):
     base = trained(make(), settings(stage, {}))
     sections = ({}, FULL, SELECTIVE, {**FULL, "policy": "auto", "budget": "20 KB"})
     sections = (*sections, {"modules": ["Again"]}, {"modules": ["SelfCheckpointing"]})
@@ -208,15 +186,11 @@ def nested(stage: int) -> list[bool]:
     renamed = [
         {**each, "params": {name.replace("inner.", ""): p for name, p in each["params"].items()}} for each in made
     ]
-    return [same(base, other) for other in renamed]
+    all_same([base, *renamed])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_that_recomputes_itself(pool, stage):
-    assert pool.run(2, nested, stage) == [[True] * 7] * 2
-
-
-def compiled() -> tuple[list[bool], list[str]]:
+@pytest.mark.ranks(2)
+def test_compiled_blocks():
     """Blocks, in the first step in full and whole, then selectively and whole; and parts of a compiled block."""
     made, policies = [], []
     for section in {}, {**FULL, "policy": "auto", "budget": "20 KB"}, {"modules": ["blocks.*.up"]}:
@@ -228,31 +202,24 @@ def compiled() -> tuple[list[bool], list[str]]:
         policies += [module.policy.value for module in engine._training.recomputing.modules]
         made.append(result(engine, losses))
         assert not any("forward" in block.__dict__ for block in engine.module.blocks)
-    return [same(made[0], other) for other in made[1:]], policies
+    all_same(made)
+    assert policies == ["selective", "none", "full", "full"]
 
 
-def test_compiled_blocks(pool):
-    assert pool.run(2, compiled) == [([True] * 2, ["selective", "none", "full", "full"])] * 2
-
-
-def without_gradients() -> tuple[list[int], list[int], bool]:
+@pytest.mark.ranks(2)
+def test_without_gradients_forward_is_plain():
     engine = zero.initialize(model=make(), config=settings(3, FULL, activation_checkpointing=HOST))[0]
     engine.eval()
     with torch.no_grad():
         engine(*share(0))
     with torch.inference_mode():
         engine(*share(0))
-    idle = [block.calls for block in engine.module.blocks]
-    untouched = engine._training.recomputing.inputs.buffers.nbytes == 0
+    assert [block.calls for block in engine.module.blocks] == [2, 2, 2]
+    assert engine._training.recomputing.inputs.buffers.nbytes == 0
     loss = engine(*share(0))  # in eval with gradients, memory is wanted as in training
     loss.backward()
-    busy = [block.calls for block in engine.module.blocks]
+    assert [block.calls for block in engine.module.blocks] == [4, 4, 4]
     engine.destroy()
-    return idle, busy, untouched
-
-
-def test_without_gradients_forward_is_plain(pool):
-    assert pool.run(2, without_gradients) == [([2, 2, 2], [4, 4, 4], True)] * 2
 
 
 class Fragile(Block):
@@ -266,9 +233,11 @@ class Fragile(Block):
         return super().forward(*args, **kwargs)
 
 
-def after_exceptions(stage: int) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_in_a_recomputation_leaves_the_engine_usable(stage):
     """Steps that fail in the recomputation of the middle block; what follows is as if they had not been."""
-    base, found = trained(make(), settings(stage, {})), []
+    base = trained(make(), settings(stage, {}))
     for section, rest in (FULL, {}), (SELECTIVE, {}), (FULL, {**HOST, **BLOCK_OF_INPUTS}):
         model = make()
         model.blocks[1].__class__ = Fragile
@@ -281,13 +250,7 @@ def after_exceptions(stage: int) -> list[bool]:
                 call(loss)
             model.blocks[1].fail_at = -1
         torch.manual_seed(100 + dist.get_rank())
-        found.append(same(base, result(engine, steps(engine, 3))))
-    return found
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_exception_in_a_recomputation_leaves_the_engine_usable(pool, stage):
-    assert pool.run(2, after_exceptions, stage) == [[True] * 3] * 2
+        assert same(base, result(engine, steps(engine, 3)))
 
 
 def own_forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -295,33 +258,28 @@ def own_forward(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return x * 2.0
 
 
-def traces(stage: int) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_of_the_model_changes(stage):
     plain = make()
     model = make()
     model.blocks[2].forward = own_forward
     signature = inspect.signature(model.blocks[0].forward)
     engine = zero.initialize(model=model, config=settings(stage, FULL))[0]
     blocks = engine.module.blocks
-    found = [
-        all(isinstance(block.forward, Recomputed) for block in blocks),
-        list(dict(model.named_parameters())) == list(dict(plain.named_parameters())),
-        list(engine.module_state_dict()) == list(plain.state_dict()),
-        [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()],
-        inspect.signature(blocks[0].forward) == signature,
-    ]
+    assert all(isinstance(block.forward, Recomputed) for block in blocks)
+    assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
+    assert list(engine.module_state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert inspect.signature(blocks[0].forward) == signature
     with zero.GatheredParameters(list(model.parameters())):
         copies = [copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))]
     for copied in copies:
-        found += [not any(isinstance(block.forward, Recomputed) for block in copied)]
-        found += [copied[0].forward.__self__ is copied[0], copied[2].forward is own_forward]
+        assert not any(isinstance(block.forward, Recomputed) for block in copied)
+        assert copied[0].forward.__self__ is copied[0] and copied[2].forward is own_forward
     engine.destroy()
-    found += ["forward" not in block.__dict__ for block in model.blocks[:2]]
-    return [*found, model.blocks[2].forward is own_forward]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_nothing_of_the_model_changes(pool, stage):
-    assert all(map(all, pool.run(2, traces, stage)))
+    assert not any("forward" in block.__dict__ for block in model.blocks[:2])
+    assert model.blocks[2].forward is own_forward
 
 
 def refused(section: dict[str, Any], kind: type[Net] = Net) -> str:
@@ -333,18 +291,14 @@ def refused(section: dict[str, Any], kind: type[Net] = Net) -> str:
     return str(caught.value)
 
 
-def test_modules_that_are_not_there_are_named(pool):
+@pytest.mark.ranks(2)
+def test_modules_that_are_not_there_are_named():
     there = "Its classes are ['Block', 'Dropout', 'Embedding', 'LayerNorm', 'Linear', 'ModuleList', 'Net']."
-    assert (
-        pool.run(2, refused, {"modules": ["Blok", "Block"]})
-        == [f"zero.recompute.modules: ['Blok'] match no module of the model; did you mean 'Block'? {there}"] * 2
-    )
-    assert pool.run(1, refused, {"modules": ["block.1"]}) == [
-        f"zero.recompute.modules: ['block.1'] match no module of the model; did you mean 'blocks.1'? {there}"
-    ]
-    assert pool.run(1, refused, {"modules": ["blocks"]}) == [
-        "zero.recompute.modules: 'blocks' is a ModuleList, which has no forward; name the modules in it"
-    ]
+    for modules, wrong, meant in (["Blok", "Block"], "Blok", "Block"), (["block.1"], "block.1", "blocks.1"):
+        said = f"zero.recompute.modules: ['{wrong}'] match no module of the model; did you mean '{meant}'? {there}"
+        assert refused({"modules": modules}) == said
+    said = "zero.recompute.modules: 'blocks' is a ModuleList, which has no forward; name the modules in it"
+    assert refused({"modules": ["blocks"]}) == said
 
 
 @pytest.mark.parametrize(
