@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from zero.data.position import Partition
+
 
 class RankIterable(IterableDataset):
     """The micro-batches of an iterable dataset whose turn it is: number k of `size` items goes to rank k % world_size.
@@ -23,10 +25,10 @@ class RankIterable(IterableDataset):
 
     start: Sequence[int] = (0,)
 
-    def __init__(self, dataset: IterableDataset, size: int, together: int, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: IterableDataset, partition: Partition, rank: int) -> None:
         self.dataset = dataset
-        self.size, self.together = size, together
-        self.rank, self.world_size = rank, world_size
+        self.size, self.together = partition.turns
+        self.rank, self.world_size = rank, partition.world_size
 
     def __iter__(self) -> Iterator[Any]:
         items, whole = iter(self.dataset), self.size * self.together

@@ -91,29 +91,18 @@ class Loader:
             seed=seed,
         )
         if stream:
-            # Without `together`, ranks take turns item by item.
-            size, turn = (batch_size, together) if together is not None else (1, world_size)
-            items = RankIterable(dataset, size, turn, rank, world_size)
+            items = RankIterable(dataset, self._partition, rank)
             collate = WorkerCollate(collate_fn or default_collate)
             self._source: RankBatchSampler | RankIterable = items
             self._loader = DataLoader(items, batch_size, collate_fn=collate, drop_last=drop_last, **common)
         else:
             if sampler is None:
-                self.sampler = self._own_sampler()
-            self._source = RankBatchSampler(self.sampler, batch_size, drop_last, rank, world_size)
+                self.sampler = RankSampler(dataset, self._partition, rank, drop_last)
+            self._source = RankBatchSampler(self.sampler, self._partition, rank, drop_last)
             seeded = SeededDataset(dataset) if num_workers else dataset
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
         self._loads = 0  # positions loaded so far; a pass that was begun before the last one is over
-
-    def _own_sampler(self) -> RankSampler:
-        partition = self._partition
-        if not partition.samples:
-            raise ValueError("dataset: wanted at least one sample, got an empty one")
-        turns: dict[str, Any] = {}
-        if partition.together:
-            turns = {"size": self.batch_size, "together": partition.together, "drop_last": self._drop_last}
-        return RankSampler(self.dataset, partition.world_size, self._rank, partition.seed, **turns)
 
     @property
     def epoch(self) -> int:
@@ -209,12 +198,14 @@ def _check(dataset: Any, batch_size: Any, collate_fn: Any, sampled: bool) -> Non
             f"dataset: got a {type(dataset).__name__}; wanted the dataset itself (its .dataset), of which each rank "
             "gets its part"
         )
-    indexed = hasattr(dataset, "__getitem__") and (sampled or hasattr(dataset, "__len__"))
-    if not indexed and not isinstance(dataset, IterableDataset):
+    stream = isinstance(dataset, IterableDataset)
+    if not stream and not (hasattr(dataset, "__getitem__") and (sampled or hasattr(dataset, "__len__"))):
         raise ValueError(
             f"dataset: got a {type(dataset).__name__}; wanted one with __len__ and __getitem__, or a "
             "torch.utils.data.IterableDataset"
         )
+    if not stream and not sampled and not len(dataset):
+        raise ValueError("dataset: wanted at least one sample, got an empty one")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size!r}, wanted an integer of at least 1")
     if collate_fn is not None and not callable(collate_fn):

@@ -50,6 +50,11 @@ class Partition:
     samples: int | None
     seed: int
 
+    @property
+    def turns(self) -> tuple[int, int]:
+        """Samples of a turn, and turns of all ranks in a step; sample by sample unless `together` is set."""
+        return (self.batch_size, self.together) if self.together else (1, self.world_size)
+
     def begin(self, epoch: int) -> Position:
         """The beginning of a pass."""
         return Position(epoch, (0,) * self.workers, 0, (0,) * self.workers)

@@ -12,35 +12,26 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler, get_worker_info
 
+from zero.data.position import Partition
+
 
 class RankSampler(DistributedSampler):
     """The samples of one rank, from any place of the shuffled order of torch's `DistributedSampler` on.
 
     Ranks take turns by `size` samples: turn number k goes to rank k % world_size. `together` turns, a multiple of
     world_size, make a step. The order is padded to whole steps with its own beginning, or cut to them with `drop_last`.
-    With the defaults, which are those of `DistributedSampler`, the ranks take turns sample by sample. With `size` that
-    of a micro-batch and `together` the micro-batches of an optimizer step, what a step sees does not depend on the
-    number of ranks.
+    As in `DistributedSampler`, the ranks take turns sample by sample and the end is padded, unless `partition` counts
+    the micro-batches of an optimizer step: then what a step sees does not depend on the number of ranks.
 
     start: samples of the order that were handed out before, to whatever ranks there were; steps are counted from there.
     """
 
     start = 0
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        world_size: int,
-        rank: int,
-        seed: int,
-        *,
-        size: int = 1,
-        together: int | None = None,
-        drop_last: bool = False,
-    ) -> None:
-        super().__init__(dataset, world_size, rank, shuffle=True, seed=seed)
-        self.size, self.together = size, together or world_size
-        self.drop_last = drop_last
+    def __init__(self, dataset: Dataset, partition: Partition, rank: int, drop_last: bool) -> None:
+        super().__init__(dataset, partition.world_size, rank, shuffle=True, seed=partition.seed)
+        self.size, self.together = partition.turns
+        self.drop_last = drop_last and partition.together > 0
 
     def __len__(self) -> int:
         return self.left(0)
@@ -76,15 +67,13 @@ class RankBatchSampler(Sampler):
     seed:  that of the shuffle and the number of the pass; each batch has its own, made of these and of its place.
     """
 
-    def __init__(
-        self, sampler: Sampler | Iterable[int], size: int, drop_last: bool, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, sampler: Sampler | Iterable[int], partition: Partition, rank: int, drop_last: bool) -> None:
         self.start = self.skip = 0
         self.seed = (0, 0)
         self.sampler = sampler
         self._shared = isinstance(sampler, RankSampler)
-        self._size, self._drop_last = size, drop_last
-        self._rank, self._world_size = rank, world_size
+        self._size, self._drop_last = partition.batch_size, drop_last
+        self._rank, self._world_size = rank, partition.world_size
 
     def __len__(self) -> int:
         return self.left(0)
