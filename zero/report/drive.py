@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -28,7 +29,10 @@ WORTH = 1.05
 
 
 class Setting(NamedTuple):
-    """A section `aio`. The order is that of preference: few workers, few blocks in flight, small blocks."""
+    """A section `aio`, in the order of the arguments of :class:`zero.kernels.aio.Aio`.
+
+    It is that of preference, too: few workers, few blocks in flight, small blocks.
+    """
 
     intra_op_parallelism: int
     queue_depth: int
@@ -76,8 +80,7 @@ def run(folder: str, as_json: bool) -> int:
 
 def section(drive: Drive) -> dict[str, int]:
     """The proposed section `aio`."""
-    setting = drive.best.setting
-    return {key: getattr(setting, key) for key in ("block_size", "queue_depth", "intra_op_parallelism")}
+    return drive.best.setting._asdict()
 
 
 def lines(drive: Drive) -> list[str]:
@@ -117,17 +120,11 @@ def measure(
     chunk: int = CHUNK,
     largest: int = LARGEST,
 ) -> Drive:
-    """Write and read a scratch file in `folder` under each setting, for about `seconds` in all.
+    """Write and read a scratch file in an existing folder under each setting, for about `seconds` in all.
 
-    Args:
-        folder: an existing folder.
-        seconds: each setting moves at least one chunk per round and direction, however long that takes.
-        settings: what to try.
-        chunk: bytes of one request, a multiple of ALIGN.
-        largest: bytes of the file at most; it takes an eighth of the free space at most.
-
-    Raises:
-        OSError: the folder is missing or not writable, has too little space, or the drive fails.
+    Each setting moves at least one chunk per round and direction, however long that takes.
+    chunk: bytes of one request, a multiple of ALIGN. largest: bytes of the file at most; it takes an eighth of the free
+    space at most. Raises OSError where the folder is missing or not writable, has too little space, or the drive fails.
     """
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize
@@ -135,22 +132,16 @@ def measure(
     whole = max(CHUNKS, min(largest, free // 8) // chunk) * chunk
     file = ScratchFile(folder, whole, "zero-report")
     buffers = [aligned(chunk).random_(0, 256) for _ in range(CHUNKS)]
-    first = Aio()
-    try:
+    with contextlib.closing(Aio()) as first:
         # What was reserved but never written is not read from the drive at all.
         filled = _move(first, file, buffers, whole, True, seconds / 7, whole)[0]
-    finally:
-        first.close()
     rates: dict[tuple[Setting, bool], list[float]] = {}
     slot = seconds / (len(settings) * ROUNDS * 2)
     for _, setting in itertools.product(range(ROUNDS), settings):
-        aio = Aio(setting.intra_op_parallelism, setting.queue_depth, setting.block_size)
-        try:
+        with contextlib.closing(Aio(*setting)) as aio:
             for write in (True, False):
                 moved, took = _move(aio, file, buffers, filled, write, slot)
                 rates.setdefault((setting, write), []).append(moved / took / 1e9)
-        finally:
-            aio.close()
     trials = [Trial(key, *(statistics.median(rates[key, write]) for write in (True, False))) for key in settings]
     kind = _filesystem(folder)
     return Drive(
