@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import batch
-from recomputing import WIDTH, Net, make, result, same, settings, trained
+from recomputing import WIDTH, Net, all_same, make, result, same, settings, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,24 +99,19 @@ RESTS: dict[str, dict[str, Any]] = {
 }
 
 
-def all_rests() -> dict[str, bool]:
-    found = {}
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, *longer(1, 3)])
+def test_no_bit_changes_wherever_inputs_rest(world):
     for name, arguments in RESTS.items():
         checkpointing.configure(Group() if dist.get_rank() else dist.group.WORLD, **arguments)
-        found[name] = equal(gradients(plain), gradients(checkpointing.checkpoint))
-        found[f"{name}, autocast"] = equal(gradients(plain, True), gradients(checkpointing.checkpoint, True))
+        for autocast in (False, True):
+            assert equal(gradients(plain, autocast), gradients(checkpointing.checkpoint, autocast)), (name, autocast)
     HOLDER.__init__()
-    return found
 
 
-@pytest.mark.parametrize("world", [2, *longer(1, 3)])
-def test_no_bit_changes_wherever_inputs_rest(pool, world):
-    for found in pool.run(world, all_rests):
-        assert found == dict.fromkeys(found, True)
-
-
-def slices() -> tuple[list[int], list[bool]]:
-    """Bytes that a rank keeps of inputs of several sizes and strides, and whether they come back as they were."""
+@pytest.mark.ranks(3)
+def test_each_rank_keeps_its_slice():
+    """Of inputs of several sizes and strides, which come back as they were."""
     checkpointing.configure(dist.group.WORLD, partition_activations=True)
     made = [torch.arange(float(count)).requires_grad_() * 1.0 for count in (1, 2, 7, 64)]
     made += [made[3].view(8, 8).t(), made[3].view(8, 8)[:, ::2], made[2].expand(2, 7), made[3].to(torch.bfloat16)]
@@ -124,14 +119,9 @@ def slices() -> tuple[list[int], list[bool]]:
     back = [restored(ticket) for ticket in tickets]
     nbytes = [ticket.call._slices[ticket.index].nbytes for ticket in tickets]
     HOLDER.__init__()
-    dense = [tensor.stride() == other.stride() for tensor, other in zip(made[:5], back, strict=False)]
-    return nbytes, [torch.equal(a, b) and b.requires_grad for a, b in zip(made, back, strict=True)] + dense
-
-
-def test_each_rank_keeps_its_slice(pool):
-    for nbytes, good in pool.run(3, slices):
-        assert nbytes == [4, 4, 12, 88, 88, 44, 20, 44]
-        assert all(good)
+    assert nbytes == [4, 4, 12, 88, 88, 44, 20, 44]
+    assert all(tensor.stride() == other.stride() for tensor, other in zip(made[:5], back, strict=False))
+    assert all(torch.equal(a, b) and b.requires_grad for a, b in zip(made, back, strict=True))
 
 
 class Own(Net):
@@ -148,9 +138,11 @@ class Own(Net):
         return block(x, turn, scale=scale)
 
 
-def in_engines(stage: int) -> tuple[list[bool], list[int]]:
-    """Trainings under the JSON alone; bytes of slots that the last of each step had."""
-    base, nbytes = trained(make(), settings(stage, {})), []
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inside_an_engine_its_json_counts(stage):
+    """Trainings under the JSON alone, with the bytes that the last saved inputs of each step had."""
+    base = trained(make(), settings(stage, {}))
     section = {"contiguous_memory_optimization": True, "number_checkpoints": 4}
     taken: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -158,27 +150,21 @@ def in_engines(stage: int) -> tuple[list[bool], list[int]]:
         patch.setattr(
             InputStore, "put", lambda rest, tensors: [put(rest, tensors), taken.append(rest.buffers.nbytes)][0]
         )
-        found = [same(base, trained(make(Own), settings(stage, {})))]
-        nbytes.append(max(taken))
+        assert same(base, trained(make(Own), settings(stage, {})))
+        assert max(taken) == 0
         values = settings(stage, {}, activation_checkpointing=section)
-        found.append(same(base, trained(make(Own), values)))
-        nbytes.append(max(taken))
+        assert same(base, trained(make(Own), values))
+        assert max(taken) == 4 * 4096
         checkpointing.configure(None, values, num_checkpoints=5)  # goes before what the engine's JSON says
-        found.append(same(base, trained(make(Own), values)))
-        nbytes.append(max(taken))
+        assert same(base, trained(make(Own), values))
+        assert max(taken) == 5 * 4096
         HOLDER.__init__()
-    return found, nbytes
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_inside_an_engine_its_json_counts(pool, stage):
-    for found, nbytes in pool.run(2, in_engines, stage):
-        assert found == [True] * 3
-        assert nbytes == [0, 4 * 4096, 5 * 4096]
-
-
-def cut_in_engines(stage: int) -> list[bool]:
-    """Trainings of ranks that compute one sample together: under the JSON each keeps a slice of every saved input."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_slices_of_inputs_change_no_bit_of_a_training(stage):
+    """Ranks that compute one sample together: under the JSON each keeps a slice of every saved input."""
     checkpointing.configure(Group())
     found = []
     for section, host in ({}, False), (FULL, False), (SELECTIVE, False), (FULL, True):
@@ -194,12 +180,7 @@ def cut_in_engines(stage: int) -> list[bool]:
             losses.append(loss.item())
         found.append(result(engine, losses))
     HOLDER.__init__()
-    return [same(found[0], other) for other in found[1:]]
-
-
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_slices_of_inputs_change_no_bit_of_a_training(pool, stage):
-    assert pool.run(2, cut_in_engines, stage) == [[True] * 3] * 2
+    all_same(found)
 
 
 def test_what_lies_inside_puts_nothing_away():
@@ -320,17 +301,12 @@ def test_what_cannot_be_configured_is_said():
     assert not checkpointing.is_configured()
 
 
-def divided() -> str:
-    with pytest.raises(RuntimeError) as caught:
+@pytest.mark.ranks(2)
+def test_ranks_must_configure_alike():
+    with pytest.raises(RuntimeError, match=r"^the ranks of mpu_ do not configure the same: ") as caught:
         checkpointing.configure(Group(), partition_activations=dist.get_rank() == 0)
     assert not checkpointing.is_configured()
-    return str(caught.value)
-
-
-def test_ranks_must_configure_alike(pool):
-    for text in pool.run(2, divided):
-        assert text.startswith("the ranks of mpu_ do not configure the same: ")
-        assert "partition_activations = True" in text and "partition_activations = False" in text
+    assert all(f"partition_activations = {wanted}" in str(caught.value) for wanted in (True, False))
 
 
 def test_slots_go_back_when_a_graph_has_gone():

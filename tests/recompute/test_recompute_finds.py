@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recomputing import result, same, settings
+from recomputing import all_same, result, settings
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -133,8 +133,10 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def ways(kind: type[Part]) -> list[bool]:
-    """Whether training, with buffers, has the same bits in full, selectively, and with inputs on the host."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Statistics, Estimates, Draws, Collects, GivesAway, Changes, Writes, OfTorch])
+def test_a_recomputation_finds_what_its_forward_found(kind):
+    """Training, with buffers, has the same bits in full, selectively, and with inputs on the host."""
     found = []
     host = {"activation_checkpointing": {"cpu_checkpointing": True}}
     for section, rest in ({}, {}), ({}, {}), ({"policy": "selective"}, {}), ({}, host), (None, host):
@@ -150,12 +152,7 @@ def ways(kind: type[Part]) -> list[bool]:
             losses.append(loss.item())
         losses.append({name: buffer.tolist() for name, buffer in engine.module.named_buffers()})
         found.append(result(engine, losses))
-    return [same(found[0], other) for other in found[1:]]
-
-
-@pytest.mark.parametrize("kind", [Statistics, Estimates, Draws, Collects, GivesAway, Changes, Writes, OfTorch])
-def test_a_recomputation_finds_what_its_forward_found(pool, kind):
-    assert pool.run(2, ways, kind) == [[True] * 4] * 2
+    all_same(found)
 
 
 def test_a_module_checkpointed_by_hand_counts_a_batch_once():

@@ -59,28 +59,17 @@ def kept(section: dict[str, Any], rest: dict[str, Any]) -> int:
     return (found[1] - found[0]) // (BLOCKS - 1)
 
 
-def table() -> dict[str, int]:
+@pytest.mark.ranks(1)
+def test_a_block_keeps_what_its_policy_says():
     selective = {"modules": ["Block"], "policy": "selective"}
     host = {"cpu_checkpointing": True}
     block = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
-    return {
-        "none": kept({}, {}),
-        "full": kept({"modules": ["Block"]}, {}),
-        "selective": kept(selective, {}),
-        "every second": kept({**selective, "products": 2}, {}),
-        "host": kept({"modules": ["Block"]}, host),
-        "block": kept({"modules": ["Block"]}, block),
-    }
-
-
-def test_a_block_keeps_what_its_policy_says(pool):
-    found = pool.run(1, table)[0]
-    assert found["full"] == INPUT
-    assert INPUT + PRODUCTS <= found["selective"] <= INPUT + PRODUCTS + STATISTICS
-    assert found["host"] == 0  # the buffers on the host were there before
-    assert found["block"] == 0  # the block is one storage, which was there before
-    assert found["selective"] <= 0.7 * found["none"]
-    assert found["every second"] <= 0.5 * found["none"]
+    everything = kept({}, {})
+    assert kept({"modules": ["Block"]}, {}) == INPUT
+    assert INPUT + PRODUCTS <= kept(selective, {}) <= min(INPUT + PRODUCTS + STATISTICS, 0.7 * everything)
+    assert kept({**selective, "products": 2}, {}) <= 0.5 * everything
+    assert kept({"modules": ["Block"]}, host) == 0  # the buffers on the host were there before
+    assert kept({"modules": ["Block"]}, block) == 0  # the block is one storage, which was there before
 
 
 def slots(rest: dict[str, Any]) -> list[int]:
@@ -98,12 +87,13 @@ def slots(rest: dict[str, Any]) -> list[int]:
     return [*found, rest.buffers.nbytes]
 
 
-def test_slots_are_used_again(pool):
+@pytest.mark.ranks(1)
+def test_slots_are_used_again():
     page = 4096  # one input fits into a page; slots on the host are whole pages or what was asked for
     block = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
-    assert pool.run(1, slots, block)[0] == [BLOCKS * page] * 4 + [0]
-    assert pool.run(1, slots, {**block, "cpu_checkpointing": True})[0] == [BLOCKS * page] * 4 + [0]
-    assert pool.run(1, slots, {"cpu_checkpointing": True})[0] == [BLOCKS * INPUT] * 4 + [0]
+    assert slots(block) == [BLOCKS * page] * 4 + [0]
+    assert slots({**block, "cpu_checkpointing": True}) == [BLOCKS * page] * 4 + [0]
+    assert slots({"cpu_checkpointing": True}) == [BLOCKS * INPUT] * 4 + [0]
 
 
 def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
@@ -161,18 +151,14 @@ class Other(torch.nn.Module):
         return x.square().mean() + sum(param.sum() for param in self.parameters()) * 0.0
 
 
-def differing() -> list[str]:
+@pytest.mark.ranks(2)
+def test_ranks_that_call_other_modules_choose_alike():
     values = settings(1, {"modules": ["Block"], "policy": "auto", "budget": "1 GiB"})
     engine = zero.initialize(model=Other(), config=values)[0]
     engine.backward(engine(torch.ones(2, 5, WIDTH)))
     engine.step()
-    policies = [module.policy.value for module in engine._training.recomputing.modules]
+    assert [module.policy for module in engine._training.recomputing.modules] == [Policy.NONE, Policy.FULL]
     engine.destroy()
-    return policies
-
-
-def test_ranks_that_call_other_modules_choose_alike(pool):
-    assert pool.run(2, differing) == [[Policy.NONE.value, Policy.FULL.value]] * 2
 
 
 class Pair(torch.nn.Module):
@@ -186,8 +172,9 @@ class Pair(torch.nn.Module):
         return self.second(self.first(x, turn, scale=scale), turn, scale=scale)
 
 
-def pairs() -> list[tuple[int, list[str]]]:
-    """Bytes that `auto` says the model takes, and what it chooses: by blocks, and by pairs of them."""
+@pytest.mark.ranks(2)
+def test_parameters_do_not_count_whatever_unit_they_are_of():
+    """`auto` says how much the model takes, and chooses: by blocks, and by pairs of them."""
     choices: list[Choice] = []
     for kind in ("Block", "Pair"):
         model = make(blocks=BLOCKS, dropout=0.0)
@@ -200,10 +187,5 @@ def pairs() -> list[tuple[int, list[str]]]:
             patch.setattr(modules, "say", lambda choice, budget: choices.append(choice))
             steps(engine, 2)
         engine.destroy()
-    return [(choice.nbytes, [policy.value for policy in choice.policies.values()]) for choice in choices]
-
-
-def test_parameters_do_not_count_whatever_unit_they_are_of(pool):
-    alone, paired = pool.run(2, pairs)[0]
-    assert alone[1] == ["none"] * 4
-    assert paired == (alone[0], ["none"] * 2)
+    assert choices[0].nbytes == choices[1].nbytes
+    assert [list(choice.policies.values()) for choice in choices] == [[Policy.NONE] * 4, [Policy.NONE] * 2]

@@ -210,45 +210,42 @@ def tiles_at_once(ahead: int) -> dict[str, Any]:
     return {**found, "tiles": sorted(tiles), "units": sorted(unit.plan.anchor for unit in units), "rest": rest}
 
 
-def test_one_tile_is_whole_at_a_time(pool) -> None:
-    for found in pool.run(2, tiles_at_once, 0):
-        assert found["units"] == found["tiles"]
-        assert found["rest"] == ["blocks.0", "blocks.1"]
-        # The last tile of the forward is the first of the backward, and is kept between the two.
-        assert found["forward"] == (3 * len(found["tiles"]), 1)
-        assert found["backward"] == (3 * len(found["tiles"]), 1)
+@pytest.mark.ranks(2)
+def test_one_tile_is_whole_at_a_time() -> None:
+    found = tiles_at_once(0)
+    assert found["units"] == found["tiles"]
+    assert found["rest"] == ["blocks.0", "blocks.1"]
+    # The last tile of the forward is the first of the backward, and is kept between the two.
+    assert found["forward"] == (3 * len(found["tiles"]), 1)
+    assert found["backward"] == (3 * len(found["tiles"]), 1)
 
 
-def test_what_is_fetched_ahead_is_bounded(pool) -> None:
-    for found in pool.run(2, tiles_at_once, 100):
-        assert 1 < found["forward"][1] <= 3
-        assert found["backward"][1] <= 3
+@pytest.mark.ranks(2)
+def test_what_is_fetched_ahead_is_bounded() -> None:
+    found = tiles_at_once(100)
+    assert 1 < found["forward"][1] <= 3
+    assert found["backward"][1] <= 3
 
 
-def copy_into_shards(stage: int) -> bool:
-    """Copy a layer that is cut into tiles that are: built under `zero.Init`, and of an engine."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_are_copied_between_layers_that_are_cut(stage: int) -> None:
+    """From a layer that is cut into tiles that are: built under `zero.Init`, and of an engine."""
     torch.manual_seed(11 + dist.get_rank())  # rank 0's values count
     with zero.Init():
         built = nn.Sequential(nn.Linear(9, 10), zero.TiledLinear(9, 10, in_splits=2, out_splits=3))
         built[1].copy_params_from(built[0])
     with zero.GatheredParameters(built.parameters()):
-        same = joined(built[1], built[0])
+        check_joined(built[1], built[0])
     model = nn.ModuleDict({"plain": nn.Linear(9, 10), "tiled": zero.TiledLinear(9, 10, in_splits=2, out_splits=3)})
     engine, *_ = zero.initialize(model=model, config=config(stage, 2))
     model["tiled"].copy_params_from(model["plain"])
     with zero.GatheredParameters(model.parameters()):
-        same = same and joined(model["tiled"], model["plain"])
+        check_joined(model["tiled"], model["plain"])
     engine.destroy()
-    return same
 
 
-def joined(tiled: zero.TiledLinear, plain: nn.Linear) -> bool:
+def check_joined(tiled: zero.TiledLinear, plain: nn.Linear) -> None:
     weight = torch.cat([torch.cat([tile.weight for tile in row], 1) for row in tiled.linears])
-    return torch.equal(weight, plain.weight) and torch.equal(
-        torch.cat([row[-1].bias for row in tiled.linears]), plain.bias
-    )
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_values_are_copied_between_layers_that_are_cut(pool, stage: int) -> None:
-    assert pool.run(2, copy_into_shards, stage) == [True, True]
+    assert torch.equal(weight, plain.weight)
+    assert torch.equal(torch.cat([row[-1].bias for row in tiled.linears]), plain.bias)

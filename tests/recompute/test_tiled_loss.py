@@ -301,15 +301,13 @@ def train_stages(tile_size: int | None, tied: bool, world: int, more: dict[str, 
     return [train(net(tile_size, tied), world, config(stage, world, **more), steps=3) for stage in range(4)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("world", "tied"), each_once([1, 2], [False, True]))
-def test_training_in_one_slice_has_the_bits_of_plain_training(pool, world: int, tied: bool) -> None:
-    tiled = pool.run(world, train_stages, 100, tied, world, {})
-    whole = pool.run(world, train_stages, None, tied, world, {})
-    for rank in range(world):
-        for stage in range(4):
-            ours, theirs = tiled[rank][stage], whole[rank][stage]
-            assert ours["losses"] == theirs["losses"], f"stage {stage} on rank {rank}"
-            assert all(torch.equal(ours["params"][name], theirs["params"][name]) for name in theirs["params"])
+def test_training_in_one_slice_has_the_bits_of_plain_training(world: int, tied: bool) -> None:
+    tiled, whole = (train_stages(size, tied, world, {}) for size in (100, None))
+    for stage, (ours, theirs) in enumerate(zip(tiled, whole, strict=True)):
+        assert ours["losses"] == theirs["losses"], f"stage {stage}"
+        assert all(torch.equal(ours["params"][name], theirs["params"][name]) for name in theirs["params"])
 
 
 def test_training_in_slices_is_as_exact_as_plain_training(pool) -> None:
@@ -320,12 +318,7 @@ def test_training_in_slices_is_as_exact_as_plain_training(pool) -> None:
             assert found["losses"] == stages[0]["losses"]
 
 
-def train_in_sixteen_bits(precision: dict[str, Any]) -> list[list[float]]:
-    """Losses in slices on stages 0 and 3, all at once, and all at once in fp32."""
-    runs = [(0, precision, 4), (3, precision, 4), (0, precision, None), (0, {}, None)]
-    return [train(net(size, True), 2, config(stage, 2, **more), steps=4)["losses"] for stage, more, size in runs]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
@@ -334,25 +327,20 @@ def train_in_sixteen_bits(precision: dict[str, Any]) -> list[list[float]]:
     ],
     ids=["bf16", "fp16"],
 )
-def test_training_in_sixteen_bits(pool, dtype: torch.dtype, precision: dict[str, Any]) -> None:
-    for tiled, tiled3, whole, right in pool.run(2, train_in_sixteen_bits, precision):
-        assert tiled == tiled3
-        # Four losses are few: both errors have been half an ulp, one of them a third of the other.
-        assert 0 < error(tiled, right) <= max(allowed(right, whole), ulps(2, right, dtype))
+def test_training_in_sixteen_bits(dtype: torch.dtype, precision: dict[str, Any]) -> None:
+    """Losses in slices on stages 0 and 3, all at once, and all at once in fp32."""
+    runs = [(0, precision, 4), (3, precision, 4), (0, precision, None), (0, {}, None)]
+    losses = [train(net(size, True), 2, config(stage, 2, **more), steps=4)["losses"] for stage, more, size in runs]
+    tiled, tiled3, whole, right = losses
+    assert tiled == tiled3
+    # Four losses are few: both errors have been half an ulp, one of them a third of the other.
+    assert 0 < error(tiled, right) <= max(allowed(right, whole), ulps(2, right, dtype))
 
 
-def read_outside() -> str:
+@pytest.mark.ranks(2)
+def test_a_released_head_outside_of_a_forward_is_named() -> None:
     engine, *_ = zero.initialize(model=net(4, False), config=config(3, 2))
     hidden, targets = torch.zeros(2, 12), torch.zeros(2, dtype=torch.int64)
-    try:
+    with pytest.raises(RuntimeError, match=r"^parameter 'head.weight' is released; read it inside zero.GatheredParam"):
         zero.tiled_cross_entropy(hidden, engine.module.head.weight, targets)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return "no error"
-
-
-def test_a_released_head_outside_of_a_forward_is_named(pool) -> None:
-    for text in pool.run(2, read_outside):
-        assert text.startswith("parameter 'head.weight' is released; read it inside zero.GatheredParameters(...)")
+    engine.destroy()

@@ -100,22 +100,21 @@ def trained(stage: int, with_check: bool, more: dict[str, Any]) -> list[Any]:
     return [seen[:8], *(param.detach() for param in engine.module.parameters())]
 
 
-def with_and_without(stage: int, more: dict[str, Any]) -> bool:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "more"), [(2, BF16), (3, {}), *longer((0, {}))])
+def test_training_goes_on_as_if_there_had_been_no_check(stage, more):
     runs = []
     for with_check in (True, False):
         torch.manual_seed(dist.get_rank())
         random.seed(1)
         runs.append(trained(stage, with_check, more))
     (numbers, *params), (wanted_numbers, *wanted) = runs
-    return numbers == wanted_numbers and all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True))
+    assert numbers == wanted_numbers
+    assert all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("stage", "more"), [(2, BF16), (3, {}), *longer((0, {}))])
-def test_training_goes_on_as_if_there_had_been_no_check(pool, stage, more):
-    assert pool.run(2, with_and_without, stage, more) == [True, True]
-
-
-def corrupted() -> tuple[bool, list[str], str]:
+@pytest.mark.ranks(2)
+def test_a_wrong_reduction_on_one_rank_is_found():
     """One unit's gradient of rank 1 is a little too large whenever the core reduces it."""
     reduce = Unit.reduce
 
@@ -127,14 +126,10 @@ def corrupted() -> tuple[bool, list[str], str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unit, "reduce", wrong)
         sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        return checked(make_net(), share(0), 1, sgd, steps=1, stages=(1, 3), accumulations=(1,))
-
-
-def test_a_wrong_reduction_on_one_rank_is_found(pool):
-    for ok, verdicts, text in pool.run(2, corrupted):
-        assert not ok
-        assert verdicts == 2 * ["DIFFERS: first in the gradient of 'blocks.1.norm.weight' at step 1"]
-        assert text.endswith("NOT all is well.")
+        ok, verdicts, text = checked(make_net(), share(0), 1, sgd, steps=1, stages=(1, 3), accumulations=(1,))
+    assert not ok
+    assert verdicts == 2 * ["DIFFERS: first in the gradient of 'blocks.1.norm.weight' at step 1"]
+    assert text.endswith("NOT all is well.")
 
 
 @pytest.mark.parametrize("seed", [0, *longer(1, 2)])
@@ -182,17 +177,15 @@ class Remembering(nn.Module):
         return (self.block(x) * (1 + 0.01 * len(CALLS) * dist.get_rank())).square().mean()
 
 
-def remembering() -> tuple[bool, list[str], str]:
+@pytest.mark.ranks(2)
+def test_state_outside_of_the_module_is_found():
     torch.manual_seed(2)
     CALLS.clear()
-    return checked(Remembering(), torch.randn(2, WIDTH), 2, {}, steps=2, stages=(2,), accumulations=(1,))
-
-
-def test_state_outside_of_the_module_is_found(pool):
-    for ok, verdicts, _ in pool.run(2, remembering):
-        assert not ok
-        why = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
-        assert verdicts == [f"DIFFERS: {why}"]
+    few = {"steps": 2, "stages": (2,), "accumulations": (1,)}
+    ok, verdicts, _ = checked(Remembering(), torch.randn(2, WIDTH), 2, {}, **few)
+    assert not ok
+    why = "plain torch does not repeat itself: the loss depends on more than weights, batch and seed"
+    assert verdicts == [f"DIFFERS: {why}"]
 
 
 class Logits(nn.Module):
@@ -256,7 +249,8 @@ def test_runs_that_begin_with_other_weights_are_not_compared():
     )
 
 
-def built_for_a_plain_run() -> bool:
+@pytest.mark.ranks(2)
+def test_a_model_that_is_built_cut_is_whole_in_a_plain_run():
     def plain() -> AssignedRun:
         return AssignedRun(Run(Kind.PLAIN, 1, 1), Path("/nowhere"))
 
@@ -264,11 +258,7 @@ def built_for_a_plain_run() -> bool:
         patch.setattr("zero.engine.init.assigned_run", plain)
         with zero.Init():
             built = make_net()
-    return all(torch.equal(*pair) for pair in zip(built.parameters(), make_net().parameters(), strict=True))
-
-
-def test_a_model_that_is_built_cut_is_whole_in_a_plain_run(pool):
-    assert pool.run(2, built_for_a_plain_run) == [True, True]
+    assert all(torch.equal(*pair) for pair in zip(built.parameters(), make_net().parameters(), strict=True))
 
 
 # --- the command --------------------------------------------------------------------------------------------
