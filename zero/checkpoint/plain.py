@@ -21,15 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.checkpoint.safe_file import NAMES
+
 Json = Any
 DEEPEST = 200  # containers inside each other; beyond it Python's JSON gives up at some depth
 WANTED = "wanted JSON values and tensors"
 
-# The dtypes that every reader of safetensors knows.
-_STORED = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-}
 _SEQUENCES = {tuple: "$tuple", torch.Size: "$size"}
 _SETS = {set: "$set", frozenset: "$frozenset"}
 _MAPPINGS = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
@@ -150,8 +147,8 @@ class _Encoder:
             name = self._names[id(value)] = f"{self._what}/{len(self.tensors)}"
             plain = value.detach().resolve_conj().resolve_neg()
             plain = plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            self.tensors[name] = plain if plain.dtype in _STORED else plain.reshape(-1).view(torch.uint8)
-        if value.dtype in _STORED:
+            self.tensors[name] = plain if plain.dtype in NAMES else plain.reshape(-1).view(torch.uint8)
+        if value.dtype in NAMES:
             return {"$tensor": name}
         return {"$tensor": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
@@ -162,7 +159,8 @@ class _Encoder:
         if type(value).__name__ != "ndarray":
             return {"$scalar": dtype.str, "bytes": value.tobytes().hex()}
         name = f"{self._what}/{len(self.tensors)}"
-        self.tensors[name] = _as_tensor(value.tobytes())
+        raw = bytearray(value.tobytes())
+        self.tensors[name] = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         return {"$array": name, "dtype": dtype.str, "shape": list(value.shape)}
 
     def _refuse(self, path: str, got: str, wanted: str = WANTED) -> None:
@@ -172,10 +170,6 @@ class _Encoder:
 def _kind_of(value: Any) -> str:
     name = value.__name__ if isinstance(value, type) else type(value).__name__
     return f"the class {name}" if isinstance(value, type) else f"a{'n' if name[0] in 'aeiouAEIOU' else ''} {name}"
-
-
-def _as_tensor(raw: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def _sequence(kind: Callable[[Iterable[Any]], Any], form: str) -> Callable[[dict, Mapping], Any]:

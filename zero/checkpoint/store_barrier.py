@@ -14,6 +14,7 @@ from typing import Any
 
 from zero.log import logger
 from zero.watchdog.hang_report import cause, ranks_text
+from zero.watchdog.status_store import STOPPED
 from zero.watchdog.watchdog import Watchdog
 
 GRACE = 5.0  # seconds more that others wait for the first rank, which waits as long before it says who is missing
@@ -21,7 +22,6 @@ LINGERS = 10.0  # seconds that the first rank, with which the store may go, wait
 GONE = 2.0  # the same where it has found that one of them does not come
 SAYS = 10.0  # seconds without progress before the first line about it
 AGAIN = 60.0  # seconds between two lines
-STOPPED = 10.0  # seconds between two looks from which on this process was stopped, and cannot judge others by them
 ALIKE = 2.0  # seconds within which ranks have stopped together
 SURE = 3.0  # seconds for which there must be a reason to give up
 KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "OSError": OSError}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zero.log import logger
 from zero.watchdog import hang_report as report
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
-from zero.watchdog.status_store import StatusStore
+from zero.watchdog.status_store import STOPPED, StatusStore
 
 TICK = 0.4  # seconds between two looks
 SAYS = 4.0  # seconds of a wait before the first line, so that it stands there before 5 have passed
@@ -29,7 +29,6 @@ EXPLAINS = 6.0  # seconds that a wait which failed stays to be explained, at mos
 TOLD = 0.2  # seconds after which a record has reached the store
 LINGERS = 1.0  # seconds after which other ranks have read it
 OUTLIVES = 3.0  # seconds that the store stays after a program that failed, for ranks on busy machines
-STOPPED = 10.0  # seconds between two looks from which on this process was stopped, and no wait can be judged by them
 NEAR = 1.0  # a wait that was lost this close to its time-out ended because of it, on another rank perhaps
 TAG = (1 << 30) + 1  # of a message that nobody sends
 

@@ -25,7 +25,7 @@ from zero.watchdog.signed_store import SignedStore
 PERIOD = 1.0  # seconds between two records of a rank in peace
 HURRY = 0.4  # while this rank reads or fails
 WRITES = 300  # per second that the store sees of all ranks together, at most
-STOPPED = 10.0  # seconds between two readings from which on this process, or the store, was stopped
+STOPPED = 10.0  # seconds between two looks from which on this process, or the store, was stopped and can judge nobody
 
 
 class StatusStore(threading.Thread):

@@ -132,17 +132,13 @@ def _loader(engine: Any) -> Loader | None:
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    state = None
+    name, state = type(scheduler).__name__, None
     if hasattr(scheduler, "state_dict"):
         state = scheduler.state_dict()
         state = _without_functions(state) if isinstance(scheduler, LRScheduler) else state
     else:
-        rank_zero(
-            logging.WARNING,
-            "the scheduler %s has no state_dict(): it is not in the checkpoint",
-            type(scheduler).__name__,
-        )
-    return {"kind": type(scheduler).__name__, "state": state}
+        rank_zero(logging.WARNING, "the scheduler %s has no state_dict(): it is not in the checkpoint", name)
+    return {"kind": name, "state": state}
 
 
 def _without_functions(state: Any) -> Any:
