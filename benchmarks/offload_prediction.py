@@ -18,7 +18,7 @@ import torch
 from zero.kernels.formulas import Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
-from zero.memory.host_bytes import gradient_nbytes, parameter_nbytes, record_nbytes
+from zero.memory.host_bytes import record_nbytes, shard_nbytes
 from zero.plan.formats import Formats
 from zero.plan.placement import Placement, Where, is_updated
 from zero.plan.units import UnitPlan
@@ -197,7 +197,7 @@ def unit_times(
         share, shard = unit.layout.numel / whole, unit.layout.numel // sizes.parts
         away = is_updated(unit) and placement.optimizer is not Where.DEVICE
         here = is_updated(unit) and not away
-        shown = parameter_nbytes(unit, sizes.parts)
+        shown = shard_nbytes(unit, sizes.parts, unit.dtype)
         rests = placement.params is Where.DEVICE
         filed = away and placement.optimizer is Where.FILE
         kept = sum(record_nbytes(unit, sizes.rank, sizes.parts, sizes.formats, True)) if filed else 0
@@ -207,7 +207,7 @@ def unit_times(
                 forward=forward * share,
                 backward=backward * share,
                 fetch=0.0 if rests else shown / rates.up + drive / rates.read,
-                down=gradient_nbytes(unit, sizes.parts, sizes.gradients) / rates.down if away else 0.0,
+                down=shard_nbytes(unit, sizes.parts, sizes.gradients) / rates.down if away else 0.0,
                 stay=shard / rates.device_update if here else 0.0,
                 read=kept / rates.read,
                 update=shard / rates.host_update if away else 0.0,

@@ -6,10 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.optim.scaler import AT_MINIMUM, LARGEST, Dynamic, LossScaler
+from zero.config.sections import Fp16
+from zero.optim.scaler import AT_MINIMUM, LARGEST, LossScaler
 
 
-def scales(rule: Dynamic, overflows: str) -> list[float]:
+def dynamic(power: int, window: int, hysteresis: int, consecutive: bool = False, lowest: int = 1) -> Fp16:
+    return Fp16(
+        initial_scale_power=power,
+        loss_scale_window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        min_loss_scale=lowest,
+    )
+
+
+def scales(rule: Fp16, overflows: str) -> list[float]:
     """The scale that each step used, and the one after the last; `x` is an overflow, `.` a good step."""
     scaler = LossScaler(rule=rule)
     used = [scaler.loss_scale]
@@ -24,20 +35,20 @@ def scales(rule: Dynamic, overflows: str) -> list[float]:
     ("rule", "overflows", "powers"),
     [
         # Window 2 from the start: growth comes after window + 1 good steps, then after every window.
-        (Dynamic(8, 2, 1), "......", [8, 8, 8, 9, 9, 10, 10]),
+        (dynamic(8, 2, 1), "......", [8, 8, 8, 9, 9, 10, 10]),
         # No hysteresis: every overflow halves.
-        (Dynamic(8, 2, 1), "xxx", [8, 7, 6, 5]),
+        (dynamic(8, 2, 1), "xxx", [8, 7, 6, 5]),
         # After an overflow at step 2 the first growth comes after window + 1 good steps... counted from that one.
-        (Dynamic(8, 2, 1), "..x...", [8, 8, 8, 7, 7, 7, 8]),
-        (Dynamic(8, 1, 1), "x....", [8, 7, 7, 8, 9, 10]),
+        (dynamic(8, 2, 1), "..x...", [8, 8, 8, 7, 7, 7, 8]),
+        (dynamic(8, 1, 1), "x....", [8, 7, 7, 8, 9, 10]),
         # Hysteresis 2: the first overflow is forgiven, all others are not, until growth.
-        (Dynamic(8, 3, 2), "x.x.x", [8, 8, 8, 7, 7, 6]),
-        (Dynamic(8, 2, 2), "x...xx", [8, 8, 8, 8, 9, 9, 8]),
+        (dynamic(8, 3, 2), "x.x.x", [8, 8, 8, 7, 7, 6]),
+        (dynamic(8, 2, 2), "x...xx", [8, 8, 8, 8, 9, 9, 8]),
         # consecutive: any good step forgives anew, so only overflows in a row halve.
-        (Dynamic(8, 100, 2, True), "x.x.xx.xxx", [8, 8, 8, 8, 8, 8, 7, 7, 7, 6, 5]),
-        (Dynamic(8, 100, 3, False), "xx.xx", [8, 8, 8, 8, 7, 6]),
+        (dynamic(8, 100, 2, True), "x.x.xx.xxx", [8, 8, 8, 8, 8, 8, 7, 7, 7, 6, 5]),
+        (dynamic(8, 100, 3, False), "xx.xx", [8, 8, 8, 8, 7, 6]),
         # The minimum holds, even where it is no power of two times the start.
-        (Dynamic(3, 100, 1, False, 4), "x", [3, 2]),
+        (dynamic(3, 100, 1, False, 4), "x", [3, 2]),
     ],
 )
 def test_sequences(rule, overflows, powers):
@@ -45,7 +56,7 @@ def test_sequences(rule, overflows, powers):
 
 
 def test_the_minimum():
-    scaler = LossScaler(rule=Dynamic(3, 100, 1, False, 3))
+    scaler = LossScaler(rule=dynamic(3, 100, 1, False, 3))
     assert scaler.update(True) == "loss scale 8 -> 4"
     assert scaler.update(True) == "loss scale 4 -> 3"
     for _ in range(2):
@@ -57,14 +68,14 @@ def test_the_minimum():
 
 
 def test_hysteresis_comes_before_the_minimum():
-    scaler = LossScaler(rule=Dynamic(0, 100, 3))
+    scaler = LossScaler(rule=dynamic(0, 100, 3))
     assert scaler.update(True) == "loss scale 1 stays, hysteresis 3 -> 2"
     assert scaler.update(True) == "loss scale 1 stays, hysteresis 2 -> 1"
     with pytest.raises(RuntimeError, match=AT_MINIMUM):
         scaler.update(True)
 
 
-def restated(rule: Dynamic, overflows: list[bool]) -> list[float | None]:
+def restated(rule: Fp16, overflows: list[bool]) -> list[float | None]:
     """The sequence from the whole history at every step, with no state carried along; None once it has failed."""
     found: list[float | None] = [2.0**rule.initial_scale_power]
     grew: set[int] = set()  # steps after which the scale doubled
@@ -94,7 +105,7 @@ def restated(rule: Dynamic, overflows: list[bool]) -> list[float | None]:
 
 
 rules = st.builds(
-    Dynamic,
+    Fp16,
     initial_scale_power=st.integers(2, 12),
     loss_scale_window=st.integers(1, 5),
     hysteresis=st.integers(1, 4),
@@ -143,12 +154,12 @@ def test_a_fixed_scale_never_moves():
     ]
     assert (scaler.loss_scale, scaler.cur_scale, scaler.dynamic) == (128.0, 128.0, False)
     assert LossScaler().update(True) == ""
-    scaler.load_state_dict(LossScaler(rule=Dynamic()).state_dict())
+    scaler.load_state_dict(LossScaler(rule=Fp16()).state_dict())
     assert scaler.loss_scale == 128.0, "the configuration fixes it"
 
 
 def test_growth_ends_before_numbers_do():
-    scaler = LossScaler(rule=Dynamic(60, 1, 1))
+    scaler = LossScaler(rule=dynamic(60, 1, 1))
     for _ in range(20):
         scaler.update(False)
     assert scaler.loss_scale == LARGEST
@@ -156,12 +167,12 @@ def test_growth_ends_before_numbers_do():
 
 
 def test_a_forced_scale_stays():
-    scaler = LossScaler(rule=Dynamic(4, 1, 1))
+    scaler = LossScaler(rule=dynamic(4, 1, 1))
     scaler.force(1024)
     for overflow in (True, False, False, False):
         scaler.update(overflow)
     assert (scaler.loss_scale, scaler.dynamic) == (1024.0, False)
-    again = LossScaler(rule=Dynamic())
+    again = LossScaler(rule=Fp16())
     again.load_state_dict(scaler.state_dict())
     assert again.loss_scale == 1024.0
 
@@ -174,4 +185,4 @@ def test_a_forced_scale_that_is_none(scale):
 
 def test_a_state_of_something_else_is_refused():
     with pytest.raises(ValueError, match=r"state of the loss scaler: got the keys \['cur_scale'\], wanted \["):
-        LossScaler(rule=Dynamic()).load_state_dict({"cur_scale": 1})
+        LossScaler(rule=Fp16()).load_state_dict({"cur_scale": 1})

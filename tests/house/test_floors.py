@@ -80,7 +80,6 @@ STEPS_OF_CORE = {
     "zero.core.prefetcher": 8,
     "zero.core.finite": 7,
     "zero.core.reducer": 9,
-    "zero.core.frozen": 9,
     "zero.core.hooks": 10,
     "zero.core.leaf": 1,
     "zero.core.sharded_module": 11,

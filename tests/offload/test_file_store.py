@@ -144,7 +144,7 @@ def test_without_pipelines_nothing_is_read_ahead_and_writes_are_over(make: Make)
     store.acquire()
     tensor.fill_(7)
     store.write_back()
-    assert store._buffer.transfers == []
+    assert store.buffer.transfers == []
     other.acquire()
     other.write_back(changed=False)
     seen = events(drive)

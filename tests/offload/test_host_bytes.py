@@ -14,11 +14,10 @@ from zero.memory.host_bytes import (
     MIB,
     PAGE,
     HostBytes,
-    gradient_nbytes,
     host_bytes,
     host_table,
-    parameter_nbytes,
     record_nbytes,
+    shard_nbytes,
 )
 from zero.plan.formats import ITEMSIZE, Formats, runs
 from zero.plan.layout import make_layout, round_up
@@ -111,8 +110,8 @@ def test_the_bytes_add_up(
     in_memory, files, slots, param_slots = 0, 0, [0], [0]
     for plan, placement in zip(units, placed, strict=True):
         kept = sum(record_nbytes(plan, rank, parts, formats, keeps_copy(placement, mirrored)))
-        shard = parameter_nbytes(plan, parts)
-        in_memory += gradient_nbytes(plan, parts, "fp32") if placement.optimizer is not DEVICE else 0
+        shard = shard_nbytes(plan, parts, plan.dtype)
+        in_memory += shard_nbytes(plan, parts, "fp32") if placement.optimizer is not DEVICE else 0
         in_memory += kept if placement.optimizer is HOST else 0
         in_memory += shard if placement.params is HOST else 0
         files += (kept if placement.optimizer is FILE else 0) + (shard if placement.params is FILE else 0)
@@ -144,7 +143,7 @@ def test_a_frozen_unit_has_parameters_only() -> None:
     plan = unit([(5000, 2)], 1, formats, trained=False)
     assert record_nbytes(plan, 0, 1, formats, True) == (0, 0)
     held = host_bytes([plan], place([plan], 1, HOST, HOST), 0, 1, formats, "bf16", True, 2, 2)
-    assert held == HostBytes(0, 0, parameter_nbytes(plan, 1), 0, 0, 0)
+    assert held == HostBytes(0, 0, shard_nbytes(plan, 1, plan.dtype), 0, 0, 0)
 
 
 def test_the_table_adds_up() -> None:

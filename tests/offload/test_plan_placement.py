@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,14 +92,3 @@ def test_max_in_cpu_lifts_shards_out_of_files(units: list[UnitPlan], most: int) 
         assert rests is HOST or taken + numel > most
     for other in (DEVICE, HOST):  # nothing comes out of files that is in none
         assert {each.params for each in place(units, PARTS, DEVICE, other, max_in_cpu=most)} <= {other}
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
-def test_a_bad_ratio_is_named(ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"zero_optimization\.offload_optimizer\.ratio: got .*wanted a number from 0"):
-        place(units_of(10), PARTS, HOST, DEVICE, ratio)
-
-
-def test_a_bad_max_in_cpu_is_named() -> None:
-    with pytest.raises(ValueError, match=r"zero_optimization\.offload_param\.max_in_cpu: got -1"):
-        place(units_of(10), PARTS, HOST, FILE, max_in_cpu=-1)

@@ -107,12 +107,6 @@ def test_blocks_ask_for_their_alignment() -> None:
     assert [Formats(moments=kind).alignment for kind in ("fp32", "bf16", "8bit")] == [ALIGNMENT, BLOCK, BLOCK]
 
 
-@pytest.mark.parametrize("alignment", [0, 8, 17, -16])
-def test_an_alignment_that_is_none_is_refused(alignment: int) -> None:
-    with pytest.raises(ValueError, match=f"alignment must be a multiple of 16, not {alignment}"):
-        make_layout({"p": 1}, 1, alignment)
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 10_000), max_size=6), st.integers(1, 64))
 def test_a_layout_in_blocks(numels: list[int], world: int) -> None:

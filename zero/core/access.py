@@ -105,7 +105,7 @@ class GatheredParameters:
             states = self._write_back(states)
         for owner, state in zip(self._owners, states, strict=True):
             if state == _WRITTEN and owner.index not in owner.unit.edited and owner.unit.cut:
-                owner.unit.buffer.note_version(owner.index)  # what was written is not taken
+                owner.unit.buffer.note_versions([owner.index])  # what was written is not taken
         for unit, before in zip(self._units, self._references, strict=True):
             if unit.cut and torch.is_grad_enabled():
                 # A term of the loss, perhaps: its backward, outside, finds the values. Ranks need not agree on that.
@@ -152,7 +152,7 @@ class GatheredParameters:
 
 def _changed(owner: Owner, version: int) -> bool:
     """Whether the parameter was written since it had this version, and since a block inside wrote it back."""
-    return owner.param._version not in (version, owner.unit.buffer.noted_version(owner.index))
+    return owner.param._version not in (version, owner.unit.buffer.versions[owner.index])
 
 
 def _tensors(params: nn.Parameter | Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -205,31 +205,31 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
         tensor.copy_(sent)
 
 
-def deal(values: torch.Tensor, numel: int, source: int, axis: Axis, unit: str = "") -> torch.Tensor:
-    """This rank's `numel` elements of rank `source`'s `values` [at most axis.size x numel]; blocking.
+def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
+    """This rank's `numel` elements of rank 0's `values` [at most axis.size x numel]; blocking.
 
     Beyond the values come zeros. On the other ranks only dtype and shape of `values` matter. The result lies where the
-    backend works: NCCL on the GPU, gloo in main memory. `unit`: for messages.
+    backend works: NCCL on the GPU, gloo in main memory.
     """
     device = local_device() if axis.native else torch.device("cpu")
     own = torch.zeros(numel, dtype=values.dtype, device=device)
     flat = values.reshape(-1)
     pieces = [min(rank * numel, flat.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
     count = pieces[axis.rank + 1] - pieces[axis.rank]
-    collective = axis.watchdog.begin("scatter", unit)
+    collective = axis.watchdog.begin("scatter")
     with axis.watchdog.sending(collective):
         # Messages, and not the backend's scatter, whose thread would hold on to the values for a while longer. As
         # bytes: not every backend knows every dtype.
-        if axis.rank == source:
+        if axis.rank == 0:
             rows = [flat[start:stop].to(device).view(torch.uint8) for start, stop in pairwise(pieces)]
-            own[:count] = flat[pieces[source] : pieces[source + 1]]
+            own[:count] = flat[:count]
             works = [
                 dist.isend(row, group=axis.group, group_dst=rank, tag=DEAL_TAG)
                 for rank, row in enumerate(rows)
-                if rank != source and row.numel()
+                if rank and row.numel()
             ]
         elif count:
-            works = [dist.irecv(own[:count].view(torch.uint8), group=axis.group, group_src=source, tag=DEAL_TAG)]
+            works = [dist.irecv(own[:count].view(torch.uint8), group=axis.group, group_src=0, tag=DEAL_TAG)]
         else:
             works = []
     axis.watchdog.wait(works, collective)

@@ -76,11 +76,6 @@ class LooseBuffer(ParamBuffer):
         self.params[0].__class__ = self._classes[0]  # a released one would not take new data
         self._hide()
 
-    @property
-    def closed_as(self) -> torch.Tensor:
-        """What the parameter shows while it is closed: its shape, dtype and device."""
-        return self._absent[0]
-
     def allocate(self) -> None:
         """See `ParamBuffer.allocate`."""
         (before,) = self._absent
@@ -138,7 +133,7 @@ class DeferredParam(Unit):
         param = self.params[0]
         self.plan = self.buffer.plan = _plan(param, self.plan.params[0].name, self.mesh)
         self.masters.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
-        self.masters.shard = rest.lay(comm.deal(param.detach(), self.window.numel, 0, self.mesh.shard))
+        self.masters.shard = rest.lay(comm.deal(param.detach(), self.window.numel, self.mesh.shard))
         self.buffer.close()
         self.release()
 
@@ -159,7 +154,7 @@ class DeferredParam(Unit):
         if self.state is not State.SHARDED:
             return
         self.on_read = None
-        before = self.buffer.closed_as.dtype
+        before = self.params[0].dtype
         dtype = dtype if dtype is not None and before.is_floating_point else before
         self.masters.shard = rest.lay(self.shard.to(dtype))
         self.buffer.show_as(dtype, device)

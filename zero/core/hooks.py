@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.core.frozen import FrozenUnits
 from zero.core.leaf import z3_leaf_module
 from zero.core.prefetcher import Call, ParamPrefetcher, in_backward
 from zero.core.tensors import tensors_in
@@ -20,32 +19,84 @@ from zero.core.unit import Unit
 from zero.log import rank_zero
 
 
-class Reads(NamedTuple):
-    """What a module reads: units, and which of them are frozen and anchored at it, where there are such."""
+class FrozenUnits:
+    """The frozen units that are anchored at one module, and the trained ones that are read inside it.
 
-    units: tuple[Unit, ...]
-    frozen: FrozenUnits | None
+    A trained unit is released when its last gradient lands. A frozen one has none, so each call of the module is
+    followed instead: open from the first gradient of its outputs until the gradients of all its inputs are there. If
+    that cannot be told (no input needs a gradient, or trained parameters inside the module still wait for theirs), the
+    unit stays until the end of the backward.
+    """
+
+    def __init__(self, frozen: Sequence[Unit], trained: Sequence[Unit], prefetcher: ParamPrefetcher) -> None:
+        self._frozen = frozen
+        self._trained = trained
+        self._prefetcher = prefetcher
+        self._open = 0  # calls of the module that the running backward is inside of
+        self._backward = -1  # the number of the backward that `_open` counts for
+
+    def follow(self, inputs: Any) -> Callable[[], None] | None:
+        """Follow one call by its inputs; returns what to call when the gradient of an output is there.
+
+        None where the end of the call cannot be seen from them.
+        """
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        # A hook on a leaf would outlive the call, so a call with one is not followed.
+        if not tensors or any(tensor.grad_fn is None for tensor in tensors):
+            return None
+        count, backward, waiting = len(tensors), -1, 0  # no hook may hold the tensors themselves
+
+        def reached() -> None:
+            nonlocal backward, waiting
+            if backward != self._prefetcher.backwards:  # the first output; a graph may be run again
+                backward, waiting = self._prefetcher.backwards, count
+                self._opened(backward)
+
+        def passed_on(grad: torch.Tensor) -> None:
+            nonlocal waiting
+            if backward == self._prefetcher.backwards:  # else it came round the module, not through it
+                waiting -= 1
+                if waiting == 0:
+                    self._closed()
+
+        for tensor in tensors:
+            tensor.register_hook(passed_on)
+        return reached
+
+    def _opened(self, backward: int) -> None:
+        """The backward with this number entered a call."""
+        if self._backward != backward:
+            self._backward, self._open = backward, 0
+        self._open += 1
+
+    def _closed(self) -> None:
+        """It has left one: release what no other open call reads."""
+        self._open -= 1
+        if self._open == 0 and all(unit.gradients.complete for unit in self._trained):
+            for unit in self._frozen:
+                self._prefetcher.done(unit)
 
 
 def attach(
-    reads: Mapping[nn.Module, Reads], prefetcher: ParamPrefetcher, begin_backward: Callable[[], None]
-) -> dict[nn.Module, list[RemovableHandle]]:
-    """Hook every module that reads units. Returns for each the handles that undo it.
+    module: nn.Module,
+    units: Sequence[Unit],
+    frozen: FrozenUnits | None,
+    prefetcher: ParamPrefetcher,
+    begin_backward: Callable[[], None],
+) -> list[RemovableHandle]:
+    """Hook a module that reads `units`, of which some may be `frozen`; returns the handles that undo it.
 
     Both the module at which a unit is anchored and every module that owns one of its parameters are hooked:
     the first keeps the unit through a whole block, the others make tied weights, modules called on their
     own, and losses taken from the middle of a block find their parameters. A module that owns none but has some below
     it is hooked for calls on its own only, in which it may read those.
     """
-    handles = {}
-    for module, read in reads.items():
-        # A copy of the module must neither take the engine along nor ask it for parameters.
-        before, after, method = _forward_hooks(read, prefetcher, begin_backward)
-        handles[module] = [
-            module.register_forward_pre_hook(Before(before, method), prepend=True, with_kwargs=True),
-            module.register_forward_hook(OwnHook(after), always_call=True),
-        ]
-    return handles
+    # A copy of the module must neither take the engine along nor ask it for parameters.
+    before, after, method = _forward_hooks(units, frozen, prefetcher, begin_backward)
+    return [
+        module.register_forward_pre_hook(Before(before, method), prepend=True, with_kwargs=True),
+        module.register_forward_hook(OwnHook(after), always_call=True),
+    ]
 
 
 class OwnHook:
@@ -108,21 +159,18 @@ def as_forward(module: nn.Module, method: Callable[..., Any], /, *args: Any, **k
     return method(*args, **kwargs)
 
 
-def attach_waits(reads: Mapping[nn.Module, tuple[Unit, ...]]) -> dict[nn.Module, list[RemovableHandle]]:
-    """Have every module wait for updates of these units, which are not cut, that still run when its forward begins.
+def attach_wait(module: nn.Module, units: Sequence[Unit]) -> list[RemovableHandle]:
+    """Have a module wait for updates of these units, which are not cut, that still run when its forward begins.
 
     Torch's own calls would notice by themselves; compiled code, and what works on addresses, would not.
     """
-    return {
-        module: [module.register_forward_pre_hook(OwnHook(functools.partial(_wait, units)), prepend=True)]
-        for module, units in reads.items()
-    }
 
+    def wait(module: nn.Module, args: Any) -> None:
+        for unit in units:
+            if not unit.readable:
+                unit.wait()
 
-def _wait(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
-    for unit in units:
-        if not unit.readable:
-            unit.wait()
+    return [module.register_forward_pre_hook(OwnHook(wait), prepend=True)]
 
 
 def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], None]:
@@ -155,35 +203,38 @@ def uncalled_leaves(model: nn.Module, anchors: Collection[str]) -> Callable[[], 
 
 
 def _forward_hooks(
-    read: Reads, prefetcher: ParamPrefetcher, begin_backward: Callable[[], None]
+    units: Sequence[Unit],
+    frozen: FrozenUnits | None,
+    prefetcher: ParamPrefetcher,
+    begin_backward: Callable[[], None],
 ) -> tuple[Callable[..., None], Callable[..., None], Callable[..., Any]]:
-    # Of this module, the calls that are in their forward; with each what tells its frozen units of a gradient.
-    calls: list[tuple[Call, Callable[[], None] | None] | None] = []
+    calls: list[Call | None] = []  # of this module, those that are in their forward
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not read.units and prefetcher.inside:
+        if not units and prefetcher.inside:
             calls.append(None)  # whatever it reads belongs to the module that has called it
             return
-        followed = read.frozen is not None and torch.is_grad_enabled() and not in_backward()
-        frozen = read.frozen.follow((args, kwargs)) if followed else None
-        calls.append((prefetcher.enter(read.units), frozen))
+        followed = frozen is not None and torch.is_grad_enabled() and not in_backward()
+        call = prefetcher.enter(units)
+        call.tell_frozen = frozen.follow((args, kwargs)) if followed else None
+        calls.append(call)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:
             return  # its parameters could not be gathered, so it has not run
         call = calls.pop()
         if call is not None:
-            end(*call, output)
+            end(call, output)
 
     def method(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call, output = prefetcher.enter_method(), None
         try:
             output = fn(*args, **kwargs)
         finally:
-            end(call, None, output)
+            end(call, output)
         return output
 
-    def end(call: Call, frozen: Callable[[], None] | None, output: Any) -> None:
+    def end(call: Call, output: Any) -> None:
         prefetcher.leave(call, output)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -194,13 +245,13 @@ def _forward_hooks(
                         # A module may hand on a tensor as it came, on some ranks only. Backward reaches the module
                         # that ran last first; in the order of registration such a rank would gather in an order of
                         # its own, and ranks would wait for each other.
-                        hook_first(hooked, lambda grad: reached(call, frozen))
+                        hook_first(hooked, lambda grad: reached(call))
 
-    def reached(call: Call, frozen: Callable[[], None] | None) -> None:
+    def reached(call: Call) -> None:
         # The first gradient to come into the module: its backward is about to read the parameters.
         begin_backward()
         prefetcher.reach(call.units)
-        if frozen is not None:
-            frozen()
+        if call.tell_frozen is not None:
+            call.tell_frozen()
 
     return before, after, method

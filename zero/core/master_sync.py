@@ -185,7 +185,7 @@ class MasterSync:
         values = self._buffer.views[index].reshape(-1).narrow(0, fragment.start, fragment.numel)
         with self.acquired(changed=True):
             self._take(fragment, values, before, everywhere=before is None)
-        self._buffer.note_version(index)
+        self._buffer.note_versions([index])
 
     def fragment(self, index: int) -> Fragment:
         """The part of parameter `index` that lies in this rank's shard."""

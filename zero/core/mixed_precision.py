@@ -40,13 +40,13 @@ class MixedPrecisionPolicy(NamedTuple):
     tree: bool = False
 
     def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
-        """Of a unit whose parameters are of `dtype`."""
+        """The dtypes of the gradient of a unit whose parameters are of `dtype`."""
         local = gradient_dtype(dtype, sharding, self.accumulation, self.accumulate)
         travel = None if self.communicate is None else DTYPES[self.communicate]
         return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 
     def resting_dtype(self, mesh: Mesh) -> str:
-        """Of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
+        """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
 
         Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
         """

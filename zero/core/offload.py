@@ -17,7 +17,7 @@ from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.copy_stream import CopyStream
 from zero.memory.file_store import SwapFile, close_all
-from zero.memory.host_bytes import gradient_nbytes, host_bytes, host_table, parameter_nbytes, record_nbytes
+from zero.memory.host_bytes import host_bytes, host_table, record_nbytes, shard_nbytes
 from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
@@ -46,8 +46,8 @@ class Offload:
 
         `ratio`: the part of the trained elements whose state leaves the device.
         """
-        self._state, self._params = state, params = section.offload_optimizer, section.offload_param
-        self._drive = aio
+        state, params = section.offload_optimizer, section.offload_param
+        self._state, self._params, self._drive = state, params, aio
         self._plans = plans
         self._device = device
         self._formats = numerics.formats
@@ -102,7 +102,7 @@ class Offload:
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
             return Store()
-        nbytes = parameter_nbytes(plan, self._parts)
+        nbytes = shard_nbytes(plan, self._parts, plan.dtype)
         if placement.params is Where.HOST:
             return Store(self._arena.take(nbytes))
         return self.swap_files["param"].store(plan.name, nbytes)
@@ -113,7 +113,7 @@ class Offload:
 
     def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
         dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._parts
-        memory = self._arena.take(gradient_nbytes(plan, self._parts, self._gradients))[: numel * dtype.itemsize]
+        memory = self._arena.take(shard_nbytes(plan, self._parts, self._gradients))[: numel * dtype.itemsize]
         return HostGradAccumulator(memory.view(dtype), DTYPES[self._accumulate], self._staging)
 
     def _all(self, what: Callable[[Mesh], None], mesh: Mesh) -> None:
@@ -144,7 +144,7 @@ class Offload:
             for plan, placement in both
             if placement.optimizer is Where.FILE and is_updated(plan)
         ]
-        shards = [parameter_nbytes(plan, self._parts) for plan, place in both if place.params is Where.FILE]
+        shards = [shard_nbytes(plan, self._parts, plan.dtype) for plan, place in both if place.params is Where.FILE]
         self._open("optimizer", state, records, mesh.global_rank)
         self._open("param", params, shards, mesh.global_rank)
 

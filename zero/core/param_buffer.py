@@ -8,7 +8,7 @@ reaches them. While it is freed the parameters look released (zero/core/released
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class ParamBuffer:
     lock:  held by whichever thread changes `state` or the storage. That is the thread of the training loop (or
            autograd's, while the loop waits for a backward), a thread that reads parameters beside it, or the one that
            updates the unit and then sends it; what a thread waits for under the lock never needs the lock itself;
+    versions: of each parameter when its value was last taken;
     kept_for_graph: a graph that was built while somebody read the parameters may find the values where they were.
     """
 
@@ -53,7 +54,7 @@ class ParamBuffer:
         self._absent: list[torch.Tensor] = []
         self._references = 0  # to the full buffer's memory, before it was filled
         self._classes = [type(param) for param in params]
-        self._versions = [param._version for param in params]
+        self.versions = [param._version for param in params]
 
     def adopt(self, full: torch.Tensor) -> None:
         """Have the parameters be views of `full` [layout.numel], which holds their values."""
@@ -98,7 +99,7 @@ class ParamBuffer:
         for param, view, kind in zip(self.params, self.views, self._classes, strict=True):
             param.__class__ = kind
             param.data = view
-        set_versions(self.params, self._versions)
+        set_versions(self.params, self.versions)
 
     def offload(self) -> None:
         """Have the parameters look released because their storage is about to be taken."""
@@ -134,32 +135,24 @@ class ParamBuffer:
         """Numbers of which one grows when a graph comes to hold a parameter, or anybody a view of one."""
         return storage_references(self.full), *map(tensor_references, self.params)
 
-    def note_versions(self) -> None:
-        """What stands in the parameters now was taken as their values."""
-        self._versions = [param._version for param in self.params]
-
-    def note_version(self, index: int) -> None:
-        """The same of one parameter."""
-        self._versions[index] = self.params[index]._version
-
-    def noted_version(self, index: int) -> int:
-        """The version of parameter `index` when its value was last taken."""
-        return self._versions[index]
+    def note_versions(self, indices: Iterable[int] | None = None) -> None:
+        """What stands in these parameters (all) now was taken as their values."""
+        for index in range(len(self.params)) if indices is None else indices:
+            self.versions[index] = self.params[index]._version
 
     def written(self) -> set[int]:
         """The parameters that were written in place since their values were last taken."""
-        return {index for index, param in enumerate(self.params) if param._version != self._versions[index]}
+        return {index for index, param in enumerate(self.params) if param._version != self.versions[index]}
 
     def outdate(self, indices: Sequence[int] | None = None) -> None:
         """The values of these parameters (all) change: a graph that was built before raises, as in plain torch."""
         indices = range(len(self.params)) if indices is None else indices
         if self.state in (State.SHARDED, State.REQUESTED):
             for index in indices:
-                self._versions[index] += 1  # set when they are shown
+                self.versions[index] += 1  # set when they are shown
         else:
             torch.autograd.graph.increment_version([self.params[index] for index in indices])
-            for index in indices:
-                self.note_version(index)
+            self.note_versions(indices)
 
     def reattach(self, index: int) -> str | None:
         """Have parameter `index` be our view again if somebody replaced `param.data`.

@@ -24,12 +24,16 @@ def in_backward() -> bool:
 
 
 class Call:
-    """One forward of a hooked module, with the units that it reads: its own, and others that it came upon."""
+    """One forward of a hooked module, with the units that it reads: its own, and others that it came upon.
 
-    __slots__ = ("units",)
+    tell_frozen: to be called when a gradient of its output is there, where frozen units want to know.
+    """
+
+    __slots__ = ("tell_frozen", "units")
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = list(units)
+        self.tell_frozen: Callable[[], None] | None = None
 
 
 class Phase(enum.Enum):

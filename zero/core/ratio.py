@@ -17,7 +17,7 @@ from zero.log import rank_zero
 from zero.memory.available import available_nbytes
 from zero.memory.host_bytes import MIB, record_nbytes
 from zero.plan.formats import ITEMSIZE, Formats
-from zero.plan.memory import alive_nbytes
+from zero.plan.memory import gradient_dtype
 from zero.plan.placement import is_updated
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
@@ -105,16 +105,14 @@ def _needed(
 ) -> int:
     """Bytes of parameters and local gradients on the device while a backward runs."""
     largest = sorted(plans, key=lambda plan: plan.layout.numel)[-_GATHERED:]
-    gathered = [plan.name for plan in largest]
-    accumulates = not sharding.grads and numerics.accumulation > 1
-    alive = alive_nbytes(
-        plans,
-        sharding,
-        parts,
-        gathered=gathered,
-        local_gradients=[plan.name for plan in plans if plan.requires_grad] if accumulates else gathered,
-        accumulation=numerics.accumulation,
-        accumulate=numerics.accumulate,
-    )
     fetched = sum(ITEMSIZE[plan.dtype] * plan.layout.numel for plan in largest)
-    return alive.gradients + (alive.parameters if section.offload_param.device == "none" else fetched)
+    parameters = fetched
+    if section.offload_param.device == "none":
+        cut = parts if sharding.params else 1
+        rest = sum(ITEMSIZE[plan.dtype] * (plan.layout.numel // cut) for plan in plans)
+        parameters = rest + (fetched if cut > 1 else 0)
+    accumulates = not sharding.grads and numerics.accumulation > 1
+    local = [plan for plan in plans if plan.requires_grad] if accumulates else largest
+    dtypes = [gradient_dtype(plan.dtype, sharding, numerics.accumulation, numerics.accumulate) for plan in local]
+    gradients = sum(ITEMSIZE[dtype] * plan.layout.numel for plan, dtype in zip(local, dtypes, strict=True))
+    return parameters + gradients

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 
 import torch
@@ -16,8 +17,7 @@ from zero.core.agree import agree
 from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.deferred_param import DeferredParam
 from zero.core.finite import FirstNotFinite
-from zero.core.frozen import FrozenUnits
-from zero.core.hooks import Reads, attach, attach_waits, uncalled_leaves
+from zero.core.hooks import FrozenUnits, attach, attach_wait, uncalled_leaves
 from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Mesh
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
@@ -65,11 +65,16 @@ class ShardedModule:
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, mesh))
         if any(unit.cut for unit in units):
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
-        self._reads = _reads(module, self.units, self.prefetcher) if any(unit.cut for unit in units) else {}
-        on_host = [unit for unit in self.trained if unit.placement.updated_on_host and not unit.cut]
-        self._awaited = _awaited(module, on_host)
+        self._hooks: dict[nn.Module, list[Callable[[], list[RemovableHandle]]]] = {}  # what attaches them
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._attach(self._reads, self._awaited)
+        reads = _reads(module, self.units, self.prefetcher) if any(unit.cut for unit in units) else {}
+        for child, (read, frozen) in reads.items():
+            make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
+            self._hooks.setdefault(child, []).append(make)
+        on_host = [unit for unit in self.trained if unit.placement.updated_on_host and not unit.cut]
+        for child, awaited in _awaited(module, on_host).items():
+            self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
+        self.hook(self._hooks)
         guard(module)
         tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
         self._tables = [(table, list(table.values())) for table in tables]
@@ -87,14 +92,9 @@ class ShardedModule:
 
     def hook(self, modules: Iterable[nn.Module]) -> None:
         """Put back what `unhook` took off."""
-        modules = list(modules)
-        reads = {module: self._reads[module] for module in modules if module in self._reads}
-        self._attach(reads, {module: self._awaited[module] for module in modules if module in self._awaited})
-
-    def _attach(self, reads: Mapping[nn.Module, Reads], awaited: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
-        for handles in (attach(reads, self.prefetcher, self.reducer.begin), attach_waits(awaited)):
-            for module, made in handles.items():
-                self._handles.setdefault(module, []).extend(made)
+        for module in modules:
+            for make in self._hooks.get(module, ()):
+                self._handles.setdefault(module, []).extend(make())
 
     def accumulate_over(self, micro_batches: int) -> None:
         """From now on so many micro-batches add up in one step; to be said while there are no gradients."""
@@ -135,10 +135,6 @@ class ShardedModule:
             if not ours <= {id(param) for param in there.values()}:
                 raise RuntimeError(text)
             log_once(logging.WARNING, text)
-
-    def drop_gradients(self) -> None:
-        """Forget all gradients, local and reduced."""
-        self.reducer.drop()
 
     def check_order(self) -> None:
         """Raise RuntimeError on all ranks when they communicated in different orders since the last call; collective.
@@ -289,8 +285,13 @@ def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> 
     return ModuleNode(path, kind, own, children, repeats, z3_leaf_module(module), is_apart(module))
 
 
-def _reads(module: nn.Module, units: Sequence[Unit], prefetcher: ParamPrefetcher) -> dict[nn.Module, Reads]:
-    """What each module that has parameters reads: the units anchored at it, and those of parameters it owns."""
+def _reads(
+    module: nn.Module, units: Sequence[Unit], prefetcher: ParamPrefetcher
+) -> dict[nn.Module, tuple[list[Unit], FrozenUnits | None]]:
+    """What each module that has parameters reads: the units anchored at it, and those of parameters it owns.
+
+    And which of them are frozen and anchored at it, where there are such.
+    """
     found: dict[nn.Module, list[Unit]] = {module: []}  # the root always: it tells where a forward ends
     frozen: dict[nn.Module, list[Unit]] = {}
     for unit in units:
@@ -309,7 +310,7 @@ def _reads(module: nn.Module, units: Sequence[Unit], prefetcher: ParamPrefetcher
         inside = {unit.index: unit for below in child.modules() for unit in found.get(below, ())}
         trained = [unit for unit in inside.values() if unit.gradients is not None]
         follow = FrozenUnits(frozen[child], trained, prefetcher) if child in frozen else None
-        reads[child] = Reads(tuple(needed), follow)
+        reads[child] = needed, follow
     return reads
 
 

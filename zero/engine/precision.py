@@ -17,7 +17,7 @@ from zero.config import Config
 from zero.core.mixed_precision import DTYPES
 from zero.core.reducer import Reducer
 from zero.log import log_once
-from zero.optim.scaler import Dynamic, LossScaler
+from zero.optim.scaler import LossScaler
 
 _MIXED = re.compile(r"dtype|scalar type|should be the same|[Pp]romot")  # of torch's messages about two dtypes
 
@@ -107,19 +107,10 @@ def _with_items(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> Mutab
 
 def make_loss_scaler(config: Config) -> LossScaler:
     """The loss scale that the section `fp16` describes; 1 for ever where nothing runs in fp16."""
-    fp16 = config.fp16
     if not config.scales_loss:
         return LossScaler()
-    if fp16.loss_scale > 0:
-        return LossScaler(fp16.loss_scale)
-    rule = Dynamic(
-        fp16.initial_scale_power,
-        fp16.loss_scale_window,
-        fp16.hysteresis,
-        fp16.consecutive_hysteresis,
-        float(fp16.min_loss_scale),
-    )
-    return LossScaler(rule=rule)
+    fixed = config.fp16.loss_scale
+    return LossScaler(fixed) if fixed > 0 else LossScaler(rule=config.fp16)
 
 
 def check_loss(caller: str, loss: Any) -> None:

@@ -146,7 +146,7 @@ class TrainingStep:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""
-        self._sharded.drop_gradients()
+        self._sharded.reducer.drop()
         for param in self._sharded.module.parameters():
             param.grad = None
 

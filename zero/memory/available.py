@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,17 +19,17 @@ _PAGES_OF_FILES = ("inactive_file", "active_file")  # in memory.stat; the kernel
 
 
 class Version(NamedTuple):
-    """Names of one version of cgroups: its file system, the controller, its limits and usage, and a prefix of stats."""
+    """Of one version of cgroups: where it is mounted, its controller, its limits and usage, and a prefix of stats."""
 
-    filesystem: str
+    mount: str
     controller: str  # in /proc/self/cgroup; version 2 has one tree for all, and names none
     limits: tuple[str, ...]
     usage: str
     prefix: str
 
 
-_V1 = Version("cgroup", "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
-_V2 = Version("cgroup2", "", ("memory.max", "memory.high"), "memory.current", "")
+_V1 = Version("sys/fs/cgroup/memory", "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_V2 = Version("sys/fs/cgroup", "", ("memory.max", "memory.high"), "memory.current", "")
 
 
 def available_nbytes(ranks_on_host: int = 1) -> int:
@@ -65,53 +64,36 @@ def host_threads() -> int:
 
 def left_in_cgroups(root: Path) -> Iterator[int]:
     """What each limit of a cgroup of this process, or of one above it, leaves; pages of files do not count as used."""
-    cgroups, mounts = (_read(root / "proc/self" / name) or "" for name in ("cgroup", "mountinfo"))
+    lines = (line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines())
+    paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
     for version in (_V1, _V2):
-        for folder in cgroup_folders(cgroups, mounts, version):
-            left = _left(root / str(folder).lstrip("/"), version)
+        for folder in _folders(root / version.mount, paths.get(version.controller)):
+            left = _left(folder, version)
             if left is not None:
                 yield left
 
 
-def cgroup_folders(cgroups: str, mounts: str, version: Version) -> list[Path]:
-    """Folders of the cgroup that counts this process's memory and of all above it, from the texts of /proc/self.
+def _folders(mount: Path, path: str | None) -> list[Path]:
+    """The folder of the cgroup at `path` of the whole tree, and of all above it.
 
-    `cgroups` is /proc/self/cgroup, `mounts` /proc/self/mountinfo. A container sees only a part of the tree: then the
-    top of what is mounted stands for all above it.
+    A container sees only a part of the tree: then the end of the path is looked for, and what is mounted stands for all
+    above it.
     """
-    lines = (line.split(":", 2) for line in cgroups.splitlines())
-    paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
-    own = paths.get(version.controller)
-    mount = _mount(mounts, version)
-    if own is None or mount is None:
+    if path is None:
         return []
-    top, place = mount
-    inside = Path(own)
-    if ".." in inside.parts or not inside.is_relative_to(top):
-        return [place]
-    folder = place / inside.relative_to(top)
-    return [folder, *(above for above in folder.parents if above.is_relative_to(place))]
-
-
-def _mount(mounts: str, version: Version) -> tuple[Path, Path] | None:
-    """Which folder of the tree of cgroups is mounted, and where."""
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if len(fields) < 5 or len(kind) < 3 or kind[0] != version.filesystem:
-            continue
-        if version is _V2 or "memory" in kind[2].split(","):
-            return Path(fields[3]), Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
-    return None
+    parts = Path(path).parts[1:]
+    ends = (mount.joinpath(*parts[start:]) for start in range(len(parts) + 1))
+    own = next((folder for folder in ends if os.path.isdir(folder)), mount)
+    return [own, *(above for above in own.parents if above.is_relative_to(mount))]
 
 
 def _left(folder: Path, version: Version) -> int | None:
-    limits = [_read(folder / name) or "" for name in version.limits]
+    limits = [_read(folder / name) for name in version.limits]
     numbers = [int(text) for text in limits if text.strip().isdigit()]
-    used = (_read(folder / version.usage) or "").strip()
+    used = _read(folder / version.usage).strip()
     if not numbers or not used.isdigit():
         return None
-    stats = _numbers(_read(folder / "memory.stat") or "")
+    stats = _numbers(_read(folder / "memory.stat"))
     files = sum(stats.get(version.prefix + name, 0) for name in _PAGES_OF_FILES)
     return max(0, min(numbers) - max(0, int(used) - files))
 
@@ -121,12 +103,12 @@ def _numbers(text: str) -> Mapping[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
-def _read(path: Path) -> str | None:
-    """The text of a file; None where there is none or it is not ours to read."""
+def _read(path: Path) -> str:
+    """The text of a file; empty where there is none or it is not ours to read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
-        return None
+        return ""
 
 
 def give_back() -> None:

@@ -61,7 +61,7 @@ class Buffer:
     def evict(self) -> None:
         """Take it from its owner, whose bytes are in the file or not needed."""
         if self.owner is not None:
-            self.owner.evicted()
+            self.owner.buffer = None
         self.owner = None
         self.prefetched = self.blank = self.changed = False
 

@@ -90,6 +90,8 @@ def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
 class FileStore(Store):
     """A store whose tensors have memory only while they are acquired; otherwise they are empty, of shape [0].
 
+    buffer: where they are, or will be; None: only in the file.
+
     What failed once is raised, RuntimeError with unit, rank and file, by every later use of any store of the pool.
     """
 
@@ -104,7 +106,7 @@ class FileStore(Store):
         self._start = start
         self._nbytes = nbytes
         self._entries: list[tuple[torch.Tensor, int, int]] = []  # with its first element in the buffer, and elements
-        self._buffer: Buffer | None = None
+        self.buffer: Buffer | None = None
         self._attached = False  # the tensors are in the buffer
 
     def __str__(self) -> str:
@@ -127,7 +129,7 @@ class FileStore(Store):
         self.acquire(overwrite=self._used == 0)
         try:
             for tensor, start, _ in entries:
-                move(tensor, self._buffer.memory, start * tensor.itemsize)
+                move(tensor, self.buffer.memory, start * tensor.itemsize)
             self._entries += entries
             self._used = end
         finally:
@@ -138,18 +140,18 @@ class FileStore(Store):
         pool = self._pool
         with pool.checked_lock():
             pool.check()
-            if self._buffer is None:
+            if self.buffer is None:
                 if not self._drive.read_ahead or (buffer := pool.claim(self, wait=False)) is None:
                     return False
                 self._take(buffer, blank=False)
-            self._buffer.prefetched = not self._buffer.users
+            self.buffer.prefetched = not self.buffer.users
             return True
 
     def cancel_fetch(self) -> None:
         """See `Store.cancel_fetch`; what is in the buffer stays there until another unit needs it."""
         with self._pool.checked_lock():
-            if self._buffer is not None:
-                self._buffer.prefetched = False
+            if self.buffer is not None:
+                self.buffer.prefetched = False
                 self._pool.lock.notify_all()
 
     def acquire(self, overwrite: bool = False) -> None:
@@ -157,14 +159,14 @@ class FileStore(Store):
         pool = self._pool
         with pool.checked_lock():
             pool.check()
-            if self._buffer is None:
+            if self.buffer is None:
                 buffer = pool.claim(self, wait=True)
-                if self._buffer is None:
+                if self.buffer is None:
                     self._take(buffer, blank=overwrite)
                 else:  # another thread has fetched it while this one waited for a buffer
                     buffer.owner = None
                     pool.used(buffer)
-            buffer = self._buffer
+            buffer = self.buffer
             buffer.users += 1
             buffer.last_user = threading.get_ident()
             buffer.prefetched = False
@@ -181,7 +183,7 @@ class FileStore(Store):
         """See `Store.write_back`."""
         pool = self._pool
         with pool.lock:
-            buffer = self._buffer
+            buffer = self.buffer
             if after is not None:
                 buffer.transfers.append(EventTransfer(after))
             buffer.changed = buffer.changed or changed
@@ -201,10 +203,6 @@ class FileStore(Store):
             if changed and not self._drive.write_behind:
                 pool.wait(buffer)
 
-    def evicted(self) -> None:
-        """Another store takes the buffer."""
-        self._buffer = None
-
     def explain(self, error: OSError) -> RuntimeError:
         """The error of a failed request of this store."""
         return RuntimeError(
@@ -219,7 +217,7 @@ class FileStore(Store):
 
     def _take(self, buffer: Buffer, blank: bool) -> None:
         """Start to fill the buffer that was claimed, unless it stays `blank`."""
-        self._buffer, buffer.blank = buffer, blank
+        self.buffer, buffer.blank = buffer, blank
         if blank:
             return
         try:
@@ -248,7 +246,7 @@ class FileStore(Store):
 
     def _attach(self) -> None:
         self._attached = True
-        storage = self._buffer.memory.untyped_storage()
+        storage = self.buffer.memory.untyped_storage()
         for tensor, start, numel in self._entries:
             tensor.set_(storage, start, (numel,), (1,))
 

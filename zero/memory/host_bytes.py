@@ -43,14 +43,9 @@ def _on_lines(arrays: Iterable[tuple[str, int]]) -> int:
     return sum(round_up(ITEMSIZE[dtype] * numel, LINE) for dtype, numel in arrays)
 
 
-def gradient_nbytes(unit: UnitPlan, parts: int, accumulate_dtype: str) -> int:
-    """Bytes that one rank's shard of the unit's gradient takes in host memory, whole pages."""
-    return round_up(ITEMSIZE[accumulate_dtype] * (unit.layout.numel // parts), PAGE)
-
-
-def parameter_nbytes(unit: UnitPlan, parts: int) -> int:
-    """Bytes that one rank's shard of the unit's parameters takes off the device, whole pages."""
-    return round_up(ITEMSIZE[unit.dtype] * (unit.layout.numel // parts), PAGE)
+def shard_nbytes(unit: UnitPlan, parts: int, dtype: str) -> int:
+    """Bytes that one rank's shard of the unit's parameters, or of its gradient, takes off the device, whole pages."""
+    return round_up(ITEMSIZE[dtype] * (unit.layout.numel // parts), PAGE)
 
 
 class HostBytes(NamedTuple):
@@ -94,7 +89,7 @@ def host_bytes(
     """
     masters = moments = parameters = gradients = files = slot = param_slot = 0
     for unit, placement in zip(units, placements, strict=True):
-        shard = parameter_nbytes(unit, parts)
+        shard = shard_nbytes(unit, parts, unit.dtype)
         if placement.params is Where.HOST:
             parameters += shard
         elif placement.params is Where.FILE:
@@ -103,7 +98,7 @@ def host_bytes(
         if placement.optimizer is Where.DEVICE or not is_updated(unit):
             continue
         kept = record_nbytes(unit, rank, parts, formats, keeps_copy(placement, mirrored))
-        gradients += gradient_nbytes(unit, parts, accumulate)
+        gradients += shard_nbytes(unit, parts, accumulate)
         if placement.optimizer is Where.HOST:
             masters += kept[0]
             moments += kept[1]

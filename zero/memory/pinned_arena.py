@@ -63,11 +63,9 @@ class PinnedArena:
     def __init__(self, nbytes: int, device: torch.device, pinned: bool) -> None:
         """Take the memory; `pinned` has an effect for a CUDA `device` only.
 
-        Raises ValueError for a negative size, RuntimeError where the system refuses the memory. Where CUDA refuses
-        to register it, a warning is logged once and `pinned` is False.
+        Raises RuntimeError where the system refuses the memory. Where CUDA refuses to register it, a warning is logged
+        once and `pinned` is False.
         """
-        if nbytes < 0:
-            raise ValueError(f"nbytes: got {nbytes}; wanted 0 or more")
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         self._taken = 0
         self._mapping = _map(self.nbytes) if nbytes else None
@@ -89,8 +87,6 @@ class PinnedArena:
         """
         if self._closed:
             raise RuntimeError("this arena was closed; take what is needed before")
-        if nbytes < 0:
-            raise ValueError(f"nbytes: got {nbytes}; wanted 0 or more")
         start = self._taken
         if start + nbytes > self.nbytes:
             raise RuntimeError(
@@ -121,14 +117,13 @@ class PinnedArena:
         self.pinned = True
 
 
-def check_room(table_text: str, needed: int, ranks_on_host: int, available: int | None = None) -> None:
+def check_room(table_text: str, needed: int, ranks_on_host: int) -> None:
     """Raise RuntimeError where each of the `ranks_on_host` processes cannot have `needed` bytes of host memory.
 
-    To be called before anything is allocated. `table_text` says what the bytes are for. `available`: what each of
-    the processes may take; default: what the system says now. Only this process and host are looked at, so whoever
-    has other ranks must tell them.
+    To be called before anything is allocated. `table_text` says what the bytes are for. Only this process and host are
+    looked at, so whoever has other ranks must tell them.
     """
-    have = available_nbytes(ranks_on_host) if available is None else available
+    have = available_nbytes(ranks_on_host)
     if needed <= have:
         return
     raise RuntimeError(

@@ -179,16 +179,14 @@ class FusedShardOptimizer(ShardOptimizer):
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
         """See `ShardOptimizer.restart`."""
-        value = float(group.get("initial_accumulator_value", 0.0))
         if part is None:
-            formula = self._formula(group)
-            for _, moments in self.states(unit, group).runs:
-                for moment, signed in zip(moments, formula.signed, strict=True):
-                    moment.fill(value, signed)
-            self._states[unit.index] = self.states(unit, group)._replace(steps=0)
-            return
-        for moment, signed in self.kept(unit, group, part).values():
-            moment.fill(value, signed)
+            states, signs = self.states(unit, group), self._formula(group).signed
+            pairs = [pair for _, moments in states.runs for pair in zip(moments, signs, strict=True)]
+            self._states[unit.index] = states._replace(steps=0)
+        else:
+            pairs = list(self.kept(unit, group, part).values())
+        for moment, signed in pairs:
+            moment.fill(float(group.get("initial_accumulator_value", 0.0)), signed)
 
     def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
         """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""

@@ -213,14 +213,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._skip(sharded)
         else:
             self._update(factor * clip_factor(self.grad_norm, self._clipping))
-            sharded.drop_gradients()
+            sharded.reducer.drop()
             self.loss_scaler.update(False)
         sharded.reducer.scale = self.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what earlier micro-batches of this step accumulated."""
         if self._sharded is not None:
-            self._sharded.drop_gradients()
+            self._sharded.reducer.drop()
 
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
@@ -231,7 +231,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _skip(self, sharded: ShardedModule) -> None:
         """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
         place = sharded.reducer.finite.first()
-        sharded.drop_gradients()
+        sharded.reducer.drop()
         try:
             change = self.loss_scaler.update(True)
         except RuntimeError as error:

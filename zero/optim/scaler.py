@@ -14,8 +14,9 @@ the number of the last one that overflowed, at first -1:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
+
+from zero.config.sections import Fp16
 
 # Beyond this no gradient that fp16 can hold is worth scaling, and mean / scale would leave the normal range of fp32.
 LARGEST = 2.0**64
@@ -23,21 +24,10 @@ LARGEST = 2.0**64
 AT_MINIMUM = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
 
 
-@dataclass(frozen=True)
-class Dynamic:
-    """How a dynamic loss scale moves: the keys of the same names in the section `fp16` of the JSON."""
-
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
-
-
 class LossScaler:
-    """The loss scale and its rule: `LossScaler(128.0)` is fixed, `LossScaler(rule=Dynamic())` moves."""
+    """The loss scale: `LossScaler(128.0)` is fixed, `LossScaler(rule=Fp16())` moves as the section of the JSON says."""
 
-    def __init__(self, scale: float = 1.0, rule: Dynamic | None = None) -> None:
+    def __init__(self, scale: float = 1.0, rule: Fp16 | None = None) -> None:
         self.rule = rule
         self._scale = 2.0**rule.initial_scale_power if rule else float(scale)
         self._hysteresis = rule.hysteresis if rule else 1

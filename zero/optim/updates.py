@@ -50,7 +50,7 @@ class UnitUpdater:
         self.failure: RuntimeError | None = None
         self.threads = host_threads() if any(unit.placement.updated_on_host for unit in units) else 0
         self.waits = Waits()
-        self.on_update: Callable[[str, str], None] = _ignore
+        self.on_update: Callable[[str, str], None] = lambda what, unit: None
         self._optimizer = optimizer
         self._units = units
         self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
@@ -165,7 +165,3 @@ def send_before_exit(units: Sequence[Unit]) -> None:
 
     atexit.register(send)
     weakref.finalize(units[0], atexit.unregister, send).atexit = False
-
-
-def _ignore(what: str, unit: str) -> None:
-    """The default of `UnitUpdater.on_update`."""

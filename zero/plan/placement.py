@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from zero.plan.units import UnitPlan
 
-_OFFLOAD = "zero_optimization.offload_"
-
 
 class Where(enum.Enum):
     """A place of rest; the values are those of `device` in the JSON.
@@ -49,12 +47,8 @@ def place(
         rank's shards (1 / `parts` of the unit) rest in host memory instead, the first ones first.
 
     Padding counts as elements: it takes memory, too. A unit that does not fit any more is passed over, and smaller
-    ones after it may still fit. Raises ValueError for a ratio outside [0, 1] and for a negative `max_in_cpu`.
+    ones after it may still fit.
     """
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"{_OFFLOAD}optimizer.ratio: got {ratio!r}; wanted a number from 0 (none) to 1 (all)")
-    if max_in_cpu < 0:
-        raise ValueError(f"{_OFFLOAD}param.max_in_cpu: got {max_in_cpu!r}; wanted a number of elements, 0 or more")
     trained = [unit.layout.numel if is_updated(unit) else 0 for unit in units]
     stay = _fitting(trained, int((1 - ratio) * sum(trained)))
     shards = [unit.layout.numel // parts for unit in units]
