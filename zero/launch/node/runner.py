@@ -33,7 +33,6 @@ _PATIENCE_CUT_OFF, _GRACE_CUT_OFF, _LAST_LINES_CUT_OFF = 0.5, 1.5, 0.5
 
 def run(request: Request) -> int:
     """Do what `zero run` was asked to on this host; the exit status is that of the first rank that failed."""
-    request.check()
     # Where the hosts are known, GPUs are only compared with their slots: a dry run need not wait for that.
     node_plan = plan(request, 0 if request.dry_run and request.hosts.world else gpu_count())
     for note in node_plan.notes:

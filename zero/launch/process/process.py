@@ -57,11 +57,8 @@ class OutputStream:
 
     def read(self) -> bytes | None:
         """What has come; b"" at the end of the stream, None where nothing has come so far."""
-        try:
-            data = os.read(self.fd, _CHUNK)
-        except BlockingIOError:
-            return None
-        if self._log is not None:
+        data = self._pipe.read(_CHUNK)  # which has no buffer
+        if data and self._log is not None:
             self._log.write(data)
         return data
 
@@ -93,7 +90,6 @@ class Process:
         self.last_line = b""
         self.streams: list[OutputStream] = []
         self._secret = secret
-        self._stdin: int | None = None
         self._killed = False
         self._heard = 0.0
 
@@ -104,19 +100,10 @@ class Process:
 
     def start(self) -> None:
         """Start it."""
-        child_stdin = None
         more = {} if self.command.heartbeat or not self._secret else {VARIABLE: self._secret}
-        if self.command.holds_stdin:
-            child_stdin, self._stdin = os.pipe()
-            os.set_blocking(self._stdin, False)
-        try:
-            self._open(subprocess.DEVNULL if child_stdin is None else child_stdin, subprocess.PIPE, more)
-        except LaunchError:
-            self.close_stdin()
-            raise
-        finally:
-            if child_stdin is not None:
-                os.close(child_stdin)
+        self._open(subprocess.PIPE if self.command.holds_stdin else subprocess.DEVNULL, subprocess.PIPE, more)
+        if self._popen.stdin is not None:
+            os.set_blocking(self._popen.stdin.fileno(), False)
         if self.command.heartbeat:
             self._write(self._secret.encode() + b"\n")
 
@@ -138,9 +125,9 @@ class Process:
             self.streams = [OutputStream(self._popen.stdout, False, out), OutputStream(self._popen.stderr, True, err)]
 
     def _write(self, data: bytes) -> None:
-        if self._stdin is not None:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._stdin, data)
+        if self._popen.stdin is not None and not self._popen.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._popen.stdin.write(data)  # without a buffer: what does not fit is lost
 
     def heartbeat(self) -> None:
         """Say that we are here, if its stdin is for that."""
@@ -149,9 +136,8 @@ class Process:
 
     def close_stdin(self) -> None:
         """Let it see the end of its stdin."""
-        if self._stdin is not None:
-            os.close(self._stdin)
-            self._stdin = None
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
 
     def ask(self, number: int) -> None:
         """Ask it to end what it runs, as the signal `number` would."""
