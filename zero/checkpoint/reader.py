@@ -16,10 +16,9 @@ import torch
 from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
 from zero.checkpoint.safe_file import DTYPES, read_part
 from zero.checkpoint.staging import host_bytes
-from zero.kernels.moments import Moment
+from zero.kernels.moments import BLOCK, Moment, blocks_of
 from zero.kernels.remainder import join
 from zero.memory.available import host_threads
-from zero.plan.formats import BLOCK
 from zero.plan.layout import round_up
 
 T = TypeVar("T")
@@ -41,17 +40,6 @@ class Task(NamedTuple):
     target: memoryview
     itemsize: int
     what: str
-
-
-class SavedMoment(NamedTuple):
-    """State of some elements in the format that it was saved in; `signed`: whether it can be negative."""
-
-    moment: Moment
-    signed: bool
-
-    def decode(self) -> torch.Tensor:
-        """Its values, fp32."""
-        return self.moment.decode(self.signed)
 
 
 class Reader:
@@ -120,24 +108,23 @@ class Reader:
         for kind, stored in wanted:
             self._stage(stored, start, numel, f"{kind} of '{name}'", came)
 
-    def moment(self, name: str, key: str, start: int, numel: int, then: Callable[[SavedMoment], Any]) -> None:
-        """State `key` of elements [start, start + numel), as it was kept; in 8 bit of whole blocks around them."""
+    def moment(self, name: str, key: str, start: int, numel: int, then: Callable[[torch.Tensor], Any]) -> None:
+        """State `key` of elements [start, start + numel), fp32 [numel], in whatever format it was kept."""
         parameter = self.index.parameters[name]
         stored, signed = parameter.moments[key], bool(self.index.signed.get(key, True))
         what = f"{key} of '{name}'"
         if stored.dtype != "uint8":
-            self._stage(stored, start, numel, what, lambda values: then(SavedMoment(Moment(values), signed)))
+            self._stage(stored, start, numel, what, lambda values: then(Moment(values).decode(signed)))
             return
-        first = start // BLOCK * BLOCK
-        stop = min(round_up(start + numel, BLOCK), stored.numel)
+        first = start // BLOCK * BLOCK  # whole blocks, as a scale is that of one
+        count = min(round_up(start + numel, BLOCK), stored.numel) - first
         codes: list[torch.Tensor] = []
-        self._stage(stored, first, stop - first, what, codes.append)
-        scales, blocks = parameter.scales[key], -(-(stop - first) // BLOCK)
+        self._stage(stored, first, count, what, codes.append)
 
-        def came(values: torch.Tensor) -> None:
-            then(SavedMoment(Moment(codes[0], values), signed))
+        def came(scales: torch.Tensor) -> None:
+            then(Moment(codes[0], scales).decode(signed)[start - first :][:numel])
 
-        self._stage(scales, first // BLOCK, blocks, f"scales of {what}", came)
+        self._stage(parameter.scales[key], first // BLOCK, blocks_of(count), f"scales of {what}", came)
 
     def ask(
         self, stored: Stored, start: int, out: torch.Tensor, what: str, then: Callable[[], None] | None = None

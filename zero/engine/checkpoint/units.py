@@ -15,7 +15,7 @@ from torch import nn
 
 from zero.checkpoint.differences import Ask, Match, Wanted, compare, stateless
 from zero.checkpoint.index import Index, Parameter
-from zero.checkpoint.reader import SLICE, Reader, SavedMoment
+from zero.checkpoint.reader import SLICE, Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
 from zero.core.unit import Unit
 from zero.engine.checkpoint.collective_read import LoadPlan
@@ -159,16 +159,14 @@ def _load_moments(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, name: st
         for at, count in _slices(part.numel):
             last = at + count == part.numel
             target = moment.narrow(at, (moment.numel if last else at + count) - at)
-            write = partial(_round, target, signed, part.start + at, count)
-            reader.moment(name, key, part.start + at, count, write)
+            reader.moment(name, key, part.start + at, count, partial(_round, target, signed))
 
 
-def _round(target: Moment, signed: bool, start: int, numel: int, saved: SavedMoment) -> None:
-    """Write elements [start, start + numel) of a state that was kept in another way to `target`."""
-    first = start % BLOCK if saved.moment.scales is not None else 0
-    values = target.values.new_zeros(target.numel, dtype=torch.float32)
-    values[:numel] = saved.decode()[first : first + numel].to(values.device)
-    target.write(values, signed)
+def _round(target: Moment, signed: bool, values: torch.Tensor) -> None:
+    """Write a state that was kept in another way to `target`, which may have padding behind it."""
+    padded = target.values.new_zeros(target.numel, dtype=torch.float32)
+    padded[: values.numel()] = values.to(padded.device)
+    target.write(padded, signed)
 
 
 def _load_numbers(unit: Unit, optimizer: ZeroOptimizer, index: Index, names: Iterable[str]) -> None:
