@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -318,7 +317,13 @@ def test_loop(pool, loop):
     check(pool, Blocks, loop)
 
 
-def counted(kind: type[nn.Module], loop: Callable[..., Any]) -> list[int]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "loop"),
+    [(Reentrant, one_backward), (Nested, one_backward), (Blocks, whole_reentrant)],
+    ids=lambda each: each.__name__,
+)
+def test_a_backward_ends_once_with_the_outermost(kind, loop):
     """How many times the end of a backward was seen in one, by stage."""
     rank, found = dist.get_rank(), []
     for stage in range(4):
@@ -328,16 +333,7 @@ def counted(kind: type[nn.Module], loop: Callable[..., Any]) -> list[int]:
         found.append(reducer.rounds)
         assert not reducer.open
         engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "loop"),
-    [(Reentrant, one_backward), (Nested, one_backward), (Blocks, whole_reentrant)],
-    ids=lambda each: each.__name__,
-)
-def test_a_backward_ends_once_with_the_outermost(pool, kind, loop):
-    assert pool.run(2, counted, kind, loop) == [[1, 1, 1, 1]] * 2
+    assert found == [1, 1, 1, 1]
 
 
 def most_alive(kind: type[nn.Module]) -> int:

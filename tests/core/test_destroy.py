@@ -160,8 +160,11 @@ def test_a_destroyed_engine_that_is_still_held_keeps_no_state(pool, stage):
         assert nbytes < 2000
 
 
-def again(stage: int, moment: Callable[[Any], None]) -> bool:
-    """Whether a second engine on the same module trains as one on a module that never had an engine."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_a_second_engine_trains_the_same(stage):
+    """A second engine on the same module trains as one on a module that never had an engine."""
+    moment = after_an_exception
     losses = []
     for used in (True, False):
         net = make_net()
@@ -179,12 +182,7 @@ def again(stage: int, moment: Callable[[Any], None]) -> bool:
             engine.step()
             losses[-1].append(loss.item())
         engine.destroy()
-    return losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_a_second_engine_trains_the_same(pool, stage):
-    assert pool.run(2, again, stage, after_an_exception) == [True, True]
+    assert losses[0] == losses[1]
 
 
 def refused(engine: Any, name: str) -> bool:

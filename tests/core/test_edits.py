@@ -80,30 +80,24 @@ def edited(stage: int, master: str, look: bool) -> dict[str, Any]:
     return {"right": right, "params": {name: param.detach() for name, param in engine.module.named_parameters()}}
 
 
-def run_all(masters: tuple[str, ...]) -> list[dict[str, Any]]:
-    return [edited(stage, master, look) for stage in range(4) for master in masters for look in (True, False)]
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize(("world", "masters"), each_once([2, 1], [("fp32", "remainder"), ("",)]))
-def test_an_edit_is_exact_and_the_next_step_begins_there(pool, world, masters):
-    for found in pool.run(world, run_all, masters):
-        assert all(run["right"] for run in found)
-        for run in found[1:]:
-            assert all(torch.equal(value, found[0]["params"][name]) for name, value in run["params"].items())
+def test_an_edit_is_exact_and_the_next_step_begins_there(world, masters):
+    found = [edited(stage, master, look) for stage in range(4) for master in masters for look in (True, False)]
+    assert all(run["right"] for run in found)
+    for run in found[1:]:
+        assert all(torch.equal(value, found[0]["params"][name]) for name, value in run["params"].items())
 
 
-def loaded(stage: int, master: str) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "master"), each_once([0, 1, 2], ["fp32", "remainder"]))
+def test_a_loaded_state_dict_is_exact(stage, master):
     engine = start(stage, master)
     values = {name: value.bfloat16() for name, value in make_net(seed=9, blocks=2).state_dict().items()}
     engine.module.load_state_dict(values)
-    return [torch.equal(value, part(engine, name, values[name].float())) for name, value in exact(engine).items()]
-
-
-@pytest.mark.parametrize(("stage", "master"), each_once([0, 1, 2], ["fp32", "remainder"]))
-def test_a_loaded_state_dict_is_exact(pool, stage, master):
-    for found in pool.run(2, loaded, stage, master):
-        assert found
-        assert all(found)
+    found = [torch.equal(value, part(engine, name, values[name].float())) for name, value in exact(engine).items()]
+    assert found
+    assert all(found)
 
 
 def written_by_rank_1(stage: int, master: str) -> list[bool]:

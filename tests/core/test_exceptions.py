@@ -106,8 +106,10 @@ def train(stage: int, place: Callable[..., None] | None, error: BaseException) -
     return [*(param.detach() for param in net.parameters()), torch.tensor(counters)]
 
 
-def all_places(stage: int) -> list[str]:
-    """The places whose run ends with other bits than the run without exceptions."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, 3, *longer(0, 1)])
+def test_training_goes_on_with_the_same_bits(stage):
+    """From wherever an exception comes."""
     clean = train(stage, None, RuntimeError())
     wrong = []
     for error in (ArithmeticError("spoilt"), KeyboardInterrupt()):
@@ -115,12 +117,7 @@ def all_places(stage: int) -> list[str]:
             found = train(stage, place, error)
             if not all(torch.equal(a, b) for a, b in zip(found, clean, strict=True)):
                 wrong.append(f"{type(error).__name__} {place.__name__}")
-    return wrong
-
-
-@pytest.mark.parametrize("stage", [2, 3, *longer(0, 1)])
-def test_training_goes_on_with_the_same_bits(pool, stage):
-    assert pool.run(2, all_places, stage) == [[], []]
+    assert wrong == []
 
 
 def half_updated(stage: int, kind: type[BaseException]) -> dict[str, Any]:
@@ -175,7 +172,9 @@ def test_half_updated_weights_are_refused(pool, stage, kind):
         assert found["same"]
 
 
-def lost(stage: int) -> bool:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_window_begins_anew(stage):
     """A backward that raises between two micro-batches is made up for: the window begins anew, and counts whole."""
     net = make_net()
     engine, *_ = zero.initialize(model=net, config=config(stage, 2, accumulation=2))
@@ -185,15 +184,12 @@ def lost(stage: int) -> bool:
     first = engine.micro_steps, engine.is_gradient_accumulation_boundary()
     kept = [unit.gradients.flat is not None or unit.gradients.shard is not None for unit in engine._sharded.trained]
     engine.destroy()
-    return first == (0, False) and not any(kept)
+    assert first == (0, False)
+    assert not any(kept)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_window_begins_anew(pool, stage):
-    assert pool.run(2, lost, stage) == [True, True]
-
-
-def releases_fail() -> tuple[list[str], bool]:
+@pytest.mark.ranks(2)
+def test_a_release_that_failed_is_repeated_and_destroy_works():
     """What calls raise when the memory of one unit cannot be given back, and whether the weights outlive it."""
     net, said = make_net(), []
     wanted = [param.detach().clone() for param in net.parameters()]
@@ -215,8 +211,5 @@ def releases_fail() -> tuple[list[str], bool]:
             said.append(str(error))
     held = [unit.plan.name for unit in engine._sharded.units if unit.holds]
     engine.destroy()
-    return said + held, all(map(torch.equal, wanted, net.parameters()))
-
-
-def test_a_release_that_failed_is_repeated_and_destroy_works(pool):
-    assert pool.run(2, releases_fail) == [(["the storage stays"] * 4, True)] * 2
+    assert said + held == ["the storage stays"] * 4
+    assert all(map(torch.equal, wanted, net.parameters()))

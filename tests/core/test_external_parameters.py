@@ -263,7 +263,8 @@ def test_wrong_methods():
     engine.destroy()
 
 
-def registered_later() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_registering_and_unregistering_after_initialize():
     engine = engine_of(Base)
     block, weight = engine.module.blocks[0], engine.module.other.weight
     unit = weight._zero_owner.unit
@@ -276,11 +277,7 @@ def registered_later() -> list[bool]:
     zero.unregister_external_parameter(block, weight)
     block(x)
     engine.destroy()
-    return seen
-
-
-def test_registering_and_unregistering_after_initialize(pool):
-    assert pool.run(2, registered_later) == [[False, True, False]] * 2
+    assert seen == [False, True, False]
 
 
 def test_wrong_registrations():

@@ -56,14 +56,11 @@ def masters_kept(stage: int, master: str) -> list[bool]:
     return [*untouched, *map(bool, right)]
 
 
-def masters_kept_everywhere() -> dict[str, list[bool]]:
-    return {f"{stage} {master}": masters_kept(stage, master) for stage in (0, 2, 3) for master in MASTERS}
-
-
-def test_what_was_not_written_keeps_its_exact_master(pool):
-    for found in pool.run(2, masters_kept_everywhere):
-        for case, right in found.items():
-            assert all(right), case
+@pytest.mark.ranks(2)
+def test_what_was_not_written_keeps_its_exact_master():
+    found = {f"{stage} {master}": masters_kept(stage, master) for stage in (0, 2, 3) for master in MASTERS}
+    for case, right in found.items():
+        assert all(right), case
 
 
 def given(kind: str, net: nn.Module, extra: nn.Parameter) -> Any:
@@ -105,7 +102,8 @@ def test_what_may_be_given(pool):
             assert all(right), kind
 
 
-def nested() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_nested_blocks_lose_no_write():
     engine = start()
     param, other = engine.module.get_parameter(ONE), engine.module.get_parameter(TWO)
     rank, found = dist.get_rank(), {}
@@ -140,21 +138,17 @@ def nested() -> dict[str, Any]:
     found["kept"] = value()
     found["released"] = is_released(param) and is_released(other)
     engine.destroy()
-    return found
+    assert found["read in read"]
+    assert found["still open"]
+    assert found["seen by the outer"] == found["write in read"] == [3.0]
+    assert found["write in write"] == [4.0, 6.0, 9.0, 10.0]  # rank 1's on leaving its block, rank 0's after
+    assert "changed inside GatheredParameters without modifier_rank" in found["lost"]
+    assert found["kept"] == [1.0]
+    assert found["released"]
 
 
-def test_nested_blocks_lose_no_write(pool):
-    for found in pool.run(2, nested):
-        assert found["read in read"]
-        assert found["still open"]
-        assert found["seen by the outer"] == found["write in read"] == [3.0]
-        assert found["write in write"] == [4.0, 6.0, 9.0, 10.0]  # rank 1's on leaving its block, rank 0's after
-        assert "changed inside GatheredParameters without modifier_rank" in found["lost"]
-        assert found["kept"] == [1.0]
-        assert found["released"]
-
-
-def while_full() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_parameters_that_are_whole_already():
     """Blocks in a forward, when parameters are whole already, stay out of its way."""
     engine = start()
     param, found = engine.module.get_parameter(ONE), {}
@@ -171,11 +165,7 @@ def while_full() -> dict[str, Any]:
     handle.remove()
     found["released"] = is_released(param)
     engine.destroy()
-    return found
-
-
-def test_parameters_that_are_whole_already(pool):
-    assert pool.run(2, while_full) == [{"whole": True, "released": True}] * 2
+    assert found == {"whole": True, "released": True}
 
 
 def raising(stage: int, rank: int) -> tuple[str, list[float], bool]:
@@ -253,7 +243,8 @@ def test_data_may_be_replaced_by_its_like_only(pool):
                 assert ("(25, 12)" in said) == (rank == 1), case
 
 
-def kept_for_graphs() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_what_a_graph_reads_is_kept_until_it_changes():
     """A graph that reads weights finds them until they change; where there is none, nothing is kept."""
     engine, found = start(master=""), {}
     params = list(engine.module.parameters())
@@ -280,12 +271,7 @@ def kept_for_graphs() -> dict[str, Any]:
         term.backward()
     except RuntimeError as error:
         found["stale"] = "modified by an inplace operation" in str(error)
-    return found
-
-
-def test_what_a_graph_reads_is_kept_until_it_changes(pool):
-    for found in pool.run(2, kept_for_graphs):
-        assert list(found.values()) == [True] * 4, found
+    assert list(found.values()) == [True] * 4, found
 
 
 def refused() -> list[str]:
@@ -321,7 +307,8 @@ def test_what_is_refused_before_anybody_waits(pool):
         ]
 
 
-def of_a_built_model() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_a_built_model_can_be_read_and_loaded():
     """The same blocks on a model that no engine has yet."""
     with zero.Init():
         model = make_net()
@@ -344,15 +331,10 @@ def of_a_built_model() -> dict[str, Any]:
     except RuntimeError as error:
         found["lost"] = str(error)
     found["released"] = all(map(is_released, model.parameters()))
-    return found
-
-
-def test_a_built_model_can_be_read_and_loaded(pool):
-    for found in pool.run(2, of_a_built_model):
-        assert found["inside"] == [[3.0], [5.0]]
-        assert found["loaded"]
-        assert found["lost"].startswith("['head.weight'] changed inside GatheredParameters without modifier_rank")
-        assert found["released"]
+    assert found["inside"] == [[3.0], [5.0]]
+    assert found["loaded"]
+    assert found["lost"].startswith("['head.weight'] changed inside GatheredParameters without modifier_rank")
+    assert found["released"]
 
 
 def test_without_ranks():

@@ -50,18 +50,14 @@ def test_axes_hold_consecutive_ranks_and_their_counterparts(pool):
         assert single[1] == (0, rank, rank, rank, rank)
 
 
-def test_without_cut_state_there_is_no_shard_axis(pool):
-    for shapes in pool.run(2, uncut):
-        assert shapes == [(1, 2)] * 2
-
-
-def uncut() -> list[tuple[int, int]]:
+@pytest.mark.ranks(2)
+def test_without_cut_state_there_is_no_shard_axis():
     found = []
     for shard in (0, 2):
         mesh = make_mesh(Sharding.of_stage(0), 60.0, shard_size=shard)
         found.append((mesh.shard.size, mesh.replica.size))
         mesh.watchdog.close()
-    return found
+    assert found == [(1, 2)] * 2
 
 
 def exchanged() -> list:
@@ -90,20 +86,17 @@ def test_collectives_work_along_groups_inside_the_world(pool):
             assert sent == ranks[-1]
 
 
-def sum_of_pieces(extra: int) -> bool:
-    """Whether a reduction that needs several messages per peer gives the sum in the order of ranks."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_a_reduction_around_the_size_of_a_message(extra):
+    """A reduction that needs several messages per peer gives the sum in the order of ranks."""
     mesh = make_mesh(Sharding.of_stage(3), 60.0)
     numel = comm.PIECE + extra
     rows = [torch.randn(2, numel, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.shard.size)]
     total = torch.empty(numel)
     comm.scatter(rows[mesh.shard.rank].view(-1), mesh.shard, 5).sum(total, False)
     mesh.watchdog.close()
-    return torch.equal(total, rows[0][mesh.shard.rank] + rows[1][mesh.shard.rank])
-
-
-@pytest.mark.parametrize("extra", [-1, 0, 1])
-def test_a_reduction_around_the_size_of_a_message(pool, extra):
-    assert pool.run(2, sum_of_pieces, extra) == [True, True]
+    assert torch.equal(total, rows[0][mesh.shard.rank] + rows[1][mesh.shard.rank])
 
 
 def two_steps(native: bool) -> tuple:

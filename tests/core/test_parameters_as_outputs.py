@@ -162,7 +162,8 @@ def test_outputs_stay_valid_and_the_engine_forgets_them(pool, mode):
         assert all(found.values()), found
 
 
-def views_of_gathered() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_views_kept_from_outside_of_a_graph_stay_valid():
     """Views that were made inside GatheredParameters or in a forward without a graph, read when all is released."""
     engine, rank = zero.initialize(model=build(Root), config=config(3, 2))[0], dist.get_rank()
     weight, wanted = engine.module.blocks[2].weight, build(Root).blocks[2].weight
@@ -179,8 +180,4 @@ def views_of_gathered() -> list[bool]:
     other = build(Root).blocks[0].up.weight
     equal = [torch.equal(a, b) for a, b in zip(kept, [wanted, wanted[1:], wanted.view(-1), other.t()], strict=True)]
     engine.destroy()
-    return equal
-
-
-def test_views_kept_from_outside_of_a_graph_stay_valid(pool):
-    assert pool.run(2, views_of_gathered) == [[True] * 4] * 2
+    assert equal == [True] * 4

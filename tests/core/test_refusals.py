@@ -166,7 +166,8 @@ def trained(make: Make, stage: int) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [param.detach().clone() for param in model.parameters()]
 
 
-def train_right() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_what_looks_alike_and_is_right_goes_on() -> None:
     """Each on stage 3 as on stage 0; and what is refused there only, below it as the plain module."""
     same = []
     for make in RIGHT.values():
@@ -174,12 +175,8 @@ def train_right() -> list[bool]:
         same.append(all(torch.equal(*pair) for pair in zip(cases[0][1], cases[1][1], strict=True)))
         same.append(cases[0][0] == cases[1][0] and len(set(cases[0][0])) == 3)
     below = trained(part(scripted), 2), trained(part(linear), 2)
-    return [*same, all(torch.equal(*pair) for pair in zip(below[0][1], below[1][1], strict=True))]
-
-
-def test_what_looks_alike_and_is_right_goes_on(pool: Any) -> None:
-    for same in pool.run(2, train_right):
-        assert all(same), same
+    same = [*same, all(torch.equal(*pair) for pair in zip(below[0][1], below[1][1], strict=True))]
+    assert all(same), same
 
 
 def on_one_rank() -> str:

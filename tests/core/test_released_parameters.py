@@ -81,7 +81,8 @@ def test_reading_raises_with_the_name(pool):
         assert "is released; read it inside" in said["state_dict"]
 
 
-def metadata() -> list[tuple[bool, ...]]:
+@pytest.mark.ranks(2)
+def test_metadata_is_true():
     engine, plain = engine_at_rest(), make_net()
     rows = []
     for name, wanted in plain.named_parameters():
@@ -106,29 +107,21 @@ def metadata() -> list[tuple[bool, ...]]:
         )
     rows.append((sum(p.numel() for p in engine.parameters()) == sum(p.numel() for p in plain.parameters()),))
     engine.destroy()
-    return rows
+    assert rows
+    assert all(all(row) for row in rows), rows
 
 
-def test_metadata_is_true(pool):
-    for rows in pool.run(2, metadata):
-        assert rows
-        assert all(all(row) for row in rows), rows
-
-
-def memory_at_rest() -> tuple[int, int]:
+@pytest.mark.ranks(2)
+def test_memory_is_given_back():
     engine = engine_at_rest()
     alive = engine.state_nbytes().parameters
     whole = sum(unit.plan.layout.numel * 4 for unit in engine._sharded.units)
     engine.destroy()
-    return alive, whole
+    assert alive * 2 == whole
 
 
-def test_memory_is_given_back(pool):
-    for alive, whole in pool.run(2, memory_at_rest):
-        assert alive * 2 == whole
-
-
-def gathered() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_gathered_parameters_read_and_write():
     engine, plain, rank = engine_at_rest(), make_net(), dist.get_rank()
     found: dict[str, Any] = {}
     with zero.GatheredParameters(engine.module.parameters()):
@@ -153,32 +146,24 @@ def gathered() -> dict[str, Any]:
     with zero.GatheredParameters(weight(engine.module)):
         found["after"] = (weight(engine.module) - 6.0).abs().max().item()
     engine.destroy()
-    return found
+    assert found["equal"]
+    assert found["written"] == [6.0]
+    assert found["lost"] == (
+        f"['{NAME}'] changed inside GatheredParameters without modifier_rank, so the change would be lost; "
+        "pass modifier_rank=0 to keep rank 0's values"
+    )
+    assert 0 < found["after"] < 0.1
 
 
-def test_gathered_parameters_read_and_write(pool):
-    for found in pool.run(2, gathered):
-        assert found["equal"]
-        assert found["written"] == [6.0]
-        assert found["lost"] == (
-            f"['{NAME}'] changed inside GatheredParameters without modifier_rank, so the change would be lost; "
-            "pass modifier_rank=0 to keep rank 0's values"
-        )
-        assert 0 < found["after"] < 0.1
-
-
-def gathered_from_two_engines() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_parameters_of_two_engines_with_one_name():
     nets = [make_net(seed) for seed in (7, 8)]
     engines = [zero.initialize(model=net, config=config(3, 2))[0] for net in nets]
     with zero.GatheredParameters([weight(net) for net in nets]):
         equal = [torch.equal(weight(net), weight(make_net(seed))) for net, seed in zip(nets, (7, 8), strict=True)]
     for engine in engines:
         engine.destroy()
-    return equal
-
-
-def test_parameters_of_two_engines_with_one_name(pool):
-    assert pool.run(2, gathered_from_two_engines) == [[True, True]] * 2
+    assert equal == [True, True]
 
 
 def backward_too_early() -> str:

@@ -138,17 +138,14 @@ OTHERS = [
 ]
 
 
-def moved_others() -> dict[str, bool]:
-    return {
+@pytest.mark.ranks(2)
+def test_every_rules_states_can_be_moved():
+    found = {
         f"{kind} {params}": all(moved("fp32", keys, (0, 3), type=kind, params={"lr": 1e-3, **params}))
         for kind, params, keys in OTHERS
     }
-
-
-def test_every_rules_states_can_be_moved(pool):
-    for found in pool.run(2, moved_others):
-        assert found
-        assert all(found.values()), found
+    assert found
+    assert all(found.values()), found
 
 
 def plain_gradients(world: int, steps: int) -> dict[str, torch.Tensor]:

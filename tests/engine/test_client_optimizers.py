@@ -109,16 +109,6 @@ def alone() -> list[str]:
     ]
 
 
-def on_all_stages() -> list[str]:
-    wrong = []
-    for name in kinds():
-        wanted = trained(0, name)
-        for stage in (1, 2, 3):
-            found = trained(stage, name)
-            wrong += [f"{name} {stage}" for a, b in zip(found, wanted, strict=True) if not torch.equal(a, b)]
-    return wrong
-
-
 def test_every_elementwise_optimizer_of_torch_is_here():
     every = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
     assert every == {*KINDS, *MATRICES}
@@ -128,8 +118,15 @@ def test_one_rank_trains_as_plain_torch(pool):
     assert pool.run(1, alone) == [[]]
 
 
-def test_all_stages_train_alike(pool):
-    assert pool.run(2, on_all_stages) == [[], []]
+@pytest.mark.ranks(2)
+def test_all_stages_train_alike():
+    wrong = []
+    for name in kinds():
+        wanted = trained(0, name)
+        for stage in (1, 2, 3):
+            found = trained(stage, name)
+            wrong += [f"{name} {stage}" for a, b in zip(found, wanted, strict=True) if not torch.equal(a, b)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", MATRICES)

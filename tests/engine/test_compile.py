@@ -65,7 +65,8 @@ def test_compiled_blocks_give_the_same_bits(pool, stage, dtype):
             assert compiled["away"] == eager["away"] >= BLOCKS - 1
 
 
-def compiled_by_the_user() -> list[list[float]]:
+@pytest.mark.ranks(2)
+def test_an_engine_that_the_user_compiles_gives_the_same_bits():
     found = []
     for compiles in (False, True):
         engine = zero.initialize(model=make_net(blocks=1), config=config(3, dist.get_world_size()))[0]
@@ -78,9 +79,5 @@ def compiled_by_the_user() -> list[list[float]]:
             losses.append(loss.item())
         engine.destroy()
         found.append(losses)
-    return found
-
-
-def test_an_engine_that_the_user_compiles_gives_the_same_bits(pool):
-    for plain, compiled in pool.run(2, compiled_by_the_user):
-        assert compiled == plain
+    plain, compiled = found
+    assert compiled == plain

@@ -164,7 +164,13 @@ def test_initialize_takes_over_built_and_mixed_models(pool):
         assert same_bits == [True] * 12
 
 
-def traffic() -> tuple[int, int, int]:
+def built_net() -> nn.Module:
+    with zero.Init():
+        return make_net()
+
+
+@pytest.mark.ranks(2)
+def test_what_was_built_is_not_sent_again():
     """Broadcasts of parameters at `initialize`: of a plain model, of a built one; and units that stay whole."""
     counts = []
     for build_it in (make_net, built_net):
@@ -177,19 +183,8 @@ def traffic() -> tuple[int, int, int]:
         counts.append(len(seen))
         whole = sum(not is_released(param) for param in engine.module.parameters())
         engine.destroy()
-    return (*counts, whole)
-
-
-def built_net() -> nn.Module:
-    with zero.Init():
-        return make_net()
-
-
-def test_what_was_built_is_not_sent_again(pool):
-    for plain, built, whole in pool.run(2, traffic):
-        assert plain == 4  # units
-        assert built == 0
-        assert whole == 0
+    assert counts == [4, 0]  # of plain units, and of built ones
+    assert whole == 0
 
 
 def arguments() -> dict[str, Any]:
@@ -315,7 +310,8 @@ def test_reading_outside_raises_with_the_full_name(pool):
             assert text.startswith(wanted), name
 
 
-def failing() -> tuple[int, list[bool], str]:
+@pytest.mark.ranks(2)
+def test_an_exception_in_the_block_leaves_nothing_behind():
     """The block raises on all ranks; the next one works."""
     kept: list[nn.Module] = []
 
@@ -332,14 +328,9 @@ def failing() -> tuple[int, list[bool], str]:
     left = [is_released(kept[0].done.weight), owner_of(kept[0].open) is None, kept[0].open.sum().item() == 3]
     with zero.Init():
         model = make_net()
-    return hooks(), left, same(model, make_net())
-
-
-def test_an_exception_in_the_block_leaves_nothing_behind(pool):
-    for count, left, difference in pool.run(2, failing):
-        assert count == 0
-        assert all(left)
-        assert not difference
+    assert hooks() == 0
+    assert all(left)
+    assert not same(model, make_net())
 
 
 def adapted() -> tuple[list[float], bool]:

@@ -168,7 +168,9 @@ def test_the_scale_follows_the_overflows_of_the_model(pool, stage):
     ]
 
 
-def at_the_minimum(stage: int) -> tuple[str, bool, list[bool]]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_at_the_minimum_every_rank_says_so(stage):
     net, layers = make()
     rule = {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 4, "hysteresis": 1}
     engine, *_ = zero.initialize(model=net, config=config(stage, 2, fp16=rule))
@@ -186,18 +188,12 @@ def at_the_minimum(stage: int) -> tuple[str, bool, list[bool]]:
         engine.backward(engine(*share(step)))
         engine.step()
         applied.append(engine.was_step_applied())
-    return text, gone, applied
-
-
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_at_the_minimum_every_rank_says_so(pool, stage):
-    for text, gone, applied in pool.run(2, at_the_minimum, stage):
-        assert text == (
-            "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. With loss scale 4, "
-            "the gradient of parameter 'blocks.1.down.weight' is not finite (micro-step 1 of 1)."
-        )
-        assert gone
-        assert applied == [True, True]
+    assert text == (
+        "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. With loss scale 4, "
+        "the gradient of parameter 'blocks.1.down.weight' is not finite (micro-step 1 of 1)."
+    )
+    assert gone
+    assert applied == [True, True]
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -243,7 +239,8 @@ def test_the_loss_scale_as_the_optimizer_shows_it():
         plain.scale(1.0)
 
 
-def differentiated_without_optimizer() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_a_model_without_optimizer_is_not_watched():
     """A frozen model that is only differentiated through, cut between uses, more than once."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False)
     settings = {key: value for key, value in config(3, 2).items() if key != "optimizer"}
@@ -253,11 +250,7 @@ def differentiated_without_optimizer() -> list[bool]:
         x = torch.full((2, 4), float("inf")).requires_grad_()
         engine(x).sum().backward()
         results.append(x.grad is not None)
-    return results
-
-
-def test_a_model_without_optimizer_is_not_watched(pool):
-    assert pool.run(2, differentiated_without_optimizer) == [[True] * 3] * 2
+    assert results == [True] * 3
 
 
 def test_an_exception_in_a_scaled_backward_is_forgotten():

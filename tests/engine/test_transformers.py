@@ -7,6 +7,7 @@ object that they return, and they generate text between steps while their parame
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 from typing import Any
@@ -136,18 +137,14 @@ def test_gradient_checkpointing_changes_no_bit(pool):
         assert_equal(stages[1], stages[0], "stage 3 with checkpointing")
 
 
-def recompute_all(kind: str, block: str) -> list[dict[str, Any]]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "block"), [("bloom", "BloomBlock"), ("llama", "LlamaDecoderLayer")])
+def test_recomputation_changes_no_bit_though_the_model_keeps_a_cache(kind, block):
     """With a key-value cache, which models have by default: without recomputation, then with."""
     ways = [{}, {"every": 2}, {"policy": "selective"}, {"policy": "auto", "budget": "20 KB"}]
     base = train(kind, 0, False)
-    return [base, *(train(kind, stage, False, {"modules": [block], **way}) for stage in (0, 3) for way in ways)]
-
-
-@pytest.mark.parametrize(("kind", "block"), [("bloom", "BloomBlock"), ("llama", "LlamaDecoderLayer")])
-def test_recomputation_changes_no_bit_though_the_model_keeps_a_cache(pool, kind, block):
-    for base, *others in pool.run(2, recompute_all, kind, block):
-        for found in others:
-            assert_equal(found, base, "recomputed")
+    for stage, way in itertools.product((0, 3), ways):
+        assert_equal(train(kind, stage, False, {"modules": [block], **way}), base, "recomputed")
 
 
 def test_a_filled_cache_is_refused_and_an_empty_one_warned_of(caplog):

@@ -186,13 +186,10 @@ def plain_loop(stage: int) -> list[float]:
     return [step(engine, number) for number in range(3)]
 
 
-def run_loops() -> list[list[float]]:
-    return [loop(stage) for stage in (0, 2, 3) for loop in (plain_loop, habits_of_the_loop)]
-
-
-def test_habits_of_a_training_loop_change_nothing(pool):
-    for found in pool.run(2, run_loops):
-        assert all(losses == found[0] for losses in found)
+@pytest.mark.ranks(2)
+def test_habits_of_a_training_loop_change_nothing():
+    found = [loop(stage) for stage in (0, 2, 3) for loop in (plain_loop, habits_of_the_loop)]
+    assert all(losses == found[0] for losses in found)
 
 
 def copies(stage: int) -> list[float]:
@@ -219,14 +216,11 @@ def copies(stage: int) -> list[float]:
     return [*losses, step(engine, 2)]
 
 
-def run_copies() -> list[list[float]]:
-    return [copies(stage) for stage in (0, 1, 3)]
-
-
-def test_a_copy_lives_on_its_own(pool):
-    for found in pool.run(2, run_copies):
-        assert found[0] == found[1] == found[2]
-        assert len(set(found[0])) == len(found[0])
+@pytest.mark.ranks(2)
+def test_a_copy_lives_on_its_own():
+    found = [copies(stage) for stage in (0, 1, 3)]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == len(found[0])
 
 
 def swap(stage: int, by_data: bool) -> list[float]:
@@ -243,13 +237,10 @@ def swap(stage: int, by_data: bool) -> list[float]:
     return [*losses, *(step(engine, number) for number in (1, 2))]
 
 
-def run_swaps() -> list[list[float]]:
-    return [swap(stage, by_data) for stage in (0, 1, 3) for by_data in (False, True)]
-
-
-def test_a_tensor_put_into_param_data_counts_as_an_edit(pool):
-    for found in pool.run(2, run_swaps):
-        assert all(losses == found[0] for losses in found)
+@pytest.mark.ranks(2)
+def test_a_tensor_put_into_param_data_counts_as_an_edit():
+    found = [swap(stage, by_data) for stage in (0, 1, 3) for by_data in (False, True)]
+    assert all(losses == found[0] for losses in found)
 
 
 GRABS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -298,15 +289,12 @@ def grabbed(stage: int, by_hooks: bool) -> tuple[list[float], list[str]]:
     return [*losses, step(engine, 0)], [name for name, (got, wanted) in held.items() if read(got) != wanted]
 
 
-def run_grabs() -> list[Any]:
-    return [[grabbed(stage, by_hooks) for stage in (0, 3)] for by_hooks in (False, True)]
-
-
-def test_memory_that_somebody_was_given_stays_his(pool):
-    for found in pool.run(2, run_grabs):
-        for (plain, _), (cut, lost) in found:
-            assert cut == plain
-            assert lost == []
+@pytest.mark.ranks(2)
+def test_memory_that_somebody_was_given_stays_his():
+    found = [[grabbed(stage, by_hooks) for stage in (0, 3)] for by_hooks in (False, True)]
+    for (plain, _), (cut, lost) in found:
+        assert cut == plain
+        assert lost == []
 
 
 def conversions(stage: int) -> dict[str, str]:

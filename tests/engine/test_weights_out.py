@@ -128,14 +128,11 @@ def loaded_into(stage: int, dtype: str) -> list[bool]:
     return said
 
 
-def loaded_both(stage: int) -> list[bool]:
-    return loaded_into(stage, "fp32") + loaded_into(stage, "bf16")
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_what_is_loaded_is_exact(pool, stage):
-    for said in pool.run(2, loaded_both, stage):
-        assert all(said), said
+def test_what_is_loaded_is_exact(stage):
+    said = loaded_into(stage, "fp32") + loaded_into(stage, "bf16")
+    assert all(said), said
 
 
 def refused(stage: int) -> list[str]:

@@ -312,7 +312,9 @@ def test_ways_to_train(pool, half, apart):
     assert pool.run(2, unlike, apart, cases) == [[], []]
 
 
-def steady(stage: int, places: dict[str, Any]) -> list[Any]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "places"), [(2, OPTIMIZER), (3, BOTH)])
+def test_nothing_grows(stage, places):
     """Objects and threads alive after a few steps and after many."""
     with only_new():
         engine, *_ = zero.initialize(
@@ -325,13 +327,8 @@ def steady(stage: int, places: dict[str, Any]) -> list[Any]:
                 engine.optimizer.settle()
                 found.append((alive()[:3], threading.active_count()))
         engine.destroy()
-    return found[1:]
-
-
-@pytest.mark.parametrize(("stage", "places"), [(2, OPTIMIZER), (3, BOTH)])
-def test_nothing_grows(pool, stage, places):
-    for early, late in pool.run(2, steady, stage, places):
-        assert early == late
+    early, late = found[1:]
+    assert early == late
 
 
 def forked() -> str:
@@ -384,19 +381,16 @@ def test_the_breakdowns_tell_of_the_host(pool):
     assert placed, "what rests on the host must not count as the device's"
 
 
-def checked() -> tuple[bool, str]:
+@pytest.mark.ranks(2)
+def test_check_runs_with_state_in_host_memory():
     section = {"zero_optimization": {"stage": 3, **BOTH}}
     engine, *_ = zero.initialize(model=make_net(blocks=1), config=config(3, dist.get_world_size(), **section))
     report = engine.check(share(0), steps=2, stages=(0, 3), accumulations=(1,), offload=True)
     engine.destroy()
-    return bool(report), str(report)
-
-
-def test_check_runs_with_state_in_host_memory(pool):
-    for good, text in pool.run(2, checked):
-        assert good, text
-        for places in ("optimizer on cpu", "half the optimizer on cpu", "parameters on cpu"):
-            assert f"stage 3, {places}, accumulation 1" in text
+    good, text = bool(report), str(report)
+    assert good, text
+    for places in ("optimizer on cpu", "half the optimizer on cpu", "parameters on cpu"):
+        assert f"stage 3, {places}, accumulation 1" in text
 
 
 def refused() -> str:

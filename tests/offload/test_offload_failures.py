@@ -201,7 +201,9 @@ def test_an_exception_or_ctrl_c_may_end_a_program_while_updates_run(tmp_path):
     assert said["interrupt"].strip().endswith("KeyboardInterrupt")
 
 
-def slow_on_one_rank(stops: bool) -> list[float]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_update_that_only_one_rank_still_runs_holds_nobody_up(stops):
     """Forwards that end, or are left, while one rank alone still updates units that the other one fetches ahead."""
     section = {"zero_optimization": {"stage": 3, **OPTIMIZER}}
     engine, *_ = zero.initialize(model=make_net(), config=config(3, dist.get_world_size(), **section))
@@ -228,10 +230,4 @@ def slow_on_one_rank(stops: bool) -> list[float]:
     handle.remove()
     found += [step(engine, number).item() for number in range(3, 5)]
     engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_an_update_that_only_one_rank_still_runs_holds_nobody_up(pool, stops):
-    for found in pool.run(2, slow_on_one_rank, stops):
-        assert all(map(math.isfinite, found))
+    assert all(map(math.isfinite, found))

@@ -71,9 +71,10 @@ def test_the_log_says_what_the_process_grows_by(what: str) -> None:
     assert grown == pytest.approx(said, rel=0.03)
 
 
-def looks_late(folder: str) -> bool:
-    """Whether a rank that looks at the free memory late finds that another one has taken of it already."""
-    taken, found = Path(folder) / "taken", []
+@pytest.mark.ranks(2)
+def test_all_ranks_of_a_host_see_the_same_memory(tmp_path: Path) -> None:
+    """A rank that looks at the free memory late finds that another one has taken of it already."""
+    taken, found = tmp_path / "taken", []
 
     def check(*args: Any) -> None:
         if dist.get_rank() == 1:
@@ -91,8 +92,4 @@ def looks_late(folder: str) -> bool:
         patch.setattr(zero.core.offload, "PinnedArena", take)
         section = {"zero_optimization": {"stage": 1, **OPTIMIZER}}
         zero.initialize(model=make_net(blocks=1), config=config(1, 2, **section))[0].destroy()
-    return any(found)
-
-
-def test_all_ranks_of_a_host_see_the_same_memory(pool, tmp_path: Path) -> None:
-    assert pool.run(2, looks_late, str(tmp_path)) == [False, False]
+    assert not any(found)

@@ -116,10 +116,6 @@ def walk(way: Any, section: dict[str, Any], folder: str, bf16: bool) -> Found:
     return found | {f"plain {name}": param.detach() for name, param in engine.module.named_parameters()}
 
 
-def walk_all(way: Any, folder: str, bf16: bool) -> list[Found]:
-    return [walk(way, section, folder, bf16) for section in ways(folder)]
-
-
 def check(runs: list[Found]) -> None:
     plain, *others = runs
     for found in others:
@@ -128,6 +124,7 @@ def check(runs: list[Found]) -> None:
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("way", "world", "bf16"),
     [
@@ -139,9 +136,8 @@ def check(runs: list[Found]) -> None:
         (refused, 2, False),  # one rank without offload has everything
     ],
 )
-def test_use(pool, tmp_path, way, world, bf16):
-    for runs in pool.run(world, walk_all, way, str(tmp_path), bf16):
-        check(runs)
+def test_use(tmp_path, way, world, bf16):
+    check([walk(way, section, str(tmp_path), bf16) for section in ways(str(tmp_path))])
 
 
 def built(folder: str, remote: str | None, bf16: bool) -> list[Found]:

@@ -103,7 +103,9 @@ def plain_losses(stage: int) -> list[float]:
     return losses
 
 
-def landings(stage: int) -> tuple[list[bool], list[bool]]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_land_while_the_backward_goes_on(stage):
     """Which units' sums were in host memory when the backward came to the first block, and before it began."""
     engine, found = engine_of(stage), []
     units = engine._sharded.trained
@@ -118,15 +120,10 @@ def landings(stage: int) -> tuple[list[bool], list[bool]]:
     engine.backward(loss)
     engine.step()
     engine.destroy()
-    return found[1], found[0]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_land_while_the_backward_goes_on(pool, stage):
-    for during, before in pool.run(2, landings, stage):
-        assert not any(before)
-        assert during[-1], "the last block's gradient, which came first"
-        assert not during[1], "the first block's, which is only being computed"
+    during, before = found[1], found[0]
+    assert not any(before)
+    assert during[-1], "the last block's gradient, which came first"
+    assert not during[1], "the first block's, which is only being computed"
 
 
 def later_rate(offload: bool) -> dict[str, torch.Tensor]:
@@ -147,8 +144,10 @@ def test_hyperparameters_are_those_of_the_step(pool):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def norms_at_updates(clipping: float) -> tuple[list[float], list[float], list[float]]:
+@pytest.mark.ranks(2)
+def test_the_norm_is_known_before_the_first_update():
     """The norm that each first update of a step found, the norm of each step, and losses."""
+    clipping = 0.01
     engine, found, norms, losses = engine_of(2, clipping=clipping), [], [], []
     first = names_of(engine)[0]
 
@@ -162,14 +161,9 @@ def norms_at_updates(clipping: float) -> tuple[list[float], list[float], list[fl
         norms.append(engine.get_global_grad_norm())
         engine.optimizer.settle()
     engine.destroy()
-    return found, norms, losses
-
-
-def test_the_norm_is_known_before_the_first_update(pool):
-    for found, norms, losses in pool.run(2, norms_at_updates, 0.01):
-        assert found == norms
-        assert len(set(norms)) == 3 and min(norms) > 0.01, "clipping had something to do"
-        assert len(losses) == 3
+    assert found == norms
+    assert len(set(norms)) == 3 and min(norms) > 0.01, "clipping had something to do"
+    assert len(losses) == 3
 
 
 def steady(stage: int, accumulation: int, steps: int) -> tuple[tuple[Alive, int], tuple[Alive, int], list[int]]:
@@ -233,13 +227,10 @@ def read_after_steps(settled: bool, **more: Any) -> list[torch.Tensor]:
     return found
 
 
-def reads_wait(settled: bool) -> bool:
-    return all(map(torch.equal, read_after_steps(settled, **HOST), read_after_steps(settled)))
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("settled", [False, True])
-def test_who_reads_what_stays_whole_waits_for_its_update(pool, settled):
-    assert pool.run(2, reads_wait, settled) == [True, True]
+def test_who_reads_what_stays_whole_waits_for_its_update(settled):
+    assert all(map(torch.equal, read_after_steps(settled, **HOST), read_after_steps(settled)))
 
 
 def test_an_update_begun_while_another_thread_waited_for_the_last_is_not_forgotten():

@@ -69,7 +69,9 @@ def run(stage: int, kind: str, include: Any, when: tuple[int, ...]) -> tuple[dic
     return {name: param.detach().clone() for name, param in engine.module.named_parameters()}, seen
 
 
-def compared(stage: int, kind: str) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "kind"), [(0, "bf16"), (1, "8bit"), (2, "torch"), (3, "bf16"), (3, "fp32")])
+def test_what_comes_back_is_what_went(stage, kind):
     wanted, _ = run(stage, kind, None, ())
     said = []
     for include in (None, ["lp_params"], list(Named)):
@@ -80,13 +82,7 @@ def compared(stage: int, kind: str) -> list[bool]:
         # Single numbers of torch's optimizers are in host memory anyway, but go along.
         said += [after == 0 if include is None else after < before for before, after in small]
         said += [after == before for index, (before, after) in enumerate(seen) if index % 2 == 1]
-    return said
-
-
-@pytest.mark.parametrize(("stage", "kind"), [(0, "bf16"), (1, "8bit"), (2, "torch"), (3, "bf16"), (3, "fp32")])
-def test_what_comes_back_is_what_went(pool, stage, kind):
-    for said in pool.run(2, compared, stage, kind):
-        assert all(said), said
+    assert all(said), said
 
 
 def said_by(call: Any) -> str:

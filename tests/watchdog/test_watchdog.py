@@ -34,7 +34,8 @@ def settled(wanted: int) -> int:
     return watchers()
 
 
-def count_threads() -> list[int]:
+@pytest.mark.ranks(2)
+def test_threads_end_with_destroy_and_with_garbage_collection() -> None:
     gc.collect()
     found = [settled(0)]  # of tests before
     first = zero.initialize(model=make_net(), config=config(3, 2))[0]
@@ -45,14 +46,11 @@ def count_threads() -> list[int]:
     del first, second
     gc.collect()
     found.append(settled(0))
-    return found
+    assert found == [0, 4, 2, 0]
 
 
-def test_threads_end_with_destroy_and_with_garbage_collection(pool: Pool) -> None:
-    assert pool.run(2, count_threads) == [[0, 4, 2, 0]] * 2
-
-
-def group_away() -> list[int]:
+@pytest.mark.ranks(2)
+def test_threads_end_with_the_process_group() -> None:
     gc.collect()
     settled(0)
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
@@ -60,11 +58,7 @@ def group_away() -> list[int]:
     dist.destroy_process_group()
     found.append(settled(0))
     del engine
-    return found
-
-
-def test_threads_end_with_the_process_group(pool: Pool) -> None:
-    assert pool.run(2, group_away) == [[2, 0]] * 2
+    assert found == [2, 0]
 
 
 def test_a_world_of_one_starts_no_thread() -> None:
