@@ -15,6 +15,7 @@ of two engines in an order of their own on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -132,13 +133,13 @@ class Inbox(NamedTuple):
 
         `pairwise` sums are not accumulated, and `out` must not be one of their rows.
         """
-        add = sum_tree if self.pairwise else sum_rows
+        add = sum_tree if self.pairwise else partial(sum_rows, accumulate=accumulate)
         host = out.cpu() if out.device != self.rows[0].device else out
         for index, works in enumerate(self.arrivals):
             if self.pending is not None:
                 self.pending.wait(works)
             part = slice(index * self.piece, (index + 1) * self.piece)
-            add([row[part] for row in self.rows], host[part], accumulate)
+            add([row[part] for row in self.rows], host[part])
         if host is not out:
             out.copy_(host)
         if self.departures and self.pending is not None:

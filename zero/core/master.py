@@ -73,8 +73,6 @@ class Master:
         part.copy_(now if where is None else torch.where(where, now, part))
 
     def publish(self) -> None:
-        """Round an fp32 `tensor` that was written into the shard."""
-        if self.remainder:
-            raise RuntimeError("a master that is kept as remainders is written together with its shard")
+        """Round an fp32 `tensor` that was written into the shard; remainders are written together with it."""
         if self.tensor is not self.shard:
             self.shard.copy_(rounded(self.tensor, self.shard.dtype))

@@ -50,7 +50,7 @@ class ShardedModule:
         mesh: Mesh,
         numerics: MixedPrecisionPolicy,
         limits: Limits,
-        offload: Offload | None = None,
+        offload: Offload | None,
     ) -> None:
         self.module = module
         self.offload = offload

@@ -71,13 +71,11 @@ class Leaf(NamedTuple):
     backward: int = 0
 
 
-def sum_tree(rows: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool = False) -> None:
+def sum_tree(rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """out [n] fp32 = ((rows[0] + rows[1]) + (rows[2] + rows[3])) + ..., a power of two of rows; `out` is none of them.
 
     The rows are read only; at most log2 of their number x n elements are held beside them.
     """
-    if accumulate:
-        raise ValueError("accumulate: got True; partial sums of a tree are added by the tree alone")
     if len(rows) <= 2:
         sum_rows(rows, out, False)
         return

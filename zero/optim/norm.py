@@ -19,7 +19,8 @@ from zero.memory.available import host_threads
 # an int64 to 2^62.
 BITS = 40
 CHUNK = 1 << 22
-# Python's integers travel as limbs of 31 bits, of which a sum over ranks stays inside an int64.
+# Python's integers travel as limbs of 31 bits, of which a sum over ranks stays inside an int64. So many are enough for
+# the squares of 2^106 elements.
 LIMB = 31
 LIMBS = 6
 
@@ -89,9 +90,10 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
     if bound == 0 or math.isinf(bound):
         return Norm(bound, of_ranks)
     exponent = math.frexp(bound)[1]
-    limbs = torch.tensor(_limbs(sum_of_squares(parts, exponent)), dtype=torch.int64, device=device)
+    own = sum_of_squares(parts, exponent)
+    limbs = [own >> LIMB * index & (1 << LIMB) - 1 for index in range(LIMBS)]
     total = 0
-    for row in comm.gather_scalars(limbs, mesh.data).tolist():
+    for row in comm.gather_scalars(torch.tensor(limbs, dtype=torch.int64, device=device), mesh.data).tolist():
         total += sum(limb << LIMB * index for index, limb in enumerate(row))
     return Norm(norm_of(total, exponent), of_ranks)
 
@@ -145,12 +147,6 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
     high = squares.floor()
     low = squares.sub_(high).mul_(2.0**BITS)
     return torch.stack([high.to(torch.int64).sum(), low.to(torch.int64).sum()])
-
-
-def _limbs(total: int) -> list[int]:
-    if total >> LIMB * LIMBS:
-        raise RuntimeError(f"the sum of squares has {total.bit_length()} bits; there is room for {LIMB * LIMBS}")
-    return [total >> LIMB * index & (1 << LIMB) - 1 for index in range(LIMBS)]
 
 
 def _flags(mesh: Mesh, words: Sequence[float]) -> dict[int, RankFlags]:
