@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from zero.plan.formats import ITEMSIZE, Formats, runs
-from zero.plan.memory import ADAM, StateBytes, gradient_dtype
+from zero.plan.memory import ADAM, StateBytes
 from zero.plan.order import Limits, stay_whole
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
@@ -50,7 +50,8 @@ def alive_nbytes(
         parameters += (0 if away else size * shard) if cut else size * full
         parameters += size * full if cut and unit.name in gathered else 0
         if unit.name in local_gradients:
-            gradients += ITEMSIZE[gradient_dtype(unit.dtype, sharding, accumulation, accumulate)] * full
+            local = unit.dtype if sharding.grads or accumulation == 1 else accumulate
+            gradients += ITEMSIZE[local] * full
         if place.optimizer is not Where.DEVICE:
             continue
         if unit.name in reduced_gradients:

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_bytes import alive_nbytes
 
+from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.memory import ITEMSIZE, StateBytes, formula_nbytes, gradient_dtype, replica_nbytes
+from zero.plan.memory import ITEMSIZE, StateBytes, formula_nbytes, replica_nbytes
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 
@@ -193,7 +194,9 @@ def test_the_dtype_of_a_local_gradient(stage: int, accumulation: int) -> None:
     adds_up = accumulation > 1 and stage < 2
     for dtype in ("fp32", "bf16", "fp16"):
         for kept in ("fp32", "bf16", "fp16"):
-            assert gradient_dtype(dtype, sharding, accumulation, kept) == (kept if adds_up else dtype)
+            numerics = MixedPrecisionPolicy(dtype, accumulation, accumulate=kept)
+            local = numerics.gradient_dtypes(dtype, sharding).local
+            assert local == DTYPES[kept if adds_up else dtype]
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -9,7 +9,6 @@ import torch
 from zero.core.gradients import GradientDtypes
 from zero.core.mesh import Mesh
 from zero.plan.formats import Formats
-from zero.plan.memory import gradient_dtype
 from zero.plan.sharding import Sharding
 
 DTYPES = {
@@ -40,8 +39,12 @@ class MixedPrecisionPolicy(NamedTuple):
     tree: bool = False
 
     def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
-        """The dtypes of the gradient of a unit whose parameters are of `dtype`."""
-        local = gradient_dtype(dtype, sharding, self.accumulation, self.accumulate)
+        """The dtypes of the gradient of a unit whose parameters are of `dtype`.
+
+        Gradients travel as they come; where micro-batches add up in the local buffer before they are reduced, it has
+        the dtype in which they `accumulate`.
+        """
+        local = dtype if sharding.grads or self.accumulation == 1 else self.accumulate
         travel = None if self.communicate is None else DTYPES[self.communicate]
         return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 

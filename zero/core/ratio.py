@@ -17,7 +17,6 @@ from zero.log import rank_zero
 from zero.memory.available import available_nbytes
 from zero.memory.host_bytes import MIB, record_nbytes
 from zero.plan.formats import ITEMSIZE, Formats
-from zero.plan.memory import gradient_dtype
 from zero.plan.placement import is_updated
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
@@ -113,6 +112,5 @@ def _needed(
         parameters = rest + (fetched if cut > 1 else 0)
     accumulates = not sharding.grads and numerics.accumulation > 1
     local = [plan for plan in plans if plan.requires_grad] if accumulates else largest
-    dtypes = [gradient_dtype(plan.dtype, sharding, numerics.accumulation, numerics.accumulate) for plan in local]
-    gradients = sum(ITEMSIZE[dtype] * plan.layout.numel for plan, dtype in zip(local, dtypes, strict=True))
-    return parameters + gradients
+    dtypes = [numerics.gradient_dtypes(plan.dtype, sharding).local for plan in local]
+    return parameters + sum(dtype.itemsize * plan.layout.numel for plan, dtype in zip(local, dtypes, strict=True))

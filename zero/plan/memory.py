@@ -48,12 +48,3 @@ def formula_nbytes(
         whole.gradients // world_size if cut.grads else whole.gradients,
         whole.optimizer // world_size if cut.optim else whole.optimizer,
     )
-
-
-def gradient_dtype(dtype: str, sharding: Sharding, accumulation: int, accumulate: str = "fp32") -> str:
-    """The dtype of the local gradient buffer of parameters of `dtype`.
-
-    Gradients travel as they come; where micro-batches add up in the buffer before they are reduced, it has the
-    dtype in which gradients `accumulate`.
-    """
-    return dtype if sharding.grads or accumulation == 1 else accumulate
