@@ -22,7 +22,7 @@ from zero.launch.contract import LOST
 from zero.launch.hosts.addresses import interface
 from zero.launch.hosts.world import Host, World
 from zero.launch.messages import LaunchError
-from zero.launch.node import rendezvous
+from zero.launch.node import client, rendezvous
 from zero.launch.node.client import RendezvousClient
 from zero.launch.node.connection import Connection
 from zero.launch.node.outcome import Failure, cause, of
@@ -30,6 +30,15 @@ from zero.launch.node.rendezvous import RendezvousServer, Terms
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
 SECRET = "of this job"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the hosts say of their own."""
+    lines: list[str] = []
+    for module in (client, rendezvous):
+        monkeypatch.setattr(module, "say", lines.append)
+    return lines
 
 
 def terms(**more: float) -> Terms:
@@ -50,30 +59,29 @@ def linked(connection: socket.socket, connects: bool = True) -> Connection:
     return link
 
 
-def first_host(given: Terms, where: tuple[str, int], said: list[str]) -> tuple[RendezvousServer, RendezvousClient]:
-    server = RendezvousServer(given, where, said.append)
-    return server, RendezvousClient(given, 0, where, said.append, server)
+def first_host(given: Terms, where: tuple[str, int]) -> tuple[RendezvousServer, RendezvousClient]:
+    server = RendezvousServer(given, where)
+    return server, RendezvousClient(given, 0, where, server)
 
 
 @contextlib.contextmanager
-def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[RendezvousServer, list, list]]:
+def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[RendezvousServer, list]]:
     """The first host, and the others of `nodes`."""
-    said: list[str] = []
     where = ("127.0.0.1", free_port())
-    server, first = first_host(given, where, said)
-    members = [first, *(RendezvousClient(given, node, where, said.append) for node in nodes)]
+    server, first = first_host(given, where)
+    members = [first, *(RendezvousClient(given, node, where) for node in nodes)]
     for member in members:
         member.open()
     try:
-        yield server, members, said
+        yield server, members
     finally:
         for member in reversed(members):
             member.close()
 
 
-def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
+def test_all_start_alike_and_hear_the_same_outcome(monkeypatch, said):
     monkeypatch.setattr(rendezvous, "SETTLE", 60.0)
-    with met(terms(restarts=1)) as (server, members, said):
+    with met(terms(restarts=1)) as (server, members):
         assert until(lambda: all(member.run_id for member in members))
         assert len({member.run_id for member in members}) == 1 and members[0].run_id
         members[0].ready(0)
@@ -103,7 +111,7 @@ def test_all_start_alike_and_hear_the_same_outcome(monkeypatch):
 
 
 def test_who_does_not_come_is_named():
-    with met(terms(patience=3.0), nodes=(2,)) as (_, members, _said):
+    with met(terms(patience=3.0), nodes=(2,)) as (_, members):
         assert until(lambda: all(member.end for member in members))
         assert {member.end.text for member in members} == {"host b did not come within 3 s"}
         assert (members[0].end.node, members[0].end.status) == (0, 1)
@@ -111,15 +119,15 @@ def test_who_does_not_come_is_named():
 
 def test_a_first_host_that_does_not_answer_is_named():
     port = free_port()
-    member = RendezvousClient(terms(patience=0.3), 1, ("127.0.0.1", port), print)
+    member = RendezvousClient(terms(patience=0.3), 1, ("127.0.0.1", port))
     member.open()
     assert until(lambda: member.end)
     assert member.end.text == f"host a, at 127.0.0.1:{port}, did not answer within 0 s"
     member.close()
 
 
-def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_end_the_job():
-    with met(terms(restarts=1, min_nodes=2)) as (_, members, said):
+def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_end_the_job(said):
+    with met(terms(restarts=1, min_nodes=2)) as (_, members):
         assert until(lambda: all(member.run_id for member in members))
         for member in members:
             member.ready(0)
@@ -138,7 +146,7 @@ def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_e
 
 
 def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
-    with met(terms(), nodes=(1,)) as (_, members, _said):
+    with met(terms(), nodes=(1,)) as (_, members):
         where = members[1]._where
         with socket.create_connection(where) as silent:
             link = linked(silent)
@@ -151,7 +159,7 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
 
 def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        member = RendezvousClient(terms(), 1, mute.getsockname(), print)
+        member = RendezvousClient(terms(), 1, mute.getsockname())
         member.open()
         link = linked(mute.accept()[0], connects=False)
         assert link.receive()["kind"] == "hello"
@@ -161,17 +169,17 @@ def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
-    with met(terms(), nodes=(1,)) as (server, members, _):
+    with met(terms(), nodes=(1,)) as (server, members):
         port = members[1]._where[1]
-        stranger = RendezvousClient(terms(restarts=5), 2, ("127.0.0.1", port), print)
-        twin = RendezvousClient(terms(), 1, ("127.0.0.1", port), print)
+        stranger = RendezvousClient(terms(restarts=5), 2, ("127.0.0.1", port))
+        twin = RendezvousClient(terms(), 1, ("127.0.0.1", port))
         assert until(lambda: len(server._members) == 2)
         for other, text in ((stranger, "another hostfile"), (twin, "--node_rank 1 is or was part of the job")):
             other.open()
             assert until(lambda other=other: other.end)
             assert text in other.end.text and other.end.status == 2
             other.close()
-        late = RendezvousClient(terms(), 2, ("127.0.0.1", port), print)
+        late = RendezvousClient(terms(), 2, ("127.0.0.1", port))
         late.open()
         assert until(lambda: all(member.run_id for member in (*members, late)))
         late.close()
@@ -180,7 +188,7 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on():
 def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
     monkeypatch.setattr(rendezvous, "SETTLE", 0.0)
     given = terms(restarts=1)
-    with met(given, nodes=(1,)) as (_, members, _said), socket.create_connection(members[1]._where) as connection:
+    with met(given, nodes=(1,)) as (_, members), socket.create_connection(members[1]._where) as connection:
         link = linked(connection)
         link.send(kind="hello", node=2, terms=given.word())
         assert until(lambda: all(member.run_id for member in members))
@@ -234,11 +242,11 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
     return thread, server.getsockname(), sent
 
 
-def test_strangers_end_nothing_and_learn_nothing():
-    with met(terms(), nodes=()) as (server, (first,), said), contextlib.ExitStack() as stack:
+def test_strangers_end_nothing_and_learn_nothing(said):
+    with met(terms(), nodes=()) as (server, (first,)), contextlib.ExitStack() as stack:
         where = first._where
         between, there, sent = recorded(where)
-        spied, last = RendezvousClient(terms(), 1, there, said.append), RendezvousClient(terms(), 2, where, said.append)
+        spied, last = RendezvousClient(terms(), 1, there), RendezvousClient(terms(), 2, where)
         stack.callback(between.join)
         stack.callback(spied.close)
         stack.callback(last.close)
@@ -285,19 +293,18 @@ def test_strangers_end_nothing_and_learn_nothing():
         assert said == []
 
 
-def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed():
-    said: list[str] = []
+def test_who_poses_as_the_first_host_learns_nothing_and_is_not_believed(said):
     with socket.create_server(("127.0.0.1", 0)) as posing:
         where = posing.getsockname()
-        member = RendezvousClient(terms(), 1, where, said.append)
+        member = RendezvousClient(terms(), 1, where)
         member.open()
         told = b"1" * 32 + b"\n" + 64 * b"0" + b' {"kind": "over"}\n'
         for data in (b"HTTP/1.0 200 OK\r\n\r\n\r\n", told, bytes(4096)):
             with posing.accept()[0] as connection:
                 connection.sendall(data)
                 assert NOTHING.fullmatch(heard(connection))
-    _, first = first_host(terms(), where, said)
-    other = RendezvousClient(terms(), 2, where, said.append)
+    _, first = first_host(terms(), where)
+    other = RendezvousClient(terms(), 2, where)
     first.open()
     other.open()
     assert until(lambda: all(one.run_id for one in (first, member, other)))
@@ -334,7 +341,7 @@ def test_a_line_counts_once_and_in_one_direction(again):
 def test_the_first_host_listens_where_the_others_come():
     names = {"127.0.0.1": "127.0.0.1", "localhost": "", "no.such.host.invalid": "", "192.0.2.1": ""}
     for name, address in names.items():
-        server = RendezvousServer(terms(), (name, free_port()), print)
+        server = RendezvousServer(terms(), (name, free_port()))
         assert server._server.getsockname()[0].strip(":0.") == address.strip(":0."), name
         server.close()
 
@@ -343,7 +350,7 @@ def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--master_port: cannot listen on {port} "):
-            RendezvousServer(terms(), ("127.0.0.1", port), print)
+            RendezvousServer(terms(), ("127.0.0.1", port))
 
 
 def test_the_cause_and_its_words():

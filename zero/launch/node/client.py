@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from zero.launch.args.run import Request
 from zero.launch.contract import LOST
 from zero.launch.hosts.addresses import INTERFACE, interface, loopback
 from zero.launch.hosts.world import World
-from zero.launch.messages import say as say_on_stderr
+from zero.launch.messages import say
 from zero.launch.node.connection import CUT, Connection
 from zero.launch.node.outcome import Failure, Outcome
 from zero.launch.node.plan import Plan
@@ -56,7 +56,6 @@ class RendezvousClient:
         terms: Terms,
         node: int,
         where: tuple[str, int],
-        say: Callable[[str], None],
         server: RendezvousServer | None = None,
         port: int | None = None,
     ) -> None:
@@ -67,7 +66,6 @@ class RendezvousClient:
         self.run_id = ""
         self._terms = terms
         self._where = where
-        self._say = say
         self._server = server
         self._port = port
         self._attempt = -1
@@ -113,7 +111,7 @@ class RendezvousClient:
             variables[INTERFACE] = name
         elif self.host is not None:
             why = "the way to the other hosts has no interface of its own"
-            self._say(f"{INTERFACE} is not set on host {self.host}: {why}")
+            say(f"{INTERFACE} is not set on host {self.host}: {why}")
         return variables
 
     def ready(self, attempt: int) -> None:
@@ -200,7 +198,7 @@ class RendezvousClient:
                     connection.close()
                     if not stranger and not self._closing.is_set():
                         stranger = f"; who answers there does not show that it has this job's secret ({VARIABLE})"
-                        self._say(f"waiting for {self._first_host()}{stranger}")
+                        say(f"waiting for {self._first_host()}{stranger}")
                 peer.close()
             now = time.monotonic()
             if now - began > self._terms.patience + 1:  # so that it is the server that says who has not come
@@ -209,7 +207,7 @@ class RendezvousClient:
                 return None
             if now >= remind:
                 remind = now + REMIND
-                self._say(f"waiting for {self._first_host()}, for {now - began:.0f} s")
+                say(f"waiting for {self._first_host()}, for {now - began:.0f} s")
         return None
 
     def _first_host(self) -> str:
@@ -245,12 +243,12 @@ def client(request: Request, plan: Plan) -> RendezvousClient:
     alone = len(plan.world.hosts) == 1
     job_secret = token_hex() if alone else secret.of_node(bool(request.hosts.heartbeat_timeout), os.environ)
     if plan.node == 0 and not job_secret:
-        say_on_stderr(
+        say(
             f"the hosts have no secret in common: who reaches port {plan.master_port} of this one can end the job; "
             f"--launcher ssh gives them one, or set {VARIABLE} on all of them"
         )
     terms = Terms(plan.world, request.max_restarts, request.min_nodes, job_secret)
     where = (plan.master_addr, plan.master_port)
-    server = RendezvousServer(terms, where, say_on_stderr) if plan.node == 0 else None
+    server = RendezvousServer(terms, where) if plan.node == 0 else None
     port = request.master_port if alone else None
-    return RendezvousClient(terms, plan.node, where, say_on_stderr, server, port)
+    return RendezvousClient(terms, plan.node, where, server, port)

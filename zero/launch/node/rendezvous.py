@@ -23,7 +23,7 @@ from typing import Any
 from zero.launch.contract import SILENCE
 from zero.launch.hosts.addresses import free_port, own_address
 from zero.launch.hosts.world import World
-from zero.launch.messages import LaunchError, listed
+from zero.launch.messages import LaunchError, listed, say
 from zero.launch.node import outcome
 from zero.launch.node.connection import CUT, Connection
 from zero.launch.node.outcome import Failure, Outcome
@@ -78,10 +78,9 @@ class RendezvousServer:
         addresses: those of this machine that the other hosts use, once they have come.
     """
 
-    def __init__(self, terms: Terms, where: tuple[str, int], say: Callable[[str], None]) -> None:
+    def __init__(self, terms: Terms, where: tuple[str, int]) -> None:
         self.addresses: set[str] = set()
         self._terms = terms
-        self._say = say
         self._alone = len(terms.world.hosts) == 1
         self._server = None if self._alone else _listen(own_address(where[0]), where[1])
         if self._server is not None:
@@ -134,7 +133,7 @@ class RendezvousServer:
                     self._end(Outcome(words, 1, 0))
                 elif missing and now >= remind:
                     remind = now + REMIND
-                    self._say(f"waiting for {_hosts(missing)} for {now - began:.0f} s")
+                    say(f"waiting for {_hosts(missing)} for {now - began:.0f} s")
 
     def _accept(self) -> None:
         try:
@@ -260,7 +259,7 @@ class RendezvousServer:
         if self._attempt.running:
             self._restart(Outcome(text, status, 0, restart=True))
         else:  # between two attempts
-            self._say(text)
+            say(text)
             self._start_attempt()
 
     def _restart(self, ended: Outcome) -> None:
