@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from zero.launch.hosts.hostfile import MOST
 from zero.launch.hosts.world import Host, numbered
 from zero.launch.messages import LaunchError, listed
 
@@ -15,7 +14,7 @@ _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _SPAN = "[0-9]{1,6}(?:-[0-9]{1,6})?"
 _PART = re.compile(rf"(?:[^\[\],\s]|\[{_SPAN}(?:,{_SPAN})*\])+")
 _REPEATED = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
-_COUNT = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.-]*:)*([0-9]{1,6})")
+_LAST_NUMBER = re.compile(r"\b([0-9]{1,6})(?:,|$)")
 # A number for each host, in Slurm's short form 2(x3),1, is the most that is known; the others are the same on all.
 _SLOTS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
@@ -70,16 +69,12 @@ def _slots(environment: Mapping[str, str], hosts: int) -> list[int]:
 def per_host(text: str, hosts: int) -> list[int] | None:
     """The number for each of the hosts, from Slurm's short form 2(x3),1; None where it is not that."""
     counts: list[int] = []
-    for word in text.split(","):
-        match = _REPEATED.fullmatch(word)
-        if match is None or len(counts) > hosts:
-            return None
-        counts += [int(match[1])] * min(int(match[2] or 1), hosts + 1)
-    return counts if len(counts) == hosts and all(1 <= count <= MOST for count in counts) else None
+    for count, times in _REPEATED.findall(text):
+        counts += [int(count)] * int(times or 1)
+    return counts if len(counts) == hosts and all(counts) else None
 
 
 def _same(text: str, hosts: int) -> list[int] | None:
     """As Slurm's options take it: 4, a100:4 or a100:2,h100:2."""
-    counts = [_COUNT.fullmatch(word) for word in text.split(",")]
-    total = sum(int(count[1]) for count in counts if count)
-    return [total] * hosts if all(counts) and 1 <= total <= MOST else None
+    total = sum(map(int, _LAST_NUMBER.findall(text)))
+    return [total] * hosts if total else None
