@@ -130,8 +130,9 @@ def engine_of(kind: type[nn.Module]) -> Any:
     return zero.initialize(model=build(kind), config=config(3, 2))[0]
 
 
-def released_after() -> list[bool]:
-    """Whether the foreign parameters are away: at rest, after a forward, after a backward, inside no_grad after it."""
+@pytest.mark.ranks(2)
+def test_it_goes_when_the_module_has_ended():
+    """The foreign parameters are away: at rest, after a forward, after a backward, inside no_grad after it."""
     engine, rank = engine_of(ByBlock), dist.get_rank()
     other = engine.module.other.weight._zero_owner.unit
     seen = []
@@ -146,11 +147,7 @@ def released_after() -> list[bool]:
         engine(inputs(0, rank), rank)
     seen.append(other.full.untyped_storage().nbytes())
     engine.destroy()
-    return [nbytes == 0 for nbytes in seen]
-
-
-def test_it_goes_when_the_module_has_ended(pool):
-    assert all(all(away) for away in pool.run(2, released_after))
+    assert all(nbytes == 0 for nbytes in seen)
 
 
 def outside() -> list[str]:

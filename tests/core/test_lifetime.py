@@ -187,7 +187,8 @@ def test_frozen_units_are_released_when_backward_has_passed_them(pool):
         ]
 
 
-def record_evaluation() -> list[list[str]]:
+@pytest.mark.ranks(2)
+def test_evaluation_gathers_each_unit_once_and_leaves_nothing():
     """Verbs of three forwards without gradients, after two training steps, and of the training step after them."""
     with pytest.MonkeyPatch.context() as patch:
         engine, *_ = zero.initialize(model=make_net(blocks=2), config=one_ahead(3))
@@ -203,14 +204,10 @@ def record_evaluation() -> list[list[str]]:
         step(engine, 2)
         seen.append(recorder.take()[0])
     engine.destroy()
-    return seen
-
-
-def test_evaluation_gathers_each_unit_once_and_leaves_nothing(pool):
-    for *evaluations, training in pool.run(2, record_evaluation):
-        for verbs in evaluations:
-            assert verbs == [*LATER_FORWARD, "release <root>"]
-        assert training == [*LATER_FORWARD, *LATER_BACKWARD]
+    *evaluations, training = seen
+    for verbs in evaluations:
+        assert verbs == [*LATER_FORWARD, "release <root>"]
+    assert training == [*LATER_FORWARD, *LATER_BACKWARD]
 
 
 FORMATS = {  # what is asked for, on top of which precision, and what comes of it

@@ -188,7 +188,9 @@ def test_gradients_are_the_average_so_far(pool, stage):
     assert all(all(said) for said in pool.run(2, gradients, stage))
 
 
-def set_gradients(stage: int) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_a_gradient_that_is_set_is_the_one_that_is_taken(stage):
     """Plain SGD shows what gradient a step took; one is set in the middle of a window, and one more added to it."""
     engine = start(stage, accumulation=2, type="SGD", params={"lr": 0.5})
     before = {name: safe_get_full_fp32_param(param) for name, param in named(engine)}
@@ -208,15 +210,12 @@ def set_gradients(stage: int) -> list[bool]:
     for name, param in named(engine):
         factor = 0.0 if name == "head.bias" else 2.0
         said.append(torch.equal(safe_get_full_fp32_param(param), before[name] - 0.5 * (factor * late[name])))
-    return said
+    assert all(said)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_a_gradient_that_is_set_is_the_one_that_is_taken(pool, stage):
-    assert all(all(said) for said in pool.run(2, set_gradients, stage))
-
-
-def at_once(stage: int) -> list[bool]:
+def test_what_is_set_is_seen_at_once(stage):
     """A value that is set shows in the 16-bit parameter, in the next forward, and in every rank's copy."""
     engine = start(stage, "bf16 remainder")
     step(engine, 0)
@@ -242,12 +241,7 @@ def at_once(stage: int) -> list[bool]:
         said.append(first == engine(*share(1)).item())
     step(engine, 1)
     said.append(engine.was_step_applied())
-    return said
-
-
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_what_is_set_is_seen_at_once(pool, stage):
-    assert all(all(said) for said in pool.run(2, at_once, stage))
+    assert all(said)
 
 
 def errors(stage: int) -> list[str]:

@@ -133,7 +133,9 @@ def take_over() -> tuple[int, int]:
     return largest, max(seen) - before
 
 
-def become_16_bit(stage: int) -> tuple[int, int]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_while_a_model_becomes_16_bit(stage):
     """Elements of the largest unit of a model that was built plainly, and the growth of the peak by `initialize`."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2, bias=False)))
     settings = {
@@ -147,16 +149,10 @@ def become_16_bit(stage: int) -> tuple[int, int]:
     largest = max(unit.plan.layout.numel for unit in engine._sharded.units)
     gc.unfreeze()
     engine.destroy()
-    return largest, peak.growth
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_memory_while_a_model_becomes_16_bit(pool, stage):
     chunk = 6 << 20  # bytes of 2^20 elements on their way between ranks, and of what rounding works on
     kept = 4 if stage == 0 else 3  # bytes of an element: bf16 and remainder; of the latter a half where it is cut
-    for largest, growth in pool.run(2, become_16_bit, stage):
-        assert largest > 4e6
-        assert kept * largest <= growth <= kept * largest + chunk + largest // 100
+    assert largest > 4e6
+    assert kept * largest <= peak.growth <= kept * largest + chunk + largest // 100
 
 
 def test_memory_while_an_engine_takes_the_model_over(pool):

@@ -107,19 +107,16 @@ def train_with(ways: list[Callable[[Any, torch.Tensor], None]], stage: int, mode
     return {"params": {name: param.detach() for name, param in model.named_parameters()}, "norms": norms[1::2]}
 
 
-def train_all_ways(stage: int, mode: str) -> list[dict[str, Any]]:
-    mixed = [by_engine, by_tensor, by_scale, divided_before, by_tensor]
-    return [train_with(ways, stage, mode) for ways in ([by_engine], [by_scale], [by_tensor], mixed)]
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "mode"), each_once([3, 1], ["fp16", "autocast fp16"]))
-def test_a_backward_that_nobody_scaled_gives_the_right_gradient(pool, stage, mode):
-    for found in pool.run(2, train_all_ways, stage, mode):
-        assert same({**found[0], "losses": []}, {**found[1], "losses": []}), "scale() is what backward() does"
-        for run, scale in zip(found, (1024.0, 1024.0, 1.0, 1.0), strict=True):
-            assert near(run["params"], 2, mode, scale)
-            # The norm has no scale in it: within the rounding of fp16 it is the same.
-            assert run["norms"] == pytest.approx(found[0]["norms"], rel=2**-8)
+def test_a_backward_that_nobody_scaled_gives_the_right_gradient(stage, mode):
+    mixed = [by_engine, by_tensor, by_scale, divided_before, by_tensor]
+    found = [train_with(ways, stage, mode) for ways in ([by_engine], [by_scale], [by_tensor], mixed)]
+    assert same({**found[0], "losses": []}, {**found[1], "losses": []}), "scale() is what backward() does"
+    for run, scale in zip(found, (1024.0, 1024.0, 1.0, 1.0), strict=True):
+        assert near(run["params"], 2, mode, scale)
+        # The norm has no scale in it: within the rounding of fp16 it is the same.
+        assert run["norms"] == pytest.approx(found[0]["norms"], rel=2**-8)
 
 
 def test_an_unscaled_backward_warns_once(caplog):
@@ -223,8 +220,10 @@ def one_step(stage: int, accumulation: int = 1, **more: Any) -> tuple[list[torch
     return [param.detach().clone() for param in model.parameters()], engine
 
 
-def rounded_on_the_way(dtype: str) -> list[bool]:
-    """Whether each stage gives the bits of: round each rank's gradient to `dtype`, add in fp32, halve, subtract."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_travels_is_rounded_and_sums_are_not(dtype):
+    """Each stage gives the bits of: round each rank's gradient to `dtype`, add in fp32, halve, subtract."""
     model, low = make_net(), {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     wanted = []
     for param, grad in zip(model.parameters(), own_gradients(model, 0), strict=True):
@@ -235,12 +234,7 @@ def rounded_on_the_way(dtype: str) -> list[bool]:
     found = [one_step(stage, communication_data_type=dtype)[0] for stage in STAGES]
     exact = one_step(0)[0]
     assert not all(torch.equal(a, b) for a, b in zip(exact, wanted, strict=True)), "rounding must be seen"
-    return [all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True)) for params in found]
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_what_travels_is_rounded_and_sums_are_not(pool, dtype):
-    assert pool.run(2, rounded_on_the_way, dtype) == [[True] * 4] * 2
+    assert [all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True)) for params in found] == [True] * 4
 
 
 def run_communicated(world: int, dtype: str) -> list[dict[str, Any]]:
@@ -254,7 +248,9 @@ def test_stages_agree_bitwise_whatever_travels(pool, world, dtype):
         assert all(same(stages[stage], stages[0]) for stage in STAGES[1:])
 
 
-def accumulated(dtype: str | None) -> list[bool]:
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
+def test_gradients_add_up_in_the_dtype_that_was_asked_for(dtype):
     """One rank, bf16 parameters, 4 micro-batches: whether each stage adds up as plain torch does in that dtype."""
     low = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     masters = make_net()
@@ -269,15 +265,11 @@ def accumulated(dtype: str | None) -> list[bool]:
     ]
     more = {"bf16": {"enabled": True}, "data_types": {} if dtype is None else {"grad_accum_dtype": dtype}}
     found = [one_step(stage, 4, **more)[0] for stage in STAGES]
-    return [all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True)) for params in found]
+    assert [all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True)) for params in found] == [True] * 4
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
-def test_gradients_add_up_in_the_dtype_that_was_asked_for(pool, dtype):
-    assert pool.run(1, accumulated, dtype) == [[True] * 4]
-
-
-def accumulated_by_hand() -> list[bool]:
+@pytest.mark.ranks(1)
+def test_gradients_add_up_in_fp32_under_a_boundary_set_by_hand():
     """The same with the boundary set by hand: buffers made for one backward widen when a second one adds to them."""
     masters = make_net()
     model = copy.deepcopy(masters).bfloat16()
@@ -296,11 +288,7 @@ def accumulated_by_hand() -> list[bool]:
             engine.step()
         results.append(all(torch.equal(a, b) for a, b in zip(net.parameters(), wanted, strict=True)))
         engine.destroy()
-    return results
-
-
-def test_gradients_add_up_in_fp32_under_a_boundary_set_by_hand(pool):
-    assert pool.run(1, accumulated_by_hand) == [[True] * 4]
+    assert results == [True] * 4
 
 
 def accumulated_bytes(stage: int, dtype: str) -> tuple[int, int]:
@@ -360,17 +348,14 @@ def test_dividing_before_changes_nothing_but_rounding(pool, stage):
     assert pool.run(2, divided, stage) == [[True] * 3] * 2
 
 
-def summed(stage: int) -> bool:
-    """Whether half the rate makes up for a sum over two ranks in place of their mean, which rounds nothing."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_a_sum_over_the_ranks_is_the_mean_times_the_ranks(stage):
+    """Half the rate makes up for a sum over two ranks in place of their mean, which rounds nothing."""
     half = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
     mean = one_step(stage, 2)[0]
     found = one_step(stage, 2, gradient_allreduce_op="Sum", **half)[0]
-    return all(torch.equal(a, b) for a, b in zip(found, mean, strict=True))
-
-
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_a_sum_over_the_ranks_is_the_mean_times_the_ranks(pool, stage):
-    assert pool.run(2, summed, stage) == [True] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, mean, strict=True))
 
 
 class Steep(nn.Module):
