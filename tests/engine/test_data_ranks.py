@@ -115,7 +115,7 @@ def beside_each_other() -> dict[str, Any]:
         part = slice(place * 2, place * 2 + 2)
         engine.backward(engine(tokens[part], targets[part]))
         engine.step()
-    sizes = (engine.train_batch_size(), engine.dp_world_size, engine.global_rank)
+    sizes = (engine.train_batch_size(), engine.dp_world_size, engine.global_rank, engine.get_data_parallel_rank())
     state = engine._consolidated_16bit_state_dict() is not None
     with pytest.raises(ValueError, match="on all 4 ranks, and this engine is one of 2 of them"):
         engine.check([batch(0, 2)])
@@ -138,5 +138,5 @@ def test_engines_of_megatrons_groups_train_beside_each_other(pool):
         assert [ranks[first]["state"], ranks[second]["state"]] == [True, False]
     assert not all(map(torch.equal, ranks[0]["params"], ranks[1]["params"]))
     for rank, found in enumerate(ranks):
-        assert found["sizes"] == (4, 2, rank)
+        assert found["sizes"] == (4, 2, rank, rank // 2)
         assert found["written"] == [2 + rank % 2], "modifier_rank is a global rank"

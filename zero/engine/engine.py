@@ -74,7 +74,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         self.training_dataloader: Loader | None = None
         self.device = device
         self.global_rank = sharded.mesh.global_rank
-        self.world_size = sharded.mesh.data.size
+        self.world_size, self._data_rank = sharded.mesh.data.size, sharded.mesh.data.rank
         self._initialize = initialize  # makes the engines of check()
         self._status = status = Status(optimizer)
         self._accumulation = Accumulation(config, sharded, optimizer, status)
