@@ -48,13 +48,28 @@ def anonymous() -> int:
     return smaps("0-1 \n" + Path("/proc/self/smaps_rollup").read_text().partition("\n")[2], 0, 1)["Anonymous"]
 
 
+def alone(nbytes: int) -> tuple[PinnedArena, int]:
+    """An arena with a mapping of its own, and by how much the process grew: neighbours of one kind become one mapping.
+
+    Such a neighbour may be of an earlier test in this process.
+    """
+    between: list[object] = []
+    for _ in range(8):
+        between.append(mmap.mmap(-1, mmap.PAGESIZE))  # of another kind: it parts what lies next to it
+        before = anonymous()
+        arena = PinnedArena(nbytes, CPU, pinned=True)
+        growth = anonymous() - before
+        if f"\n{arena.address:x}-{arena.address + arena.nbytes:x} " in Path("/proc/self/smaps").read_text():
+            return arena, growth
+        between.append(arena)
+    raise AssertionError("each of 8 arenas was joined with a neighbour")
+
+
 @LINUX
 @pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 65 * MIB + 5])
 def test_an_arena_grows_the_process_by_what_it_says(nbytes: int) -> None:
     gc.collect()
-    before = anonymous()
-    arena = PinnedArena(nbytes, CPU, pinned=True)
-    growth = anonymous() - before
+    arena, growth = alone(nbytes)
     assert arena.nbytes == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # and no power of two
     pages = held(arena.address, arena.nbytes)
     assert pages["Size"] == pages["Rss"] == pages["Private_Dirty"] == arena.nbytes
