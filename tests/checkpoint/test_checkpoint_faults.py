@@ -100,6 +100,7 @@ def stop(folder: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_is_named_by_all(pool: Pool, tmp_path: Path) -> None:
     for text in pool.run(2, stop, str(tmp_path)):
         assert "rank 0, writing a checkpoint: rank 1 has made no progress for" in text

@@ -9,6 +9,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import pytest
 from launching import Launchers
 
 PROGRAM = """
@@ -68,6 +69,7 @@ engine.destroy()
 """
 
 
+@pytest.mark.long
 def test_what_is_forged_is_named_and_ends_nothing(launchers: Launchers, tmp_path: Path) -> None:
     here = Path(__file__).parents[1]
     program = tmp_path / "program.py"

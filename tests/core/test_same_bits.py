@@ -170,6 +170,7 @@ def test_the_tree_gives_one_hash_at_any_world_size_and_the_ranks_order_does_not(
         assert len({plain[world][index]["hash"] for world in plain}) == 3
 
 
+@pytest.mark.long
 def test_a_run_that_moves_from_four_ranks_to_two_to_one_ends_alike(pool, at_two):
     states = None
     for world, steps in ((4, 2), (2, 3), (1, 1)):

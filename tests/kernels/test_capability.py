@@ -18,6 +18,7 @@ def capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
+@pytest.mark.long
 def test_ranks_have_it(pool, launchers, tmp_path):
     assert pool.run(2, capability) == [capability()] * 2
     script = tmp_path / "script.py"

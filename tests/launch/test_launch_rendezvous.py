@@ -157,6 +157,7 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
             assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 6 s", 0)
 
 
+@pytest.mark.long
 def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         member = RendezvousClient(terms(), 1, mute.getsockname())

@@ -77,6 +77,7 @@ def clients(stage: int, data: Any, few: dict[str, Any]) -> tuple[bool, list[str]
     return report.ok, [row.verdict for row in report.rows], str(report)
 
 
+@pytest.mark.long
 def test_a_right_model_is_well(pool):
     for forms in pool.run(2, all_forms, 3):
         for name, (ok, verdicts, text) in forms.items():

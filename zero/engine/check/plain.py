@@ -62,6 +62,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self.training_dataloader: Loader | None = None
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
+        self._data_rank = self.global_rank
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
