@@ -13,7 +13,7 @@ from zero.core import comm
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
-from zero.core.released import Released, absent
+from zero.core.released import Placeholder, Released, absent
 from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
 from zero.core.unit import Unit
@@ -46,7 +46,8 @@ class Closed(Released):
         found = super().__torch_function__(func, types, args, kwargs)
         # It makes one of anything but a plain parameter, which `other` was not until now, by detach(), and wants the
         # same class back. Whoever else detaches wants a tensor.
-        if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        plain = not isinstance(found, Placeholder)
+        if plain and func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return parameter_of_class(type(args[0]), found)
         return found
 

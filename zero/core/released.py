@@ -5,6 +5,9 @@ expanded to its shape, and its class is swapped for one that answers questions a
 may still hold views of the freed buffer; their version counter, which they share with the parameter, is
 moved on at release and set back when the memory is, so that a backward that reaches them too early raises
 instead of crashing.
+
+`detach()`, and so `state_dict()`, gives a placeholder of it, which answers the same questions and has no values: much
+code takes a state_dict for its names, shapes and dtypes alone.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from torch import Tensor
 
 from zero.core.torch_private import without_torch_function
 
-_METADATA = frozenset(
+# Questions about metadata, and new tensors like one.
+_QUERIES = frozenset(
     {
-        Tensor.__hash__,
         Tensor.__len__,
         Tensor.dim,
         Tensor.element_size,
@@ -31,9 +34,6 @@ _METADATA = frozenset(
         Tensor.ndimension,
         Tensor.nelement,
         Tensor.numel,
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        Tensor.requires_grad_,
         Tensor.size,
         torch.is_complex,
         torch.is_floating_point,
@@ -49,6 +49,15 @@ _METADATA = frozenset(
             )
             if hasattr(Tensor, name)
         ),
+    }
+)
+# What needs no value of a parameter, besides.
+_METADATA = _QUERIES | frozenset(
+    {
+        Tensor.__hash__,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.requires_grad_,
         Tensor.grad.__set__,
         Tensor.grad.__delete__,
         Tensor.requires_grad.__set__,
@@ -56,6 +65,7 @@ _METADATA = frozenset(
         Tensor._post_accumulate_grad_hooks.__set__,
     }
 )
+_DETACH = frozenset({Tensor.detach, torch.detach})
 
 
 class Released:
@@ -67,12 +77,12 @@ class Released:
         if func in _METADATA:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        if func is torch.autograd.grad and not _released_in((args[0], kwargs)):
+        if func is torch.autograd.grad and not _among((args[0], kwargs), Released):
             return _gradients(*args, **kwargs)
-        if func is torch.autograd.backward and not _released_in((args, {**kwargs, "inputs": None})):
+        if func is torch.autograd.backward and not _among((args, {**kwargs, "inputs": None}), Released):
             return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
         # At this moment of the step they may be gathered; each parameter that was is a plain one.
-        wanted = _released_in((args, kwargs))
+        wanted = _among((args, kwargs), Released)
         gathered = bool(wanted) and wanted[0]._zero_owner.ensure_all_gathered(wanted)
         if gathered and not any(isinstance(param, Released) for param in wanted):
             return func(*args, **(kwargs or {}))
@@ -80,6 +90,8 @@ class Released:
         away = wanted[0]._zero_owner.unit.absence() if wanted else None
         if away is not None:
             raise RuntimeError(f"parameter '{name}': {away}")
+        if func in _DETACH:
+            return Placeholder.of(wanted[0], name)
         raise RuntimeError(
             f"parameter '{name}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
             "zero.register_forward_method(module, name); engine.module_state_dict() has the weights whole"
@@ -94,18 +106,66 @@ class Released:
         return self.__torch_function__(copy.deepcopy, (type(self),), (self, memo))
 
 
+class Placeholder(Tensor):
+    """What `detach()` gives of a released parameter: shape [as the parameter], dtype and device, and no values.
+
+    It is on the meta device for whoever asks torch's C++ code, which then finds no memory to read.
+
+    parameter: its name; shown: what questions are answered of.
+    """
+
+    parameter: str
+    shown: Tensor
+
+    @classmethod
+    def of(cls, param: Tensor, name: str) -> Placeholder:
+        """Of a parameter that is called `name`."""
+        made = torch.empty(param.shape, dtype=param.dtype, device="meta").as_subclass(cls)
+        made.parameter, made.shown = name, absent(param.shape, param.dtype, param.device)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for metadata; raise RuntimeError, naming the parameter, for everything that reads or writes values."""
+        first = args[0] if args else None
+        if isinstance(first, Placeholder):
+            if func in _DETACH:
+                return first
+            if func in _QUERIES:
+                return func(first.shown, *args[1:], **(kwargs or {}))
+        names = [each.parameter for each in _among((args, kwargs), Placeholder)]
+        raise RuntimeError(
+            f"parameter '{names[0] if names else '?'}' was released when detach() or state_dict() gave this, which has "
+            "its shape and dtype and no values; call that inside zero.GatheredParameters(...), or take "
+            "engine.module_state_dict(), which has the weights whole"
+        )
+
+    def __repr__(self) -> str:
+        """For debuggers; it reads no values."""
+        said = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
+        return f"<released parameter '{self.parameter}': {said}, no values>"
+
+    def __format__(self, how: str) -> str:
+        """As `repr`."""
+        return format(repr(self), how)
+
+    def __hash__(self) -> int:
+        """As every tensor's."""
+        return id(self)
+
+
 @functools.cache
 def released_class(kind: type, mixin: type[Released]) -> type:
     """The class that a parameter of class `kind` has while it is released."""
     return type(f"Released{kind.__name__}", (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
 
 
-def _released_in(values: Any) -> list[Any]:
-    """The released parameters among nested arguments, in order."""
+def _among(values: Any, kind: type) -> list[Any]:
+    """The tensors of class `kind` among nested arguments, in order."""
     found, stack = [], [values]
     while stack:
         value = stack.pop()
-        if isinstance(value, Released):
+        if isinstance(value, kind):
             found.append(value)
         elif isinstance(value, dict):
             stack += reversed(list(value.values()))

@@ -1,0 +1,200 @@
+"""The promise: `state_dict()` of a model whose parameters are away has names, shapes, dtypes and devices, and no values.
+
+Whoever reads, copies or saves one is told the parameter's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from marks import longer
+from models import batch, config, make_net
+from safetensors.torch import save
+from torch import nn
+
+import zero
+from zero.core.released import Placeholder
+
+NAME = "blocks.1.up.weight"
+
+Readers = dict[str, Callable[[torch.Tensor], Any]]
+
+# What reads values; each must name the parameter.
+READERS: Readers = {
+    "add": lambda t: t + 1,
+    "add to another": lambda t: torch.zeros(t.shape) + t,
+    "linear": lambda t: nn.functional.linear(torch.ones(t.shape[1]), t),
+    "below Python's classes": lambda t: torch.ops.aten.add.Tensor(torch.zeros(t.shape), t),
+    "copy from": lambda t: torch.zeros(t.shape).copy_(t),
+    "write into": lambda t: t.fill_(0),
+    "out": lambda t: torch.add(torch.zeros(t.shape), 1, out=t),
+    "index": lambda t: t[0],
+    "iterate": list,
+    "view": lambda t: t.view(-1),
+    "transpose": lambda t: t.T,
+    "clone": lambda t: t.clone(),
+    "contiguous": lambda t: t.contiguous(),
+    "move": lambda t: t.to("cpu"),
+    "convert": lambda t: t.float(),
+    "data": lambda t: t.data,
+    "stack": lambda t: torch.stack([torch.zeros(t.shape), t]),
+    "foreach": lambda t: torch._foreach_add([t], 1.0),
+    "sum": lambda t: t.sum(),
+    "equal": lambda t: torch.equal(t, t),
+    "compare": lambda t: t == t,
+    "isnan": lambda t: t.isnan(),
+    "item": lambda t: t.max().item(),
+    "list": lambda t: t.tolist(),
+    "numpy": lambda t: t.numpy(),
+    "pointer": lambda t: t.data_ptr(),
+    "storage": lambda t: t.untyped_storage(),
+    "share": lambda t: t.share_memory_(),
+    "parameter": nn.Parameter,
+    "require grad": lambda t: t.requires_grad_(),
+    "pickle": pickle.dumps,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": lambda t: torch.save(t, io.BytesIO()),
+    "safetensors": lambda t: save({"t": t}),
+}
+# What goes past Python's classes and raises all the same, without the name.
+BELOW: Readers = {
+    "data of another": lambda t: setattr(torch.zeros(t.shape), "data", t),
+    "gradient of another": lambda t: setattr(torch.zeros(t.shape), "grad", t),
+    "storage of another": lambda t: torch.zeros(t.shape).set_(t),
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "tensor": lambda t: torch.tensor(t).tolist(),
+    "plain class": lambda t: t.as_subclass(torch.Tensor).tolist(),
+}
+
+
+def said_by(read: Callable[..., Any], *args: Any) -> str:
+    try:
+        return f"nothing; gave {type(read(*args))}"
+    except (RuntimeError, NotImplementedError, BufferError, TypeError) as error:
+        return str(error)
+
+
+def made(built: bool, **more: Any) -> tuple[nn.Module, Callable[[], None]]:
+    """A net whose parameters are away: one that is built under `Init`, or that of an engine; and how to end."""
+    if built:
+        with zero.Init():
+            return make_net(), lambda: None
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, torch.distributed.get_world_size(), **more))
+    return engine.module, engine.destroy
+
+
+def readers(built: bool) -> list[str]:
+    """What each way to a value says, if not what it must."""
+    module, end = made(built)
+    state = module.state_dict()
+    wrong = [
+        f"{name}: {text}" for name, read in READERS.items() if f"'{NAME}' " not in (text := said_by(read, state[NAME]))
+    ]
+    wrong += [f"{name}: {text}" for name, read in BELOW.items() if "nothing" in (text := said_by(read, state[NAME]))]
+    whole: Readers = {
+        "torch.save of all": lambda every: torch.save(every, io.BytesIO()),
+        "safetensors of all": save,
+        "deepcopy of all": copy.deepcopy,
+        "into a plain module": make_net().load_state_dict,
+        "into itself": module.load_state_dict,
+    }
+    for each in (state, module.state_dict(keep_vars=True)):
+        for name, read in whole.items():
+            if "released" not in (text := said_by(read, each)):
+                wrong.append(f"{name}: {text}")
+    text = said_by(lambda: make_net().load_state_dict(state, assign=True))  # last, as torch notes it in the state_dict
+    wrong += [] if f"'{NAME}' " in text else [f"assigned to a plain module: {text}"]
+    with zero.GatheredParameters(module.get_parameter(NAME), modifier_rank=0), torch.no_grad():
+        text = said_by(module.get_parameter(NAME).copy_, state[NAME])
+        wrong += [] if f"'{NAME}' " in text else [f"into the parameter itself: {text}"]
+    end()
+    return wrong
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_nobody_gets_a_value(pool: Any, built: bool) -> None:
+    assert pool.run(2, readers, built) == [[], []]
+
+
+def questions(built: bool, dtype: str) -> list[str]:
+    """What a placeholder says otherwise than the plain model's tensor."""
+    module, end = made(built, **({} if dtype == "float32" else {"bf16": {"enabled": True}}))
+    state, wanted = module.state_dict(), make_net().to(getattr(torch, "float32" if built else dtype)).state_dict()
+    wrong = [] if list(state) == list(wanted) else [f"names {list(state)}"]
+    for name, plain in wanted.items():
+        found = state[name]
+        answers = [
+            (
+                *(each.shape, each.size(), each.size(0), each.dtype, each.device, each.layout, each.ndim, each.dim()),
+                *(each.numel(), len(each), each.nbytes, each.itemsize, each.is_floating_point(), each.is_complex()),
+                *(each.is_cpu, each.is_cuda, each.is_meta, each.get_device(), each.requires_grad, each.is_leaf),
+                *(each.grad, each.grad_fn),
+                *((new.shape, new.dtype, new.device) for new in (torch.empty_like(each), each.new_empty(3))),
+                *torch.zeros_like(each, device="meta").shape,
+            )
+            for each in (found, plain)
+        ]
+        wrong += [] if answers[0] == answers[1] else [f"{name}: {answers}"]
+        wrong += [] if f"'{name}'" in repr(found) == f"{found}" and found in {found} else [repr(found)]
+        wrong += [] if isinstance(found, Placeholder) and found.detach() is found else [type(found).__name__]
+    end()
+    return wrong
+
+
+@pytest.mark.parametrize(("built", "dtype"), [(False, "bfloat16"), (True, "float32"), *longer((False, "float32"))])
+def test_what_it_is_asked_it_answers_as_the_plain_tensor(pool: Any, built: bool, dtype: str) -> None:
+    assert pool.run(2, questions, built, dtype) == [[], []]
+
+
+def whole_where_they_are() -> list[str]:
+    """A state_dict has values wherever parameters are readable: gathered, in a forward, on stage 2, and at the end."""
+    module, end = made(False)
+    plain, wrong = make_net().state_dict(), []
+
+    def compare(state: dict[str, torch.Tensor], where: str) -> None:
+        wrong.extend(f"{name} {where}" for name, value in state.items() if not torch.equal(value, plain[name]))
+
+    with zero.GatheredParameters(module.parameters()):
+        compare(module.state_dict(), "gathered")
+        copied = copy.deepcopy(module.state_dict())
+    compare(copied, "copied")
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def note(block: nn.Module, args: Any) -> None:
+        seen.append({f"blocks.0.{name}": value.clone() for name, value in block.state_dict().items()})
+
+    handle = module.blocks[0].register_forward_pre_hook(note)
+    with torch.no_grad():
+        module(*batch(0, 2))
+    handle.remove()
+    compare(seen[0], "in a forward")
+    end()
+    compare(module.state_dict(), "after destroy")
+    engine, *_ = zero.initialize(model=make_net(), config=config(2, 2))
+    compare(engine.module.state_dict(), "at stage 2")
+    engine.destroy()
+    return wrong
+
+
+def test_values_are_there_where_parameters_can_be_read(pool: Any) -> None:
+    assert pool.run(2, whole_where_they_are) == [[], []]
+
+
+def offloaded() -> str:
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
+    engine.offload_states()
+    text = said_by(engine.module.state_dict)
+    engine.destroy()
+    return text
+
+
+def test_offloaded_states_say_what_to_do(pool: Any) -> None:
+    for text in pool.run(2, offloaded):
+        assert "call engine.reload_states() first" in text
