@@ -1,4 +1,4 @@
-"""The promise: `state_dict()` of a model whose parameters are away has names, shapes, dtypes and devices, and no values.
+"""The promise: `state_dict()` of a model whose parameters are away has names, shapes and dtypes, and no values.
 
 Whoever reads, copies or saves one is told the parameter's name.
 """

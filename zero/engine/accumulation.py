@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
 from collections.abc import Iterator
 
 from zero.config import Config
@@ -22,12 +23,24 @@ class Block(enum.Enum):
     STEPPING = "inside step()"
 
 
+class Running(enum.Enum):
+    """How far the running micro-batch is. TOLD: its boundary was set by hand since its first forward."""
+
+    NEW = "no forward has begun"
+    BEGUN = "a forward has begun"
+    TOLD = "and the boundary was said since"
+
+
 class Accumulation:
     """The micro-batches of the running optimizer step, and the batch sizes.
 
     config: the configuration with the batch sizes of now. boundary: as the user set it, None to count micro-steps from
     `start`. rounds: backward passes that the reducer had seen when the last step ended. samples: of the running step,
     over all ranks.
+
+    A micro-batch ends with its `step()`. Programs that set the boundary by hand may leave out those that are none, as
+    Accelerate does; so there the backward counts its micro-batch, and a forward behind it begins the next one if the
+    boundary was said anew since the forward before. `step()` ends what has not ended so.
     """
 
     def __init__(self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status) -> None:
@@ -35,9 +48,13 @@ class Accumulation:
         self.boundary: bool | None = None
         self.start = self.rounds = self.samples = 0
         self._block = Block.NONE
+        self._running = Running.NEW
+        self._counted = False  # the running micro-batch, by its backward
         self._sharded: ShardedModule | None = sharded
         self._optimizer = optimizer
         self._status = status
+        ended = weakref.WeakMethod(self._backward_ended)  # weak, as we hold the reducer
+        sharded.reducer.on_flush(lambda: (ended() or bool)())
         self._tell_reducer()
 
     def is_boundary(self) -> bool:
@@ -48,12 +65,19 @@ class Accumulation:
             return False
         if self.boundary is not None:
             return self.boundary
-        return (self._status.micro_steps - self.start + 1) % self.config.gradient_accumulation_steps == 0
+        ended = self._status.micro_steps - self._counted - self.start
+        return (ended + 1) % self.config.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next steps are boundaries; None goes back to counting, from the last step on."""
+        """Say whether the next steps are boundaries; None goes back to counting, from the last step on.
+
+        A program that calls no `step()` off the boundary says it for each micro-batch, before its forward or backward:
+        by that micro-batches are told apart.
+        """
         self._need_managed("set_gradient_accumulation_boundary()")
         self.boundary = is_boundary
+        if self._running is Running.BEGUN:
+            self._running = Running.TOLD
         self._tell_reducer()
 
     @contextlib.contextmanager
@@ -169,7 +193,8 @@ class Accumulation:
         boundary = self.is_boundary()
         try:
             yield boundary
-            self._status.micro_steps += 1
+            self._status.micro_steps += not self._counted
+            self._end_micro_batch(boundary)
             if self._block is Block.COALESCED:
                 self._block = Block.NONE
             if boundary:
@@ -179,8 +204,16 @@ class Accumulation:
                 self._block = Block.NONE
             self._tell_reducer()
 
+    def begin_forward(self) -> None:
+        """A forward that builds a graph begins, perhaps that of another micro-batch."""
+        if self._counted and self._running is Running.TOLD:
+            self._end_micro_batch(False)
+        if self._running is Running.NEW:
+            self._running = Running.BEGUN
+
     def restart(self) -> None:
         """Count the micro-batches of this step from the first again: their gradients are gone, and a mean needs all."""
+        self._running, self._counted = Running.NEW, False
         self._status.micro_steps, self.rounds = self.start, self._sharded.reducer.rounds
         if self._block is Block.COALESCED:
             self._block = Block.NONE  # what it had reduced is gone, and the block may be repeated
@@ -189,11 +222,21 @@ class Accumulation:
     def resume(self) -> None:
         """Begin a step at the counters of now, which come from a checkpoint."""
         self.start, self.rounds, self.samples = self._status.micro_steps, self._sharded.reducer.rounds, 0
+        self._running, self._counted = Running.NEW, False
         self._tell_reducer()
 
     def close(self) -> None:
         """Let go of the parameters: the engine is destroyed. A block that is open may still end."""
         self._sharded = None
+
+    def _backward_ended(self) -> None:
+        if self.boundary is False and not self._counted:
+            self._counted = True
+            self._status.micro_steps += 1
+
+    def _end_micro_batch(self, last: bool) -> None:
+        self._running, self._counted = Running.NEW, False
+        self._sharded.reducer.end_micro_batch(last)
 
     def _tell_reducer(self) -> None:
         """Let the backward that comes reduce gradients, or keep them on their rank."""

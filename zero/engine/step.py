@@ -140,7 +140,6 @@ class TrainingStep:
                 if self._status.step_applied and scheduler is not None:
                     scheduler.step(**lr_kwargs)
                 self.progress.log_step()
-            self._sharded.reducer.end_micro_batch(boundary)
         if boundary:
             self._saving.raise_failure()
 
@@ -154,6 +153,8 @@ class TrainingStep:
         self._status.check()
         if self._sharded.recover():
             self._accumulation.restart()
+        if torch.is_grad_enabled():
+            self._accumulation.begin_forward()
         watched, timed = self._sharded.mesh.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
