@@ -83,7 +83,7 @@ def trained(loop: str, stage: int, tree: bool) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     engine = made(stage, **({"zero": TREE} if tree else {}))
     leaves: list[Any] = []
-    engine._sharded.reducer.on_flush(lambda: leaves.append(engine._sharded.reducer.leaf.micro_batch))
+    engine._sharded.reducer.on_flush.append(lambda: leaves.append(engine._sharded.reducer.leaf.micro_batch))
     torch.manual_seed(100 + rank)  # of dropout, where micro-batches have no seed of their own
     counters, number = [], rank
     for window in WINDOWS:

@@ -54,7 +54,7 @@ class Accumulation:
         self._optimizer = optimizer
         self._status = status
         ended = weakref.WeakMethod(self._backward_ended)  # weak, as we hold the reducer
-        sharded.reducer.on_flush(lambda: (ended() or bool)())
+        sharded.reducer.on_flush.append(lambda: (ended() or bool)())
         self._tell_reducer()
 
     def is_boundary(self) -> bool:
