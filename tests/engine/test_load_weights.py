@@ -1,4 +1,6 @@
-"""The promise: weights come out of safetensors files as the library reads them, into modules, pieces and engines.
+"""The promise: weights come out of files of safetensors and of torch.save as the libraries read them.
+
+They go into modules, into those that are built in pieces, and into engines.
 
 Into an engine they are exact; under `zero.Init` each rank reads its own ranges; what does not fit is told at once.
 """
@@ -75,6 +77,45 @@ def test_shards_of_hugging_face(tmp_path: Path) -> None:
         assert_has(model, state)
 
 
+@pytest.mark.parametrize("kind", ["one", "shards", "list"])
+def test_files_of_torch(tmp_path: Path, kind: str) -> None:
+    """With several tensors of one memory, empty ones, and dtypes between each other."""
+    state = make_net(9, width=WIDE, blocks=1).state_dict()
+    state |= {"buffer": state["head.weight"][3:7], "empty": torch.empty(0, 3), "count": torch.tensor(7)}
+    names = list(state)
+    parts = [names] if kind == "one" else [names[::2], names[1::2]]
+    files = ["pytorch_model.bin", "pytorch_model-2.bin"][: len(parts)]
+    for file, some in zip(files, parts, strict=True):
+        torch.save({name: state[name] for name in some}, tmp_path / file)
+    if kind == "shards":
+        where = {name: file for file, some in zip(files, parts, strict=True) for name in some}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    torch.save({"lr": object}, tmp_path / "training_args.bin")  # as Trainers leave beside it
+    model = make_net(width=WIDE, blocks=1).bfloat16()
+    for name in ("buffer", "empty", "count"):
+        model.register_buffer(name, torch.zeros_like(state[name]))
+    path = [tmp_path / file for file in files] if kind == "list" else tmp_path
+    assert zero.load_weights(model, path) == ([], [])
+    assert_has(model, state)
+
+
+def test_several_files_that_do_not_go_together(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors")
+    write(tmp_path / "b.safetensors")
+    (tmp_path / "c").mkdir()
+    write(tmp_path / "c" / "c.safetensors")
+    model = make_net(width=WIDE, blocks=1)
+    for names, text in (
+        (["a", "b"], "several of them have 'blocks.0.down.bias'"),
+        (["a", "c/c"], "2 files lie in 2 folders"),
+        ([], "0 files lie in 0 folders"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            zero.load_weights(model, [tmp_path / f"{name}.safetensors" for name in names])
+    with pytest.raises(ValueError, match="neither a safetensors file nor one of torch"):
+        zero.load_weights(model, [tmp_path / "c"])
+
+
 def test_buffers_and_names(tmp_path: Path) -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -137,10 +178,22 @@ def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
 
 def damaged(tmp_path: Path, kind: str) -> str:
     if kind == "pickle":
-        torch.save({}, tmp_path / "pytorch_model.bin")
-        return "is a file of torch.save, which runs code when it is read; convert it to safetensors first"
+        torch.save({"head": make_net().head}, tmp_path / "pytorch_model.bin")
+        return "pytorch_model.bin is refused: it holds an object of torch.nn.modules.linear.Linear"
+    if kind == "nested":
+        torch.save({"state_dict": make_net().state_dict()}, tmp_path / "pytorch_model.bin")
+        return "holds a OrderedDict as 'state_dict'; wanted tensors by name, as torch.save(model.state_dict(), file)"
+    if kind == "transposed":
+        torch.save({"head.weight": torch.ones(2, 3).t()}, tmp_path / "pytorch_model.bin")
+        return "'head.weight' is not contiguous"
+    if kind == "old":
+        torch.save({}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+        return "is not a whole file of torch.save in its format since torch 1.6"
+    if kind == "name":
+        (tmp_path / "model.onnx").touch()
+        return "holds no safetensors file"
     if kind == "empty":
-        return "holds no safetensors file and no checkpoint"
+        return "holds no safetensors file, no .bin file and no checkpoint"
     if kind == "cut":
         write(tmp_path / "model.safetensors")
         data = (tmp_path / "model.safetensors").read_bytes()
@@ -164,10 +217,13 @@ def damaged(tmp_path: Path, kind: str) -> str:
     return "'head.bias' is not in model-00001" if kind == "moved" else "names '../x.safetensors', which is no file"
 
 
-@pytest.mark.parametrize("kind", ["pickle", "empty", "cut", "rubbish", "two", "shard", "moved", "outside"])
+TORCH = ("pickle", "nested", "transposed", "old")
+
+
+@pytest.mark.parametrize("kind", [*TORCH, "empty", "name", "cut", "rubbish", "two", "shard", "moved", "outside"])
 def test_files_that_are_not_whole(tmp_path: Path, kind: str) -> None:
     text = damaged(tmp_path, kind)
-    with pytest.raises(ValueError, match="safetensors") as caught:
+    with pytest.raises(ValueError, match="pytorch_model.bin" if kind in TORCH else "safetensors") as caught:
         zero.load_weights(make_net(width=WIDE, blocks=1), tmp_path)
     assert text in str(caught.value)
 
@@ -194,9 +250,17 @@ def built_and_loaded(
         return {name: param.detach().clone() for name, param in model.named_parameters()}, read
 
 
-@pytest.mark.parametrize(("world", "dtype"), each_once([1, 2, 3], [None, torch.bfloat16]))
-def test_a_module_that_is_built_in_pieces(pool: Any, tmp_path: Path, world: int, dtype: torch.dtype | None) -> None:
-    state = shards(tmp_path)
+@pytest.mark.parametrize(
+    ("world", "dtype", "kind"), each_once([1, 2, 3], [None, torch.bfloat16], ["safetensors", "torch"])
+)
+def test_a_module_that_is_built_in_pieces(
+    pool: Any, tmp_path: Path, world: int, dtype: torch.dtype | None, kind: str
+) -> None:
+    if kind == "torch":
+        state = make_net(9, width=WIDE, blocks=1).state_dict()
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        state = shards(tmp_path)
     for inside in (False, True):
         found = pool.run(world, built_and_loaded, tmp_path, dtype, inside)
         for params, _ in found:

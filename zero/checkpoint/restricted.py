@@ -62,5 +62,5 @@ def _reason(text: str) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in _NAMES)
     return (
         f"it holds an object of {match[1]}; only tensors, plain containers and {names} of DeepSpeed "
-        "are read, as others may run code. Leave it out of client_state where the checkpoint is saved"
+        "are read, as others may run code. Leave it out where the file is saved"
     )

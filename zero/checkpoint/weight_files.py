@@ -1,38 +1,41 @@
-"""Weights in safetensors files, whoever wrote them, as an index: one file, a folder of shards, or a checkpoint."""
+"""Weights in files, whoever wrote them, as an index: one file, several, a folder of shards, or a checkpoint.
+
+Files are those of safetensors, or of torch.save.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zero.checkpoint import safe_file, torch_file
 from zero.checkpoint.folder import INDEX, LATEST, find, read_index
 from zero.checkpoint.index import Damaged, Index, Parameter, Stored
-from zero.checkpoint.safe_file import contents
 
-_TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_SHARDS = ".safetensors.index.json"  # a JSON of Hugging Face that says which file holds which tensor
+_SHARDS = ".index.json"  # a JSON of Hugging Face that says which file holds which tensor
+_WANTED = "wanted a safetensors file, one of torch.save (.bin, .pt, .pth, .ckpt), or a folder with some"
+_FIRST = ("model", "pytorch_model")  # of several models in a folder
 
 
-def weights_at(path: Path) -> tuple[Path, Index]:
-    """The folder and the index of the weights at `path`.
+def weights_at(place: Path | Sequence[Path]) -> tuple[Path, Index]:
+    """The folder and the index of the weights at `place`, which may also be several files of one folder.
 
     Of files that do not say which tensors are buffers, all are parameters; see `sort_out`. Raises Damaged for what
-    holds none or is not whole, OSError for what cannot be read.
+    holds none or is not whole, ValueError for files that are not read, OSError for what cannot be read.
     """
-    if path.is_dir():
-        return _of_folder(path)
-    if not path.exists():
-        raise Damaged(f"{path} does not exist; wanted a safetensors file, or a folder with some")
-    if path.name.endswith(_SHARDS):
-        return path.parent, _of_shards(path)
-    if path.suffix != ".safetensors":
-        raise _refused(path)
-    stored, metadata = contents(path)
-    return path.parent, _index(path.name, stored, metadata)
+    if not isinstance(place, Path):
+        return _of_files(place)
+    if place.is_dir():
+        return _of_folder(place)
+    if not place.exists():
+        raise Damaged(f"{place} does not exist; {_WANTED}")
+    if place.name.endswith(_SHARDS):
+        return place.parent, _of_shards(place)
+    return place.parent, _index(place.name, *_contents(place))
 
 
 def sort_out(index: Index, buffers: Collection[str], rename: Callable[[str], str | None] | None) -> Index:
@@ -70,18 +73,47 @@ def _of_folder(path: Path) -> tuple[Path, Index]:
         return path, read_index(path)
     if (path / LATEST).exists():
         return find(path, None)
-    shards = sorted(path.glob(f"*{_SHARDS}"))
-    files = sorted(path.glob("*.safetensors"))
-    for candidates in (shards, files):
-        preferred = [each for each in candidates if each.name.split(".")[0] == "model"]
+    for pattern in (f"*.safetensors{_SHARDS}", "*.safetensors", f"*.bin{_SHARDS}", "*.bin"):
+        candidates = sorted(path.glob(pattern))
+        preferred = [each for each in candidates if each.name.split(".")[0] in _FIRST]
         candidates = preferred if len(preferred) == 1 else candidates
         if len(candidates) == 1:
             return weights_at(candidates[0])
         if candidates:
             names = ", ".join(each.name for each in candidates)
             raise Damaged(f"{path} holds several models: {names}; name one of them")
-    others = [each for each in sorted(path.iterdir()) if each.suffix in _TORCH_FILES]
-    raise _refused(others[0]) if others else Damaged(f"{path} holds no safetensors file and no checkpoint of zero")
+    raise Damaged(f"{path} holds no safetensors file, no .bin file and no checkpoint of zero")
+
+
+def _of_files(paths: Sequence[Path]) -> tuple[Path, Index]:
+    """All tensors of all files, whose names must differ."""
+    folders = {path.absolute().parent for path in paths}
+    if len(folders) != 1:
+        raise Damaged(f"{len(paths)} files lie in {len(folders)} folders; wanted one or more files of one folder")
+    held, metadata = _all_contents(paths)
+    counts = Counter(name for stored in held.values() for name in stored)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise Damaged(f"{', '.join(path.name for path in paths)}: several of them have {', '.join(map(repr, twice[:5]))}")
+    stored = {name: each for tensors in held.values() for name, each in tensors.items()}
+    return folders.pop(), _index("+".join(sorted(held)), stored, metadata)
+
+
+def _contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of a file, and the metadata beside them."""
+    if path.suffix == ".safetensors":
+        return safe_file.contents(path)
+    if path.suffix in torch_file.SUFFIXES:
+        return torch_file.contents(path), {}
+    raise Damaged(f"{path} is neither a safetensors file nor one of torch.save by its name; {_WANTED}")
+
+
+def _all_contents(paths: Iterable[Path]) -> tuple[dict[str, dict[str, Stored]], dict[str, str]]:
+    """By the name of the file; and the metadata of all."""
+    held, metadata = {}, {}
+    for path in paths:
+        held[path.name], more = _contents(path)
+        metadata |= more
+    return held, metadata
 
 
 def _of_shards(path: Path) -> Index:
@@ -90,18 +122,16 @@ def _of_shards(path: Path) -> Index:
         files = json.loads(path.read_bytes())["weight_map"]
         wanted = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path} is no index of safetensors files: {type(error).__name__}: {error}") from None
-    problems, held, aliases = [], {}, {}
+        raise Damaged(f"{path} is no index of files with weights: {type(error).__name__}: {error}") from None
+    problems, found = [], []
     for file in sorted(set(wanted.values())):
         if Path(file).name != file:
             problems.append(f"it names {file!r}, which is no file beside it")
         elif not (path.parent / file).is_file():
             problems.append(f"{file} is missing")
-        elif Path(file).suffix != ".safetensors":
-            raise _refused(path.parent / file)
         else:
-            held[file], metadata = contents(path.parent / file)
-            aliases |= metadata
+            found.append(path.parent / file)
+    held, aliases = _all_contents(found)
     problems += [
         f"'{name}' is not in {file}" for name, file in wanted.items() if file in held and name not in held[file]
     ]
@@ -120,12 +150,3 @@ def _index(tag: str, stored: dict[str, Stored], metadata: dict[str, str]) -> Ind
         # Tensors that are one are written once, with their other names in the metadata.
         tied={name: other for name, other in metadata.items() if name not in stored and other in stored},
     )
-
-
-def _refused(path: Path) -> Damaged:
-    if path.suffix in _TORCH_FILES:
-        return Damaged(
-            f"{path} is a file of torch.save, which runs code when it is read; convert it to safetensors first: "
-            f"safetensors.torch.save_file(torch.load('{path.name}', weights_only=True), 'model.safetensors')"
-        )
-    return Damaged(f"{path} is no safetensors file; wanted one, or a folder with some")

@@ -1,9 +1,9 @@
-"""Weights out of safetensors files into a module, one that is built under zero.Init, or an engine."""
+"""Weights out of files into a module, one that is built under zero.Init, or an engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from zero.plan.layout import Fragment
 
 def load_weights(
     target: nn.Module,
-    path: str | Path,
+    path: str | Path | Iterable[str | Path],
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
 ) -> Unmatched:
@@ -39,19 +39,21 @@ def load_weights(
     target: an engine, whose exact values these are from then on (its optimizer keeps its state); a module; or a module
     built under `zero.Init`, of which each rank reads its own ranges, one parameter at a time. For all but a plain
     module a collective.
-    path: a safetensors file; a folder of Hugging Face with `model.safetensors` or shards and their index; or a
-    checkpoint (its folder, or that of the run), from whose masters the weights are exact.
+    path: a safetensors file, or one of torch.save (.bin, .pt, .pth, .ckpt) that holds tensors by name and nothing that
+    could run code; several such files of one folder; a folder of Hugging Face, with one file or shards and their index;
+    or a checkpoint (its folder, or that of the run), from whose masters the weights are exact.
     strict: False: what only one side has is left as it is, with a warning that names it.
     rename: gives the model's name for each of the files, or None for what is to be left out.
 
-    Values are converted to the dtype of the parameter. Raises ValueError, before anything is changed, with all
-    differences of names, shapes and kinds of dtype, and for files of torch.save, which are not read.
+    Values are converted to the dtype of the parameter. No rank reads more than its ranges, nor holds more of them than
+    64 MiB at a time besides their place. Raises ValueError, before anything is changed, with all differences of names,
+    shapes and kinds of dtype, and for files that are none of these.
     """
-    path = Path(path)
+    place = Path(path) if isinstance(path, (str, Path)) else [Path(each) for each in path]
 
     def look(buffers: Collection[str]) -> tuple[Path, Index]:
-        place, index = weights_at(path)
-        return place, sort_out(index, buffers, rename)
+        folder, index = weights_at(place)
+        return folder, sort_out(index, buffers, rename)
 
     if isinstance(target, Engine):
         match = target.take_weights(look, strict)

@@ -1,0 +1,71 @@
+"""Where a file of torch.save has its tensors, to be read range by range as those of safetensors files are."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint.index import Damaged, Part, Stored
+from zero.checkpoint.restricted import load
+from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
+
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def contents(path: Path) -> dict[str, Stored]:
+    """What a dictionary of tensors by name holds, each as one part without a checksum; no tensor is read.
+
+    Raises Damaged for a file that holds anything else, `restricted.Refused` for one that could run code, OSError.
+    """
+    state = load(path)
+    if not isinstance(state, Mapping):
+        raise Damaged(f"{path} holds a {type(state).__name__}; wanted a dictionary of tensors by name")
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or not isinstance(name, str):
+            raise Damaged(
+                f"{path} holds a {type(value).__name__} as {name!r}; wanted tensors by name, as torch.save(model."
+                "state_dict(), file) writes them"
+            )
+        if value.dtype not in NAMES or not value.is_contiguous():
+            how = dtype_name(value.dtype) if value.dtype not in NAMES else "not contiguous"
+            raise Damaged(f"{path}: '{name}' is {how}; wanted a contiguous tensor of {', '.join(DTYPES)}")
+    offsets = _offsets(path, state)
+    stored = {}
+    for name, value in state.items():
+        begin = offsets.get(value.untyped_storage().data_ptr(), 0) + value.storage_offset() * value.itemsize
+        part = Part(0, value.numel(), path.name, begin)
+        stored[name] = Stored(NAMES[value.dtype], tuple(value.shape), (part,))
+    return stored
+
+
+def _offsets(path: Path, state: Mapping[str, torch.Tensor]) -> dict[int, int]:
+    """For each memory that tensors share, the byte of the file at which it begins; it is mapped from there."""
+    storages = [value.untyped_storage() for value in state.values()]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    records = _records(path)
+    found = sorted(sizes.items())
+    # The file is mapped as one piece, so that both have one order and one distance.
+    if [size for _, size in found] == [size for _, size in records]:
+        offsets = {memory: offset for (memory, _), (offset, _) in zip(found, records, strict=True)}
+        if len({memory - offset for memory, offset in offsets.items()}) <= 1:
+            return offsets
+    raise Damaged(f"{path} holds more than the tensors that it names, or not as torch.save writes them")
+
+
+def _records(path: Path) -> list[tuple[int, int]]:
+    """First byte and number of bytes of each storage in the file, in order."""
+    found = []
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for info in archive.infolist():
+            folder, _, name = info.filename.rpartition("/")
+            if name == "byteorder" and archive.read(info).decode() != sys.byteorder:
+                raise Damaged(f"{path} was written on a machine of another byte order; convert it to safetensors there")
+            if folder.endswith("/data") and info.file_size:
+                file.seek(info.header_offset + 26)  # of its own header, which may differ from that at the file's end
+                name_length, extra_length = (int.from_bytes(file.read(2), "little") for _ in range(2))
+                found.append((info.header_offset + 30 + name_length + extra_length, info.compress_size))
+    return sorted(found)
