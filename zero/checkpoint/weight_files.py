@@ -93,7 +93,8 @@ def _of_files(paths: Sequence[Path]) -> tuple[Path, Index]:
     held, metadata = _all_contents(paths)
     counts = Counter(name for stored in held.values() for name in stored)
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise Damaged(f"{', '.join(path.name for path in paths)}: several of them have {', '.join(map(repr, twice[:5]))}")
+        names = ", ".join(path.name for path in paths)
+        raise Damaged(f"{names}: several of them have {', '.join(map(repr, twice[:5]))}")
     stored = {name: each for tensors in held.values() for name, each in tensors.items()}
     return folders.pop(), _index("+".join(sorted(held)), stored, metadata)
 

@@ -31,6 +31,7 @@ from zero.core.deferred_param import DeferredParam, Rest, manageable
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import owner_of
 from zero.core.refusals import sharing
+from zero.memory.available import Freed
 
 # What is open where: threads that build models of their own are left alone.
 _running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_builder", default=None)
@@ -60,6 +61,7 @@ class Builder:
         self._children: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._token: contextvars.Token | None = None
+        self._freed = Freed()
 
     def start(self) -> None:
         """Begin to follow what is registered on this thread."""
@@ -140,8 +142,10 @@ class Builder:
         done = set()
         for piece in pieces:
             done.add(piece)
-            if manageable(piece.params[0]):
+            param = piece.params[0]
+            if manageable(param):
                 piece.close(self._rest)
+                self._freed.add(0 if param.is_cuda else param.nbytes)
             else:
                 piece.let_go()  # its data was replaced by something else
         self._open = [piece for piece in self._open if piece not in done]

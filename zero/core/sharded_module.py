@@ -29,7 +29,7 @@ from zero.core.reducer import Reducer
 from zero.core.torch_private import is_compiled
 from zero.core.unit import Unit
 from zero.log import log_once, logger
-from zero.memory.available import give_back
+from zero.memory.available import Freed, give_back
 from zero.memory.state_placement import StatePlacement
 from zero.plan.memory import StateBytes
 from zero.plan.order import Limits, stay_whole
@@ -222,7 +222,7 @@ def wrap(
     if is_enabled(section):
         ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
         offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics)
-    units = []
+    units, freed = [], Freed()
     for index, plan in enumerate(plans):
         placement = StatePlacement(device, device) if offload is None else offload.placement(index)
         unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
@@ -231,9 +231,9 @@ def wrap(
         unit.persistent = unit.cut and index in persistent
         unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
         units.append(unit)
+        freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
     _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
-    if offload is not None:
-        give_back()
+    give_back()
     sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
     mesh.watchdog.tie(sharded)
     if mesh.data.rank == 0:

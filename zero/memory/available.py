@@ -111,6 +111,25 @@ def _read(path: Path) -> str:
         return ""
 
 
+class Freed:
+    """Calls `give_back` each time that so many bytes of host memory were freed, so that not more stays in between.
+
+    Tensors of a few MiB, of which those in between live on, leave the C library holes that it would keep.
+    """
+
+    STEP = 32 << 20
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """`nbytes` more were freed."""
+        self._nbytes += nbytes
+        if self._nbytes >= self.STEP:
+            self._nbytes = 0
+            give_back()
+
+
 def give_back() -> None:
     """Have the C library return memory that nobody uses any more to the system; other libraries do it by themselves.
 

@@ -25,6 +25,7 @@ from zero.engine.checkpoint.units import fill_plain, fit, load_buffers, names_of
 from zero.engine.engine import Engine
 from zero.engine.weights import Unmatched
 from zero.log import rank_zero
+from zero.memory.available import give_back
 from zero.plan.layout import Fragment
 
 
@@ -45,8 +46,8 @@ def load_weights(
     strict: False: what only one side has is left as it is, with a warning that names it.
     rename: gives the model's name for each of the files, or None for what is to be left out.
 
-    Values are converted to the dtype of the parameter. No rank reads more than its ranges, nor holds more of them than
-    64 MiB at a time besides their place. Raises ValueError, before anything is changed, with all differences of names,
+    Values are converted to the dtype of the parameter. A rank reads its own ranges, and where it converts
+    them holds some 100 MiB besides. Raises ValueError, before anything is changed, with all differences of names,
     shapes and kinds of dtype, and for files that are none of these.
     """
     place = Path(path) if isinstance(path, (str, Path)) else [Path(each) for each in path]
@@ -63,6 +64,7 @@ def load_weights(
         raise ValueError(
             f"load_weights(target=...): got {type(target).__name__}; wanted an engine or a torch.nn.Module"
         )
+    give_back()
     return Unmatched(match.missing, match.unexpected)
 
 
