@@ -21,6 +21,7 @@ _HOMES = {
     "unregister_external_parameter": "zero.core.access",
     "register_forward_method": "zero.core.hooks",
     "load_weights": "zero.engine.checkpoint.weights",
+    "FusedOptimizer": "zero.optim.client",
     "init_distributed": "zero.core.joining",
     "RepeatingLoader": "zero.data",
     "tiled_cross_entropy": "zero.tiled.loss",

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -15,8 +16,6 @@ from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
-
-_STATES = "optimizer.params.zero"
 
 
 def load(
@@ -64,34 +63,41 @@ def load(
 
 
 def _optimizer(file: File) -> list[str]:
-    """What is wrong with the optimizer's arguments: our kernels' are known here, others are torch's to check."""
-    if file.optimizer is None:
+    section = file.optimizer
+    if section is None:
         return []
-    kind, known, lines = file.optimizer.type, dict(file.optimizer.params), []
+    return optimizer_problems(section.type, section.params, file.bf16.enabled, ("optimizer", "params"))
+
+
+def optimizer_problems(kind: str, params: Mapping[str, Any], bf16: bool, at: tuple[str, ...]) -> list[str]:
+    """What is wrong with the arguments of an optimizer that stand `at` this path.
+
+    Those of our kernels are known here, others are torch's to check. bf16: whether that is what parameters are.
+    """
+    known, lines, states = dict(params), [], dotted((*at, "zero"))
     if "max_grad_norm" in known:
         norm = show(known.pop("max_grad_norm"))
         lines.append(
-            f"optimizer.params: 'max_grad_norm' is not an argument of the optimizer; "
+            f"{dotted(at)}: 'max_grad_norm' is not an argument of the optimizer; "
             f"set the top-level key gradient_clipping to {norm}"
         )
     reason = torch_reason(kind, known)
     if reason is not None and known.get("zero") is not None:
         lines.append(
-            f"{_STATES}: {kind} runs as torch's own class here ({reason}), which keeps its state in fp32; leave it out"
+            f"{states}: {kind} runs as torch's own class here ({reason}), which keeps its state in fp32; leave it out"
         )
     arguments = ARGUMENTS.get(kind.lower())
     if arguments is None:
         return lines
     if known.get("amsgrad") == 1:
-        lines.append("optimizer.params.amsgrad: got true, wanted false; AMSGrad is not available")
+        lines.append(f"{dotted((*at, 'amsgrad'))}: got true, wanted false; AMSGrad is not available")
     try:
         arguments.model_validate(known)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        lines += [problem_line(problem, arguments, ("optimizer", "params"), {}) for problem in problems]
-    if str(lookup(known, "zero.master")).lower() == "remainder" and not file.bf16.enabled:
+        lines += [problem_line(problem, arguments, at, {}) for problem in error.errors(include_url=False)]
+    if str(lookup(known, "zero.master")).lower() == "remainder" and not bf16:
         lines.append(
-            f"{_STATES}.master: 'remainder' needs bf16.enabled, because it is the lower half of a master "
+            f"{states}.master: 'remainder' needs bf16.enabled, because it is the lower half of a master "
             "whose upper half is the bf16 parameter; use 'fp32'"
         )
     return lines

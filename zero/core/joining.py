@@ -27,7 +27,7 @@ def init_distributed(
     auto_mpi_discovery: bool = True,
     distributed_port: int = PORT,
     verbose: bool = True,
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,
@@ -42,14 +42,16 @@ def init_distributed(
 
     dist_backend: defaults to NCCL where every local rank has a GPU of its own and to gloo elsewhere.
     auto_mpi_discovery: False to look at the variables of torchrun only. distributed_port: for ranks of mpirun on
-    several hosts where MASTER_PORT is not set. timeout: for the ranks to come, and of the group. init_method, rank,
-    world_size: as of `torch.distributed.init_process_group`, for a process that no launcher has started.
+    several hosts where MASTER_PORT is not set. timeout: for the ranks to come, and of the group; None: 10 minutes.
+    init_method, rank, world_size: as of `torch.distributed.init_process_group`, for a process that no launcher has
+    started.
     dist_init_required: False where the caller has made the group. verbose, config: not used.
     Raises ValueError when the environment is only half set, RuntimeError when there should be a group and is none.
     """
     if dist.is_initialized():
         _adopt(auto_mpi_discovery)
         return
+    timeout = timedelta(minutes=10) if timeout is None else timeout
     if dist_init_required is False:
         raise RuntimeError(
             "init_distributed(dist_init_required=False): there is no process group; call "

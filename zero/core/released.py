@@ -136,8 +136,8 @@ class Placeholder(Tensor):
         names = [each.parameter for each in _among((args, kwargs), Placeholder)]
         raise RuntimeError(
             f"parameter '{names[0] if names else '?'}' was released when detach() or state_dict() gave this, which has "
-            "its shape and dtype and no values; call that inside zero.GatheredParameters(...), or take "
-            "engine.module_state_dict(), which has the weights whole"
+            "its shape and dtype and no values; call that inside zero.GatheredParameters(...); "
+            "engine.module_state_dict() has the weights whole"
         )
 
     def __repr__(self) -> str:

@@ -73,7 +73,8 @@ def initialize(
 
     model_parameters: tensors or parameter groups for the optimizer; default: all that require a gradient.
     optimizer: instead of the JSON's, one of `torch.optim` that works element by element, or a callable that
-    makes it from the parameters (from the groups, if `model_parameters` are groups). Its parameter groups stay in
+    makes it from the parameters (from the groups, if `model_parameters` are groups); a `zero.FusedOptimizer` names one
+    that our kernels run. Its parameter groups stay in
     charge; it is made anew for each unit, so state of earlier steps is not taken over. One that torch does not have
     needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound to that optimizer, or a callable of the
     optimizer that is returned.
@@ -238,7 +239,7 @@ def _make_optimizer(
         shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype)
     else:
         client = client_optimizer(client, groups)
-        shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer)
+        shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer, settings.compute_dtype)
         client._opt_called = True  # its step() never runs, ours does; a scheduler bound to it would warn of that
         # The same dicts: a scheduler made for the client's optimizer stays in charge.
         groups = [group for group in client.param_groups if group["params"]]
@@ -246,7 +247,7 @@ def _make_optimizer(
         raise ValueError(
             "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch or of the script, "
             "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "
-            "'optimizer' (without torch_adam, maximize and the like), or use device 'cpu'"
+            "'optimizer' (without torch_adam, maximize and the like), give a zero.FusedOptimizer, or use device 'cpu'"
         )
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, make_loss_scaler(settings))

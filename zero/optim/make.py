@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from zero.config.check import optimizer_problems
 from zero.config.errors import did_you_mean
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.log import rank_zero
+from zero.optim.client import FusedOptimizer
 from zero.optim.fused import FusedShardOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.torch_optimizer import TorchShardOptimizer
@@ -49,12 +51,18 @@ def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) 
         raise ValueError(f"optimizer.params: torch.optim.{kind} refuses {params}: {error}") from error
 
 
-def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool) -> ShardOptimizer:
+def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dtype: str) -> ShardOptimizer:
     """Run the class of `client` on shards, one instance per unit, with the arguments that `client` was made with.
 
-    `untested` allows classes that torch does not have; that such a class works element by element nobody checks.
-    Raises ValueError, by name and with the reason, for one that cannot run so.
+    A `FusedOptimizer` gives the kernels that it names. `untested` allows classes that torch does not have; that such a
+    class works element by element nobody checks. Raises ValueError, by name and with the reason, for one that cannot run
+    so.
     """
+    if isinstance(client, FusedOptimizer):
+        at = (type(client).__name__,)
+        if lines := optimizer_problems(client.kind, client.arguments, compute_dtype == "bf16", at):
+            raise ValueError("\n".join(lines))
+        return make_shard_optimizer(client.kind, client.arguments, compute_dtype)
     kind = type(client)
     for base in kind.__mro__:
         if base.__name__ in NOT_ELEMENTWISE:
