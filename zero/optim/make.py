@@ -55,8 +55,7 @@ def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dt
     """Run the class of `client` on shards, one instance per unit, with the arguments that `client` was made with.
 
     A `FusedOptimizer` gives the kernels that it names. `untested` allows classes that torch does not have; that such a
-    class works element by element nobody checks. Raises ValueError, by name and with the reason, for one that cannot run
-    so.
+    class works element by element nobody checks. Raises ValueError, by name and with the reason, for one that cannot.
     """
     if isinstance(client, FusedOptimizer):
         at = (type(client).__name__,)
