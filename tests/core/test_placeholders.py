@@ -53,7 +53,7 @@ READERS: Readers = {
     "list": lambda t: t.tolist(),
     "numpy": lambda t: t.numpy(),
     "pointer": lambda t: t.data_ptr(),
-    "storage": lambda t: t.untyped_storage(),
+    "storage": lambda t: t.storage(),
     "share": lambda t: t.share_memory_(),
     "parameter": nn.Parameter,
     "require grad": lambda t: t.requires_grad_(),
@@ -128,6 +128,8 @@ def questions(built: bool, dtype: str) -> list[str]:
     module, end = made(built, **({} if dtype == "float32" else {"bf16": {"enabled": True}}))
     state, wanted = module.state_dict(), make_net().to(getattr(torch, "float32" if built else dtype)).state_dict()
     wrong = [] if list(state) == list(wanted) else [f"names {list(state)}"]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in state.values()}
+    wrong += [] if list(storages.values()) == [each.nbytes for each in wanted.values()] else ["storages"]
     for name, plain in wanted.items():
         found = state[name]
         answers = [

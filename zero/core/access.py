@@ -25,6 +25,14 @@ _PARAMETERS = "_zero_external"
 _HANDLE = "_zero_external_handle"
 
 
+class LostWrite(RuntimeError):
+    """Parameters changed in a block that takes no changes. `cut`: some are cut, and have their former values again."""
+
+    def __init__(self, text: str, cut: bool) -> None:
+        super().__init__(text)
+        self.cut = cut
+
+
 class GatheredParameters:
     """Inside the block, the given parameters may be read whole; with `modifier_rank`, that rank may change them.
 
@@ -144,9 +152,11 @@ class GatheredParameters:
             )
         changed = [owner.name for owner, state in pairs if state == _WRITTEN and owner.index not in owner.unit.edited]
         if changed and self._modifier_rank is None:
-            raise RuntimeError(
+            cut = any(owner.unit.cut for owner, state in pairs if state == _WRITTEN)
+            raise LostWrite(
                 f"{changed} changed inside GatheredParameters without modifier_rank, so the change would be lost; "
-                "pass modifier_rank=0 to keep rank 0's values"
+                "pass modifier_rank=0 to keep rank 0's values",
+                cut,
             )
 
 

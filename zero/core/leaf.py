@@ -19,7 +19,7 @@ from torch import nn
 
 from zero.log import rank_zero
 
-_FLAG = "_zero_leaf"
+_FLAG = "_z3_leaf"  # as DeepSpeed has it, where programs look
 _APART = "_zero_apart"
 
 

@@ -106,6 +106,26 @@ class Released:
         return self.__torch_function__(copy.deepcopy, (type(self),), (self, memo))
 
 
+class NoStorage:
+    """What a placeholder has for a storage: an address that is no other one's, for programs that look for tied weights.
+
+    Its methods are those of `torch.UntypedStorage` that read nothing.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address, self._nbytes = address, nbytes
+
+    def data_ptr(self) -> int:
+        """A number that tells it from others; there is no memory at it."""
+        return self._address
+
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self._nbytes
+
+    size = nbytes
+
+
 class Placeholder(Tensor):
     """What `detach()` gives of a released parameter: shape [as the parameter], dtype and device, and no values.
 
@@ -131,6 +151,8 @@ class Placeholder(Tensor):
         if isinstance(first, Placeholder):
             if func in _DETACH:
                 return first
+            if func is Tensor.untyped_storage:
+                return NoStorage(id(first), first.shown.nbytes)
             if func in _QUERIES:
                 return func(first.shown, *args[1:], **(kwargs or {}))
         names = [each.parameter for each in _among((args, kwargs), Placeholder)]
