@@ -44,6 +44,7 @@ FLOORS = {
     "zero.checkpointing": 6,
     "zero": 7,
     "zero.__main__": 7,
+    "zero.as_deepspeed": 8,
 }
 STEPS_OF_CORE = {
     "zero.core": 0,

@@ -53,6 +53,7 @@ class Job:
             "--no_python": request.no_python,
             "--bind_cores_to_rank": request.bind_cores,
             "--quiet": request.quiet,
+            "--as-deepspeed": request.as_deepspeed,
             "--no_env_files": True,  # what they say stands in front of this already
         }
         return [

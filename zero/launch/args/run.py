@@ -42,6 +42,7 @@ class Request:
     bind_cores: bool = False
     bind_core_list: str | None = None
     quiet: bool = False
+    as_deepspeed: bool = False
 
     def command(self) -> list[str]:
         """The command line of every rank."""
@@ -107,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "give each rank cores of its own"
     parser.add_argument("--bind_cores_to_rank", dest="bind_cores", action="store_true", help=about)
     parser.add_argument("--bind_core_list", metavar="1,3-5", help="the cores to give (default: all of the host)")
+    about = "in the ranks, `import deepspeed` gives zero: for programs that were written for DeepSpeed"
+    parser.add_argument("--as-deepspeed", "--as_deepspeed", action="store_true", help=about)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
     parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong")
     deepspeed_args.add_arguments(parser)

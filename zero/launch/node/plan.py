@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zero.launch import as_deepspeed
 from zero.launch.args.run import LaunchError, Request
 from zero.launch.hosts import cores, selection
 from zero.launch.hosts import environment as variables
@@ -75,6 +76,9 @@ def plan(request: Request, gpus: int) -> Plan:
     from_files = variables.from_files(os.environ, Path.cwd(), request.hosts.env_file, not request.hosts.no_env_files)
     shared.update(from_files.values)
     notes += note_of_files(from_files)
+    if request.as_deepspeed:
+        notes += [] if here.node or as_deepspeed.is_open(os.environ) else [as_deepspeed.note()]
+        shared.update(as_deepspeed.variables({**os.environ, **shared}))
     if here.devices is not None:
         shared[DEVICES] = ",".join(here.devices)
     ranks = len(here.world.ranks(here.node))

@@ -1,0 +1,77 @@
+"""The promise: docs/deepspeed.md lists every name of the adapter, and those that it calls missing are."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import zero.utils
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "zero" / "as_deepspeed" / "site"
+SECTION = (ROOT / "docs" / "deepspeed.md").read_text().split("\n## Names of `deepspeed`\n")[1].split("\n## ")[0]
+ROWS = [line.strip("|").split("|") for line in SECTION.splitlines() if line.startswith("| `")]
+STATUS = {name: cells[1].strip() for cells in ROWS for name in re.findall(r"`([^`]+)`", cells[0])}
+
+# What a program with a door open finds of these names, and what each module gets from elsewhere.
+ASK = """
+import importlib, json, sys
+import zero.as_deepspeed
+import deepspeed
+
+def there(name):
+    here = deepspeed
+    for part in name.split(".")[1:]:
+        try:
+            here = getattr(here, part)
+        except AttributeError as error:
+            return str(error)
+    return ""
+
+names, modules = json.loads(sys.argv[1])
+found = {name: there(name) for name in names}
+got = {name: sorted(getattr(getattr(importlib.import_module(name), "__getattr__", 0), "names", ())) for name in modules}
+print(json.dumps([found, got]))
+"""
+
+
+def modules() -> dict[str, Path]:
+    files = {path.relative_to(SITE).with_suffix("").parts: path for path in (SITE / "deepspeed").rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for parts, path in files.items() if parts[-1] != "_names"}
+
+
+def defined(path: Path) -> set[str]:
+    """Public functions, classes and values of a file."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            stored = [each for target in node.targets for each in ast.walk(target)]
+            found |= {each.id for each in stored if isinstance(each, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_the_page_has_all_names_of_the_adapter_and_no_others() -> None:
+    asked = json.dumps([list(STATUS), list(modules())])
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, asked],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, got = json.loads(done.stdout.splitlines()[-1])
+    wrong = {name: said for name, said in found.items() if bool(said) != (STATUS[name] == "no")}
+    assert not wrong
+    assert all("is not in zero, which is here as deepspeed: " in said for said in found.values() if said)
+    everywhere = {f"{module}.{name}" for module, path in modules().items() for name in {*defined(path), *got[module]}}
+    of_utils = {f"deepspeed.utils.{name}" for name in zero.utils.__all__}
+    listed = {name for name, status in STATUS.items() if status != "no"}
+    assert everywhere - of_utils - listed == set(), "names that the page lacks"
+    assert len(listed) > 80

@@ -1,0 +1,132 @@
+"""The promise: parameters under stage 3 are found as programs for DeepSpeed look for them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_cases import filled, opened, settings
+from ranks import Pool
+
+import zero
+
+
+def pretrained(model: str, config: dict[str, Any]) -> Any:
+    """A model that Transformers loads where the JSON says what stage 3 is."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    said = HfDeepSpeedConfig(config)
+    try:
+        return AutoModelForCausalLM.from_pretrained(model)
+    finally:
+        del said
+
+
+def loaded_dtypes(model: str, as_built: bool) -> tuple[set[str], bool]:
+    """The dtypes of parameters that were loaded, and whether all of them are those of the file, rounded."""
+    import os
+
+    from safetensors.torch import load_file
+
+    with opened():
+        os.environ["ZERO_INIT_AS_BUILT"] = "1" if as_built else "0"
+        made = pretrained(model, {**filled(3), "bf16": {"enabled": True}})
+        file = load_file(f"{model}/model.safetensors")
+        with zero.GatheredParameters(made.parameters()):
+            same = [torch.equal(param, file[name].to(param.dtype)) for name, param in made.named_parameters()]
+        return {str(param.dtype) for param in made.parameters()}, all(same)
+
+
+def test_pretrained_weights_arrive_in_the_dtype_of_the_json(door: Pool, tiny: Path) -> None:
+    assert door.run(2, loaded_dtypes, str(tiny), False) == [({"torch.bfloat16"}, True)] * 2
+    assert door.run(2, loaded_dtypes, str(tiny), True) == [({"torch.float32"}, True)] * 2
+
+
+def names_of_parameters(number: int) -> list[Any]:
+    """What `ds_...` say of one parameter: outside of, and inside of a gathering."""
+    with opened():
+        import deepspeed
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        model = torch.nn.Linear(4, 3)
+        config = filled(number, offload_param={"device": "cpu"})  # which has no meaning below stage 3
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        weight = engine.module.weight
+        there = [name for name in ("ds_id", "ds_shape", "ds_status", "partition_numel") if hasattr(weight, name)]
+        said: list[Any] = [there]
+        if there:
+            said += [tuple(weight.ds_shape), weight.ds_numel, weight.partition_numel()]
+            said += [weight.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+            with deepspeed.zero.GatheredParameters(weight):
+                said += [weight.ds_status is ZeroParamStatus.AVAILABLE]
+            offload = engine.optimizer.parameter_offload
+            assert [*offload.module.named_parameters(), *offload.module.ds_external_parameters()] == []
+            offload._register_deepspeed_module(offload.module)
+        said.append(hasattr(torch.nn.Linear(2, 2).weight, "ds_id"))
+        engine.destroy()
+        return said
+
+
+def test_cut_parameters_have_the_names_of_deepspeed_and_others_have_not(door: Pool) -> None:
+    names = ["ds_id", "ds_shape", "ds_status", "partition_numel"]
+    assert door.run(2, names_of_parameters, 3)[0] == [names, (3, 4), 12, 6, True, True, False]
+    assert door.run(2, names_of_parameters, 2)[0] == [[], False]
+
+
+def merged(model: str, number: int) -> list[Any]:
+    """Whether merging an adapter is seen inside a gathering, is gone after it, and what is said of a lost change."""
+    with opened():
+        import deepspeed
+        from peft import LoraConfig, get_peft_model
+
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("zero").addHandler(handler)
+        lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        net = get_peft_model(pretrained(model, settings(number)), lora)
+        trained = [param for param in net.parameters() if param.requires_grad]
+        engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(trained, 0.1), config=filled(number))
+        layer = net.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+        gathered = deepspeed.zero.GatheredParameters
+        with gathered(net.parameters()):
+            before = layer.detach().clone()
+            net.merge_adapter()
+            seen = not torch.equal(before, layer)
+            net.unmerge_adapter()
+        for _ in range(2):
+            with gathered(layer), torch.no_grad():
+                layer.add_(1)
+        with gathered(net.parameters()):
+            left = torch.equal(layer, before)
+        engine.destroy()
+        logging.getLogger("zero").removeHandler(handler)
+        return [seen, left, sum("changed inside GatheredParameters" in text for text in said)]
+
+
+def test_an_adapter_is_merged_inside_and_a_lost_change_is_said_once(door: Pool, tiny: Path) -> None:
+    assert door.run(2, merged, str(tiny), 3) == [[True, True, 1], [True, True, 0]]
+
+
+def reference(model: str) -> list[Any]:
+    """A model of which nothing is trained, with the JSON of one that is."""
+    with opened():
+        import deepspeed
+
+        net = pretrained(model, settings(3))
+        net.requires_grad_(False)
+        optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
+        odd = {"checkpoint": {"use_node_local_storage": True}}
+        engine, used, *_ = deepspeed.initialize(model=net, config={**filled(3), **optimizer, **odd})
+        ids = torch.tensor([[3, 4, 5]])
+        logits = engine(ids).logits.sum().item()
+        engine.destroy()
+        return [used, isinstance(engine, deepspeed.DeepSpeedEngine), logits == net(ids).logits.sum().item()]
+
+
+def test_a_model_of_which_nothing_is_trained_needs_no_optimizer(door: Pool, tiny: Path) -> None:
+    assert door.run(2, reference, str(tiny)) == [[None, True, True]] * 2

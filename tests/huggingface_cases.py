@@ -1,0 +1,130 @@
+"""What tests of Accelerate, Transformers, PEFT and TRL run on their ranks, as if they were the rank's own script."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
+VOCABULARY = "0123456789+="
+CONFIG = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto"),
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+}
+
+
+def settings(number: int, **more: Any) -> dict[str, Any]:
+    """The JSON of docs/huggingface.md with this stage, and with more keys of `zero_optimization`."""
+    section = {"stage": number, "stage3_gather_16bit_weights_on_model_save": True, **more}
+    return {**CONFIG, "zero_optimization": section}
+
+
+def filled(number: int, **more: Any) -> dict[str, Any]:
+    """The same for `deepspeed.initialize` itself, for which nobody fills in what is "auto"."""
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings(number, **more)["zero_optimization"]}
+
+
+def script(title: str) -> str:
+    """The script of one section of docs/huggingface.md."""
+    section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+
+
+def make_model(folder: Path) -> None:
+    """A tiny random language model and its tokenizer, one token for each character of VOCABULARY."""
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *VOCABULARY])}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes, **heads, **ids)).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    """The door, and the libraries as in a process that starts, although their ranks have run others before."""
+    importlib.import_module("zero.as_deepspeed")  # first, wherever imports are sorted to
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    before = dict(os.environ)
+    argv = sys.argv
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # for Trainer without DeepSpeed, which asks for it
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+        os.environ.clear()
+        os.environ.update(before)
+        sys.argv = argv
+        gc.collect()
+
+
+def run_script(path: str, *words: str) -> None:
+    """Run a script with these arguments."""
+    with opened():
+        sys.argv = [path, *words]
+        runpy.run_path(path, run_name="__main__")
+
+
+def trained(model: str, out: str, config: dict[str, Any] | None, resume: str | None = None, **more: Any) -> Any:
+    """Train with Trainer for 10 steps; returns losses by step, then digests of the weights it ends with.
+
+    config: of zero; None for Trainer as it is.
+    """
+    with opened():
+        return _trained(model, out, config, resume, more)
+
+
+def _trained(name: str, out: str, config: dict[str, Any] | None, resume: str | None, more: dict[str, Any]) -> Any:
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    dropout = more.pop("attention_dropout", 0.1)
+    usual = {"per_device_train_batch_size": 4, "max_steps": 10, "logging_steps": 1, "save_strategy": "no"}
+    how = {"learning_rate": 1e-3, "report_to": [], "disable_tqdm": True, "logging_nan_inf_filter": False}
+    place = {"use_cpu": True} if config is None else {"deepspeed": config}
+    args = TrainingArguments(out, **{**usual, **how, **place, **more})
+    set_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    texts = [dict(tokenizer(f"{a}+{b}={a + b}")) for a in range(8) for b in range(8)]
+    model = AutoModelForCausalLM.from_pretrained(name, attention_dropout=dropout)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = Trainer(model, args, train_dataset=texts, eval_dataset=texts[:16], data_collator=collator)
+    trainer.train(resume_from_checkpoint=resume)
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    sums = {key: (value.double().sum().item(), value.double().norm().item()) for key, value in (weights or {}).items()}
+    best = trainer.state.best_model_checkpoint
+    trainer.accelerator.free_memory()
+    return losses, sums, best
+
+
+def all_trained(model: str, out: str, configs: list[dict[str, Any] | None], **more: Any) -> list[Any]:
+    """`trained` with one configuration after another."""
+    return [trained(model, f"{out}/{number}", config, **more) for number, config in enumerate(configs)]

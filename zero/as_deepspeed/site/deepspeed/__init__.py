@@ -1,0 +1,36 @@
+"""zero, as programs find it that were written for DeepSpeed. Names come from zero when they are first used."""
+
+import zero as _zero
+from deepspeed._names import finder
+
+__version__ = f"0.19.6+zero{_zero.__version__}"
+version = __version__
+
+_PACKAGES = ("accelerator", "checkpoint", "comm", "launcher", "ops", "runtime", "utils")
+_ONE_KIND = "zero has data parallelism only"
+
+__getattr__ = finder(
+    __name__,
+    {
+        **{name: f"deepspeed.{name}:" for name in _PACKAGES},
+        "zero": "deepspeed.runtime.zero:",
+        "checkpointing": "zero.checkpointing:",
+        "initialize": "deepspeed.runtime.engine",
+        "DeepSpeedEngine": "deepspeed.runtime.engine",
+        "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
+        "init_distributed": "deepspeed.comm",
+        "get_accelerator": "deepspeed.accelerator",
+        "add_config_arguments": "zero",
+        "logger": "deepspeed.utils.logging",
+        "log_dist": "deepspeed.utils.logging",
+        "dist": "deepspeed.comm:",
+    },
+    {
+        "init_inference": "engine.generate, with the engine in eval",
+        "tp_model_init": _ONE_KIND,
+        "PipelineModule": _ONE_KIND,
+        "PipelineEngine": _ONE_KIND,
+        "OnDevice": "zero.Init, or torch.device as a context",
+        "DeepSpeedHybridEngine": "engine.generate",
+    },
+)

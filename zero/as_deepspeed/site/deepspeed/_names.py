@@ -1,0 +1,24 @@
+"""How the modules of this package find their names: each where it lives in zero, when it is first used."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def finder(module: str, homes: Mapping[str, str], instead: Mapping[str, str] = {}) -> Callable[[str], Any]:
+    """The `__getattr__` of `module`.
+
+    homes: name -> the module in which it has the same name; "module:" for that module itself, "module:other" for
+    another name there. instead: name -> what to use. Raises AttributeError for every other name.
+    """
+
+    def find(name: str) -> Any:
+        if name in homes:
+            home, colon, other = homes[name].partition(":")
+            found = importlib.import_module(home)
+            return found if colon and not other else getattr(found, other or name)
+        why = instead.get(name, "docs/deepspeed.md says what there is")
+        raise AttributeError(f"{module}.{name} is not in zero, which is here as deepspeed: {why}", name=name)
+
+    find.names = frozenset(homes)
+    return find

@@ -1,0 +1,6 @@
+"""What programs import from DeepSpeed's package of this name."""
+
+from deepspeed._names import finder
+
+_NAMES = ("base_optimizer", "engine", "lr_schedules", "zero")
+__getattr__ = finder(__name__, {name: f"deepspeed.runtime.{name}:" for name in _NAMES})

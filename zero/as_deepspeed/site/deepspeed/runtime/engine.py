@@ -1,0 +1,73 @@
+"""`deepspeed.initialize` and the engine that it makes."""
+
+import functools
+import inspect
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import zero
+from deepspeed._names import finder
+from deepspeed.runtime.zero.partition_parameters import ParameterOffload
+from deepspeed.utils.logging import log_dist
+from zero.config.read import read
+from zero.log import log_once
+
+__getattr__ = finder(__name__, {"DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer"})
+
+_WHY = {
+    "use_node_local_storage": "every rank reads its part of one folder, which all see",
+    "offload_param": "parameters are cut, and so leave the device, on stage 3 only",
+    "offload_optimizer": "optimizer state is cut, and so leaves the device, on stages 1 to 3 only",
+}
+_SCRIPT = Path(__file__).parents[2] / "bin" / "zero_to_fp32.py"
+
+
+class DeepSpeedEngine(zero.Engine):
+    """The engine of zero; beside its checkpoints lies the script that DeepSpeed puts there."""
+
+    @functools.wraps(zero.Engine.save_checkpoint)
+    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `zero.Engine.save_checkpoint`."""
+        saved = super().save_checkpoint(save_dir, *args, **kwargs)
+        if self.global_rank == 0:
+            shutil.copy(_SCRIPT, save_dir)
+        return saved
+
+
+@functools.wraps(zero.initialize)
+def initialize(*args: Any, **kwargs: Any) -> tuple:
+    """See `zero.initialize`. A model without trained parameters needs no optimizer, whatever the JSON says."""
+    given = inspect.signature(zero.initialize).bind(*args, **kwargs).arguments
+    for name in ("config", "config_params"):
+        if given.get(name) is not None:
+            given[name] = _fitting(read(given[name]).values, given.get("model"))
+    engine, optimizer, loader, scheduler = zero.initialize(**given)
+    engine.__class__ = DeepSpeedEngine
+    if optimizer is not None and engine.zero_optimization_partition_weights():
+        optimizer.parameter_offload = ParameterOffload()
+    log_dist(f"DeepSpeed info: zero {zero.__version__}, stage {engine.zero_optimization_stage()}", ranks=[0])
+    return engine, optimizer, loader, scheduler
+
+
+def _fitting(values: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The JSON without what the libraries put there and zero need not be told, or would refuse."""
+    section = values.get("zero_optimization") or {}
+    number = section.get("stage", 0) if isinstance(section, Mapping) else 0
+    without = {"checkpoint": ("use_node_local_storage",)}
+    if number in (0, 1, 2):
+        without["zero_optimization"] = ("offload_param",) if number else ("offload_param", "offload_optimizer")
+    for name, keys in without.items():
+        here = values.get(name)
+        for key in keys if isinstance(here, Mapping) else ():
+            value = here.get(key)
+            if value and not (isinstance(value, Mapping) and value.get("device") in (None, "none")):
+                log_once(logging.WARNING, f"{name}.{key} is left out: {_WHY[key]}")
+                values[name] = here = {other: value for other, value in here.items() if other != key}
+    if isinstance(model, nn.Module) and not any(param.requires_grad for param in model.parameters()):
+        values = {key: value for key, value in values.items() if key not in ("optimizer", "scheduler")}
+    return values

@@ -1,0 +1,19 @@
+"""What programs know as `deepspeed.zero`."""
+
+from deepspeed._names import finder
+
+_PARTS = "deepspeed.runtime.zero.partition_parameters"
+
+__getattr__ = finder(
+    __name__,
+    {
+        "partition_parameters": f"{_PARTS}:",
+        **dict.fromkeys(("Init", "GatheredParameters", "ZeroParamStatus"), _PARTS),
+        **dict.fromkeys(("register_external_parameter", "unregister_external_parameter", "TiledLinear"), "zero"),
+    },
+    {
+        "MiCS_Init": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
+        "unwrap_model_for_generation": "engine.generate",
+        "TiledLinearReturnBias": "deepspeed.zero.TiledLinear",
+    },
+)

@@ -1,0 +1,131 @@
+"""Parameters that are cut, by DeepSpeed's names. Importing this gives `torch.nn.Parameter` the names `ds_...`."""
+
+import enum
+import inspect
+import logging
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero
+from deepspeed._names import finder
+from deepspeed.accelerator import get_accelerator as get_accelerator
+from deepspeed.comm import init_distributed
+from zero.config.read import read
+from zero.core.access import LostWrite
+from zero.core.owner import Owner, is_released, owner_of
+from zero.log import log_once
+
+__getattr__ = finder(__name__, {})
+
+# Transformers puts functions of its own here while it builds a model; zero's Init patches no constructors.
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """`fn` itself."""
+    return fn
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where the values of a parameter are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Init(zero.Init):
+    """`zero.Init`, which rounds to the 16-bit dtype of the JSON unless `dtype` or ZERO_INIT_AS_BUILT=1 says otherwise.
+
+    So parameters have the dtype in which programs for DeepSpeed expect them; masters are then as exact as theirs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(zero.Init).bind(*args, **kwargs).arguments
+        if given.get("enabled", True):
+            init_distributed()
+            source = given.get("config", given.get("config_dict_or_path"))
+            if source is not None and given.get("dtype") is None and os.environ.get("ZERO_INIT_AS_BUILT") != "1":
+                given["dtype"] = _dtype(read(source).values)
+        super().__init__(**given)
+
+
+def _dtype(values: dict[str, Any]) -> torch.dtype | None:
+    kinds = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    return next((kind for name, kind in kinds.items() if (values.get(name) or {}).get("enabled") is True), None)
+
+
+class GatheredParameters(zero.GatheredParameters):
+    """`zero.GatheredParameters`, in which a change that is lost is a warning, once for each place, as in DeepSpeed.
+
+    Programs merge and unmerge adapters in such a block. Where parameters are not cut, the change stays.
+    """
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        except LostWrite as lost:
+            if lost.cut:
+                caller = sys._getframe(1)
+                log_once(logging.WARNING, f"{caller.f_code.co_filename}:{caller.f_lineno}: {lost}")
+
+
+class ParameterOffload:
+    """What TRL takes hooks off around `generate`, and puts them on again: nothing, ours do not stand in the way."""
+
+    def __init__(self) -> None:
+        self.module = _NoParameters()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Has nothing to put on again."""
+
+
+class _NoParameters(nn.Module):
+    def ds_external_parameters(self) -> tuple[()]:
+        """None."""
+        return ()
+
+
+def _of_cut(param: nn.Parameter, name: str) -> Owner:
+    owner = owner_of(param)
+    if owner is None or not owner.unit.cut:
+        raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}': it is not cut", name=name)
+    return owner
+
+
+def _status(param: nn.Parameter) -> ZeroParamStatus:
+    return ZeroParamStatus.NOT_AVAILABLE if is_released(param) else ZeroParamStatus.AVAILABLE
+
+
+def _attribute(name: str, value: Any) -> property:
+    def get(param: nn.Parameter) -> Any:
+        _of_cut(param, name)
+        return value(param)
+
+    return property(get, doc=f"DeepSpeed's `{name}` of a parameter that is cut.")
+
+
+def _numel_here(param: nn.Parameter) -> Any:
+    ranks = owner_of(param).unit.mesh.data.size
+    return lambda: -(-param.numel() // ranks)
+
+
+_ATTRIBUTES = {
+    "ds_id": lambda param: id(param),
+    "ds_shape": lambda param: param.shape,
+    "ds_numel": lambda param: param.numel(),
+    "ds_status": _status,
+    "ds_active_sub_modules": lambda param: set(),
+    "partition_numel": _numel_here,
+}
+for _name, _value in _ATTRIBUTES.items():
+    setattr(nn.Parameter, _name, _attribute(_name, _value))

@@ -1,0 +1,16 @@
+"""`zero.utils` by the name `deepspeed.utils`, and the log."""
+
+import zero.utils
+from deepspeed._names import finder
+
+__getattr__ = finder(
+    __name__,
+    {
+        **dict.fromkeys(zero.utils.__all__, "zero.utils"),
+        **dict.fromkeys(("logger", "log_dist"), "deepspeed.utils.logging"),
+        "logging": "deepspeed.utils.logging:",
+        "zero_to_fp32": "deepspeed.utils.zero_to_fp32:",
+        "RepeatingLoader": "zero",
+    },
+    {"groups": "torch.distributed.new_group; zero has data parallelism only", "instrument_w_nvtx": "torch.profiler"},
+)

@@ -1,0 +1,49 @@
+"""The exact fp32 weights of a checkpoint, by DeepSpeed's functions."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zero
+from deepspeed._names import finder
+from zero.checkpoint.consolidate import consolidate, model_chunks
+from zero.checkpoint.model_files import size_of
+from zero.checkpoint.reader import Reader
+from zero.checkpoint.weight_files import weights_at
+
+_OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
+__getattr__ = finder(__name__, {}, {"get_model_state_file": _OWN_FILES, "get_optim_files": _OWN_FILES})
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, on the CPU; tied ones are one tensor. Raises ValueError where there are none."""
+    if exclude_frozen_parameters:
+        raise ValueError("exclude_frozen_parameters: give it to engine.save_checkpoint; here all that is there is read")
+    folder, index = weights_at(Path(checkpoint_dir, tag or ""))
+    with Reader(folder, index) as reader:
+        parts = [(each.name, each.values, each.shape) for each in model_chunks(reader, "fp32")]
+        state = {name: values.of(0, values.count).to(values.dtype).view(shape) for name, values, shape in parts}
+    return state | {other: state[one] for other, one in index.tied.items()}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """The model with those weights, converted to its dtypes."""
+    zero.load_weights(model, Path(checkpoint_dir, tag or ""))
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+) -> None:
+    """Write them as `zero consolidate` does; files are safetensors, whatever `safe_serialization` says."""
+    folder, _ = weights_at(Path(checkpoint_dir, tag or ""))
+    consolidate(folder, Path(output_dir), limit=size_of(max_shard_size, "max_shard_size"), hf=True)
