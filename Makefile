@@ -2,6 +2,7 @@
 # make test    the same .venv, then ruff and the tests, one case for each promise
 # make test-long   the long ones: hundreds of kills, all pairs of checkpoints, real hosts, restarts
 # make nodes   the programs of the system that tests over real hosts and under MPI run, where they may be installed
+# make suites  what Accelerate tests of DeepSpeed, over zero; SUITES names its source tree, outside of this repository
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
@@ -28,7 +29,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-long nodes report sanitize peers clean
+.PHONY: train test test-long suites nodes report sanitize peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
@@ -51,6 +52,9 @@ test: $(STAMP) nodes
 
 test-long: $(STAMP) nodes
 	$(PYTEST) -m long $(ARGS)
+
+suites: $(STAMP)
+	$(VENV)/bin/python tests/suites/run.py $(SUITES)
 
 report: $(STAMP)
 	$(VENV)/bin/zero report $(ARGS)
