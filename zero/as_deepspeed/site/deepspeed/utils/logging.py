@@ -8,7 +8,6 @@ from zero.log import logger as _zero_logger
 from zero.log import rank
 
 logger = _zero_logger.getChild("deepspeed")
-logger.setLevel(logging.INFO)
 
 __getattr__ = finder(__name__, {})
 
