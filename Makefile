@@ -2,7 +2,7 @@
 # make test    the same .venv, then ruff and the tests, one case for each promise
 # make test-long   the long ones: hundreds of kills, all pairs of checkpoints, real hosts, restarts
 # make nodes   the programs of the system that tests over real hosts and under MPI run, where they may be installed
-# make suites  what Accelerate tests of DeepSpeed, over zero; SUITES names its source tree, outside of this repository
+# make suites  what Accelerate and Transformers test of DeepSpeed, over zero; SUITES is the folder of their source trees
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
@@ -53,8 +53,10 @@ test: $(STAMP) nodes
 test-long: $(STAMP) nodes
 	$(PYTEST) -m long $(ARGS)
 
+# The libraries have no place in .venv, either; SUITES_PYTHON is one that has them, and zero.
+SUITES_PYTHON ?= $(VENV)/bin/python
 suites: $(STAMP)
-	$(VENV)/bin/python tests/suites/run.py $(SUITES)
+	$(SUITES_PYTHON) tests/suites/run.py $(SUITES)
 
 report: $(STAMP)
 	$(VENV)/bin/zero report $(ARGS)

@@ -56,6 +56,11 @@ TABLES = {
         {"warmup_max_lr": 1.0, "warmup_num_steps": 1, "warmup_type": "linear"},
         [0, 0, 0.5, 1, 1],
     ),
+    "warmup of 0 steps is one of 2, as Trainer fills in": (
+        "WarmupLR",
+        {"warmup_max_lr": 1.0, "warmup_num_steps": 0, "warmup_type": "linear"},
+        [0, 0, 0.5, 1, 1],
+    ),
     "warmup log of 2 steps": ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 2}, [0, 0, 1, 1]),
     "decay": (
         "WarmupDecayLR",
@@ -266,7 +271,7 @@ WRONG = [
     ("WarmupLr", {}, ["scheduler.type", "'WarmupLr'", "did you mean 'WarmupLR'?", "LRRangeTest"]),
     ("Optimizer", {}, ["scheduler.type", "'Optimizer'"]),
     ("WarmupLR", {"warmup_step": 3}, ["scheduler.params.warmup_step:", "3", "did you mean 'warmup_"]),
-    ("WarmupLR", {"warmup_num_steps": 0}, ["scheduler.params.warmup_num_steps:", "at least 1", "got 0"]),
+    ("WarmupLR", {"warmup_num_steps": -1}, ["scheduler.params.warmup_num_steps:", "at least 0", "got -1"]),
     ("WarmupLR", {"warmup_num_steps": 2.5}, ["scheduler.params.warmup_num_steps:", "integer", "got 2.5"]),
     ("WarmupLR", {"warmup_num_steps": True}, ["scheduler.params.warmup_num_steps:", "integer", "got True"]),
     ("WarmupLR", {"warmup_max_lr": "1e-3"}, ["scheduler.params.warmup_max_lr:", "number", "'1e-3'"]),

@@ -148,7 +148,7 @@ class WarmupLR(_Warmup):
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroupOrOwn = None
-    warmup_num_steps: Positive = 1000
+    warmup_num_steps: Count = 1000
     warmup_type: Any = "log"
     last_batch_iteration: FromMinusOne = -1
 
@@ -160,7 +160,7 @@ class WarmupDecayLR(_Warmup):
     total_num_steps: Positive
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroupOrOwn = 0.001
-    warmup_num_steps: Positive = 1000
+    warmup_num_steps: Count = 1000
     warmup_type: Any = "log"
     last_batch_iteration: FromMinusOne = -1
 
@@ -182,7 +182,7 @@ class WarmupCosineLR(_Warmup):
 
     total_num_steps: Positive
     warmup_min_ratio: NotNegative = 0.0
-    warmup_num_steps: Positive = 1000
+    warmup_num_steps: Count = 1000
     cos_min_ratio: NotNegative = 0.0001
     warmup_type: Any = "log"
     last_batch_iteration: FromMinusOne = -1

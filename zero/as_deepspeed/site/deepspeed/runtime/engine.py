@@ -38,6 +38,10 @@ class DeepSpeedEngine(zero.Engine):
             shutil.copy(_SCRIPT, save_dir)
         return saved
 
+    def get_global_grad_norm(self) -> float | None:
+        """See `zero.Engine.get_global_grad_norm`; None also after a step that fp16 skipped, where zero says nan."""
+        return None if self.optimizer is not None and self.optimizer.overflow else super().get_global_grad_norm()
+
 
 @functools.wraps(zero.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple:

@@ -1,0 +1,135 @@
+"""Runs what Accelerate and Transformers test of DeepSpeed over zero: `make suites SUITES=FOLDER`.
+
+FOLDER has the trees `accelerate` and `transformers`, or one of them, as their repositories have them, of about the
+versions that are installed; they are no part of this repository. One process of pytest for each file, on CPU ranks
+where there is no GPU. known.json has the tests that fail, each with its reason. The exit status is 1 if another one
+fails, if one of those passes, or if one of those is gone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero.launch.as_deepspeed import variables
+
+SUITES = {
+    "accelerate": (
+        "tests/deepspeed/test_deepspeed.py",
+        "tests/deepspeed/test_deepspeed_gradient_accumulation.py",
+        "tests/deepspeed/test_deepspeed_multiple_model.py",
+        "tests/deepspeed/test_alst_ulysses_sp.py",
+    ),
+    "transformers": ("tests/trainer/distributed/test_trainer_distributed_deepspeed.py",),
+}
+NEEDS = {"TestDeepSpeedModelZoo": "examples/pytorch"}  # class -> folder of the tree without which it is left out
+PATIENCE = 3600  # seconds for one file
+_HERE = Path(__file__).resolve().parent
+_OUTCOMES = ("passed", "skipped", "failed")  # the worst comes last
+
+
+def judge(outcomes: Mapping[str, tuple[str, str]], known: Mapping[str, str]) -> tuple[dict[str, int], list[str], bool]:
+    """Counts, a line for each test that did not pass, and whether all is as known.
+
+    outcomes: test -> (one of _OUTCOMES, why); known: pattern of tests -> reason.
+    """
+    counts, lines, fine = dict.fromkeys(("passed", "known", "failed", "skipped"), 0), [], bool(outcomes)
+    for test, (outcome, why) in sorted(outcomes.items()):
+        reason = next((text for pattern, text in known.items() if fnmatch.fnmatchcase(test, pattern)), None)
+        if outcome == "failed" and reason:
+            outcome, why = "known", reason
+        elif outcome == "failed" or (outcome == "passed" and reason):
+            fine = False
+        counts[outcome] += 1
+        if outcome != "passed":
+            lines.append(f"{outcome}: {test}: {why}")
+        elif reason:
+            lines.append(f"passed, take it out of known.json: {test}")
+    gone = [pattern for pattern in known if not fnmatch.filter(outcomes, pattern)]
+    return counts, [*lines, *(f"in known.json, but not there: {pattern}" for pattern in gone)], fine and not gone
+
+
+def read(file: Path) -> dict[str, tuple[str, str]]:
+    """The outcomes that plugin.py has written: test -> (outcome, first line of why); the worst where there are two."""
+    outcomes: dict[str, tuple[str, str]] = {}
+    for case in map(json.loads, file.read_text().splitlines() if file.exists() else []):
+        found = case["outcome"], case["why"].strip().partition("\n")[0][:200]
+        before = outcomes.get(case["test"], ("passed", ""))
+        outcomes[case["test"]] = max(before, found, key=lambda each: _OUTCOMES.index(each[0]))
+    return outcomes
+
+
+def run(tree: Path, file: str, out: Path) -> tuple[dict[str, tuple[str, str]], list[str], bool]:
+    """Run one file of a tree: its outcomes, notes, and whether it came to its end."""
+    outcomes = out / f"{tree.name}-{Path(file).stem}.jsonl"
+    outcomes.unlink(missing_ok=True)
+    door = variables(os.environ)
+    environment = {
+        **os.environ,
+        **door,
+        "PYTHONPATH": os.pathsep.join([door["PYTHONPATH"], str(_HERE), str(_HERE / "stand_ins")]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), door["PATH"]]),
+        "ZERO_SUITES_OUTCOMES": str(outcomes),
+        "HF_HOME": str(out / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "RUN_SLOW": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    without = [
+        name for name, folder in NEEDS.items() if name in (tree / file).read_text() and not (tree / folder).exists()
+    ]
+    notes = [f"left out, as the tree has no {NEEDS[name]}: {name}" for name in without]
+    words = ["-p", "plugin", "-p", "no:cacheprovider", "-q", "-k", " and ".join(f"not {name}" for name in without)]
+    with open(outcomes.with_suffix(".log"), "w") as log:
+        command = [sys.executable, "-m", "pytest", *words, file]
+        suite = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = suite.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(suite.pid, signal.SIGKILL)
+            status = suite.wait()
+            notes.append(f"ended after {PATIENCE} s")
+    if whole := status in (0, 1):
+        return read(outcomes), notes, whole
+    return read(outcomes), [*notes, f"pytest's exit status was {status}; see {log.name}"], whole
+
+
+def main(arguments: list[str]) -> int:
+    """Run what is at hand and print the table."""
+    root = Path(*arguments[:1]).resolve()
+    trees = [root / name for name in SUITES if arguments and (root / name).is_dir()]
+    if not trees:
+        print(
+            f"SUITES: got {arguments}, wanted a folder with {' or '.join(SUITES)}, their source trees", file=sys.stderr
+        )
+        return 2
+    out = Path("out/suites").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(out / "hub")}
+    subprocess.run([sys.executable, str(_HERE / "hub.py"), str(out / "hub")], env=offline, check=True)
+    known = json.loads((_HERE / "known.json").read_text())
+    table, details, good = [("", "passed", "known", "failed", "skipped")], [], True
+    for tree in trees:
+        for file in SUITES[tree.name]:
+            name = f"{tree.name}/{file}"
+            outcomes, notes, whole = run(tree, file, out)
+            counts, lines, fine = judge(outcomes, known.get(name, {}))
+            good = good and fine and whole
+            table.append((name, *map(str, counts.values())))
+            details += ["", name, *(f"  {line}" for line in [*notes, *lines])]
+    for name, *cells in table:
+        print(f"{name:86}", *(f"{cell:>7}" for cell in cells))
+    print(*details, sep="\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

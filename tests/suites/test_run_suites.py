@@ -1,0 +1,85 @@
+"""The table of the suites: what fails must be known, what is known must fail; a run without tests is no success."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import run_suites
+
+REASON = {"Names::test_file_*": "other names of files"}
+FAILED, PASSED = ("failed", "AssertionError: 1 != 2"), ("passed", "")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "fine", "line"),
+    [
+        ({"Names::test_file_a": FAILED, "test_b": PASSED}, True, "known: Names::test_file_a: other names of files"),
+        ({"Names::test_file_a": FAILED, "test_b": FAILED}, False, "failed: test_b: AssertionError: 1 != 2"),
+        ({"Names::test_file_a": PASSED}, False, "passed, take it out of known.json: Names::test_file_a"),
+        ({"test_b": PASSED}, False, "in known.json, but not there: Names::test_file_*"),
+    ],
+)
+def test_what_fails_must_be_known_and_what_is_known_must_fail(outcomes, fine, line):
+    counts, lines, verdict = run_suites.judge(outcomes, REASON)
+    assert (verdict, line in lines, sum(counts.values())) == (fine, True, len(outcomes))
+
+
+def test_a_run_without_a_test_is_no_success():
+    assert run_suites.judge({}, {}) == ({"passed": 0, "known": 0, "failed": 0, "skipped": 0}, [], False)
+
+
+def test_of_two_outcomes_of_a_test_the_worse_counts(tmp_path: Path):
+    file = tmp_path / "outcomes.jsonl"
+    cases = [("a", "passed", ""), ("b", "skipped", "no GPU"), ("a", "failed", "tear down\nmore")]
+    file.write_text(
+        "".join(json.dumps(dict(zip(("test", "outcome", "why"), case, strict=True))) + "\n" for case in cases)
+    )
+    assert run_suites.read(file) == {"a": ("failed", "tear down"), "b": ("skipped", "no GPU")}
+
+
+def test_a_folder_without_trees_is_told(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert run_suites.main([str(tmp_path)]) == 2
+    assert "accelerate or transformers" in capsys.readouterr().err
+
+
+SUITE = """
+import unittest
+import torch
+from accelerate.test_utils.testing import require_multi_device
+from parameterized import parameterized
+
+class Case(unittest.TestCase):
+    @require_multi_device
+    def test_finds_zero(self):
+        import deepspeed
+        from accelerate.utils import is_deepspeed_available
+        assert is_deepspeed_available() and "zero" in deepspeed.__version__
+
+    def test_fails(self):
+        self.assertEqual(1, 2)
+
+    @parameterized.expand(["no GPU", "hf_optim + hf_scheduler resumes with the correct states but slowly diverges"])
+    def test_skips(self, reason):
+        self.skipTest(reason)
+
+class TestDeepSpeedModelZoo(unittest.TestCase):
+    def test_needs_scripts(self):
+        raise OSError
+"""
+
+
+def test_a_suite_runs_with_zero_as_deepspeed_and_is_counted(tmp_path: Path):
+    for library in ("accelerate", "parameterized"):
+        pytest.importorskip(library)
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    outcomes, notes, whole = run_suites.run(tmp_path, "test_suite.py", tmp_path)
+    assert whole and notes == ["left out, as the tree has no examples/pytorch: TestDeepSpeedModelZoo"]
+    assert {test: outcome for test, (outcome, _) in outcomes.items()} == {
+        "Case::test_finds_zero": "passed",
+        "Case::test_fails": "failed",
+        "Case::test_skips_0_no_GPU": "skipped",
+        "Case::test_skips_1_hf_optim_hf_scheduler_resumes_with_the_correct_states_but_slowly_diverges": "passed",
+    }
+    assert outcomes["Case::test_skips_0_no_GPU"][1] == "Skipped: no GPU"
