@@ -53,10 +53,9 @@ test: $(STAMP) nodes
 test-long: $(STAMP) nodes
 	$(PYTEST) -m long $(ARGS)
 
-# The libraries have no place in .venv, either; SUITES_PYTHON is one that has them, and zero.
-SUITES_PYTHON ?= $(VENV)/bin/python
 suites: $(STAMP)
-	$(SUITES_PYTHON) tests/suites/run.py $(SUITES)
+	$(VENV)/bin/python -m pip install --quiet --editable ".[suites]"
+	$(VENV)/bin/python tests/suites/run_suites.py $(SUITES)
 
 report: $(STAMP)
 	$(VENV)/bin/zero report $(ARGS)
