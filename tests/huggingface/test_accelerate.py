@@ -78,3 +78,31 @@ def test_an_optimizer_whose_state_is_offloaded_runs_fused_with_the_same_numbers(
     assert offloaded == pytest.approx(losses, rel=1e-5)
     for name, values in state.items():
         torch.testing.assert_close(torch.tensor(state_there[name]), torch.tensor(values), rtol=1e-4, atol=1e-6)
+
+
+def looked_into(number: int) -> tuple[list[float | None], list[tuple[torch.dtype, int]]]:
+    """Norms of a step whose gradients are not finite and of one whose are; dtypes and sizes of the exact values."""
+    with opened():
+        import deepspeed
+
+        config = {"train_batch_size": 2, "fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+        model = torch.nn.Linear(3, 5)
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, config={**config, "zero_optimization": {"stage": number}}
+        )
+        norms = []
+        for factor in (1e30, 1e-5):
+            engine.backward(engine(torch.ones(1, 3, dtype=torch.float16)).float().sum() * factor)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        masters = optimizer.single_partition_of_fp32_groups
+        return norms, [(each.dtype, each.numel()) for each in masters]
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(0, marks=LONG)])
+def test_a_step_that_was_skipped_has_no_norm_and_masters_are_fp32(door: Pool, number: int) -> None:
+    results = door.run(2, looked_into, number)
+    for (skipped, taken), masters in results:
+        assert skipped is None and taken == pytest.approx(20**0.5 * 1e-5, rel=1e-2)
+        assert [dtype for dtype, _ in masters] == [torch.float32]
+    assert sum(size for _, masters in results for _, size in masters) == (20 if number else 40)

@@ -12,12 +12,13 @@ from torch import nn
 
 import zero
 from deepspeed._names import finder
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
 from deepspeed.utils.logging import log_dist
 from zero.config.read import read
 from zero.log import log_once
 
-__getattr__ = finder(__name__, {"DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer"})
+__getattr__ = finder(__name__, {})
 
 _WHY = {
     "use_node_local_storage": "every rank reads its part of one folder, which all see",
@@ -52,8 +53,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
     engine, optimizer, loader, scheduler = zero.initialize(**given)
     engine.__class__ = DeepSpeedEngine
-    if optimizer is not None and engine.zero_optimization_partition_weights():
-        optimizer.parameter_offload = ParameterOffload()
+    if optimizer is not None:
+        optimizer.__class__ = DeepSpeedOptimizer
+        if engine.zero_optimization_partition_weights():
+            optimizer.parameter_offload = ParameterOffload()
     log_dist(f"DeepSpeed info: zero {zero.__version__}, stage {engine.zero_optimization_stage()}", ranks=[0])
     return engine, optimizer, loader, scheduler
 
