@@ -43,7 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scaler = loss_scaler or LossScaler()
         self.overflow = False
         self.grad_norm: float | None = None
-        self._clipping = clipping
+        self.clipping = clipping
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
         self._sharded: ShardedModule | None = None
@@ -212,7 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.overflow:
             self._skip(sharded)
         else:
-            self._update(factor * clip_factor(self.grad_norm, self._clipping))
+            self._update(factor * clip_factor(self.grad_norm, self.clipping))
             sharded.reducer.drop()
             self.loss_scaler.update(False)
         sharded.reducer.scale = self.loss_scale
