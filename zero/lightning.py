@@ -318,10 +318,12 @@ class ZeroStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
 
     def on_train_start(self) -> None:
-        """In the middle of an epoch, go on with the random numbers as saved: its loader, made again, has drawn some."""
-        if self._random is not None and self.lightning_module.trainer.fit_loop.restarted_mid_epoch:
-            random_state.restore(self._random, self.root_device)
-        self._random = None
+        """Inside an epoch, go on with the random numbers as saved: its loader, made anew, has drawn some."""
+        epochs = self.lightning_module.trainer.fit_loop
+        batches, state, self._random = epochs.epoch_loop, self._random, None
+        over = batches.restarted_on_train_batch_end and batches.batch_progress.is_last_batch
+        if state is not None and epochs.restarted_mid_epoch and not over:
+            random_state.restore(state, self.root_device)
 
     def on_train_end(self) -> None:
         """Wait for a checkpoint that is being written beside the training loop."""

@@ -287,6 +287,7 @@ def dropped_between(stage: int, section: dict[str, Any], more: dict[str, Any], d
         if not drop or index:
             engine.destroy()
         elif dist.get_rank() == 0:
+            engine.__dict__["circle"] = [engine]  # such as a trainer object is; the other rank's is in none
             del engine, loss
             gc.collect()
         dist.barrier()

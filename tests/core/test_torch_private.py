@@ -82,8 +82,16 @@ def test_modes_and_modules():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert private.saves_tensors_by_hooks()
     module = nn.Linear(2, 2)
-    module.register_forward_pre_hook(print)
-    assert private.pre_hooks(module) == [print]
+    handles = [
+        module.register_forward_pre_hook(print, with_kwargs=True),
+        module.register_forward_hook(print, with_kwargs=True, always_call=True),
+    ]
+    module.register_forward_pre_hook(repr)
+    assert private.pre_hooks(module) == [print, repr]
+    private.take_off(module, handles)
+    assert private.pre_hooks(module) == [repr]
+    assert not module._forward_hooks and not module._forward_hooks_always_called
+    assert not module._forward_hooks_with_kwargs and not module._forward_pre_hooks_with_kwargs
     assert not private.is_compiled(module)
     module.compile(backend="eager")
     assert private.is_compiled(module)

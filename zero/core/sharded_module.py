@@ -26,7 +26,7 @@ from zero.core.owner import owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
-from zero.core.torch_private import is_compiled
+from zero.core.torch_private import is_compiled, take_off
 from zero.core.unit import Unit
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
@@ -87,8 +87,7 @@ class ShardedModule:
     def unhook(self, modules: Iterable[nn.Module]) -> None:
         """Take the hooks off modules that are called only from inside of one that keeps its hooks."""
         for module in modules:
-            for handle in self._handles.pop(module, ()):
-                handle.remove()
+            take_off(module, self._handles.pop(module, ()))
 
     def hook(self, modules: Iterable[nn.Module]) -> None:
         """Put back what `unhook` took off."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 # Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -92,6 +93,18 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Non
 def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """What is registered to run before the module's forward, in order."""
     return list(module._forward_pre_hooks.values())
+
+
+def take_off(module: nn.Module, handles: Collection[RemovableHandle]) -> None:
+    """Remove these hooks, which run before or after the module's forward.
+
+    Their handles cannot, once the garbage collector has found them in a circle: they know the module weakly, and
+    weak references in what it collects are cut before anything in there may act.
+    """
+    tables = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks)
+    for table in (*tables, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+        for handle in handles:
+            table.pop(handle.id, None)
 
 
 def is_compiled(module: nn.Module) -> bool:
