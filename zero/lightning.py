@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from zero.checkpoint.plain import as_json, encode
+from zero.config.errors import ConfigError
 from zero.config.read import read
 from zero.core.joining import init_distributed
 from zero.core.mesh import local_device
@@ -67,6 +68,7 @@ class ZeroPrecision(Precision):
                 f"Trainer(precision=...) of {', '.join(_SECTIONS)}"
             )
         self.precision = lightning.precision
+        self._clipped = False
         self.forward_context = lightning.forward_context
         self.convert_input = lightning.convert_input
 
@@ -84,7 +86,10 @@ class ZeroPrecision(Precision):
         """Run the closure, then the engine's step, if there are gradients: `training_step` may have returned None."""
         engine = model.trainer.strategy.engine
         loss = closure()
+        self._clipped = False
         self._after_closure(model, optimizer)
+        if model.automatic_optimization and not self._clipped:
+            rank_zero_warn("ZeroStrategy: configure_gradient_clipping() called no self.clip_gradients(): no clipping")
         if engine._accumulation.pending():
             engine.step(**kwargs)
         engine.optimizer.clipping = engine.gradient_clipping()
@@ -101,6 +106,7 @@ class ZeroPrecision(Precision):
             raise MisconfigurationException(
                 f"ZeroStrategy: got gradient_clip_algorithm={gradient_clip_algorithm.value!r}; the engine clips 'norm'"
             )
+        self._clipped = True
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         optimizer.clipping = clip_val or optimizer.clipping
 
@@ -121,6 +127,8 @@ class ZeroStrategy(DDPStrategy):
     """
 
     strategy_name = "zero"
+    restore_checkpoint_after_setup = True  # by the engine,
+    lightning_restore_optimizer = False  # which takes the optimizer's state at once
 
     def __init__(
         self, stage: int | None = None, config: str | os.PathLike | Mapping[str, Any] | None = None, **options: Any
@@ -131,8 +139,11 @@ class ZeroStrategy(DDPStrategy):
         self._forward_redirection = _ForwardRedirection()
         self._engine: Engine | None = None
         self._random: dict[str, Any] | None = None  # this rank's random numbers as a checkpoint has them
-        self._said = read({} if config is None else config).values
-        section = self._said.setdefault("zero_optimization", {})
+        source = read({} if config is None else config)
+        if source.errors:
+            raise ConfigError(source.errors, source.name)
+        self._said = source.values
+        section = self._said["zero_optimization"] = self._said.get("zero_optimization") or {}
         if stage is not None and section.setdefault("stage", stage) != stage:
             raise MisconfigurationException(f"ZeroStrategy(stage={stage}): the config says stage {section['stage']}")
         section.setdefault("stage", 2)
@@ -144,24 +155,10 @@ class ZeroStrategy(DDPStrategy):
             raise RuntimeError("ZeroStrategy: there is no engine before fit, validate, test or predict")
         return self._engine
 
-    @property
-    def precision_plugin(self) -> ZeroPrecision:
-        """The Trainer's precision, as the engine does it."""
-        return self._precision_plugin or ZeroPrecision()
-
-    @precision_plugin.setter
+    @DDPStrategy.precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        """The Trainer's precision, as the engine does it."""
         self._precision_plugin = plugin if isinstance(plugin, ZeroPrecision | None) else ZeroPrecision(plugin)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine loads checkpoints."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: the engine has loaded the optimizer's state."""
-        return False
 
     def setup_distributed(self) -> None:
         """Join the process group."""
@@ -178,31 +175,28 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         module, last = self.lightning_module, self._engine
-        if not fitting and last is not None and last.module is module:
-            self.model = last
-            return
         if last is not None and last.module is module:
+            if not fitting and not last._status.destroyed:
+                self.model = last
+                return
             last.destroy()
         last = self._engine = None
         self._reset_optimizers_and_schedulers()
         gc.collect()  # so that an engine of a Trainer that is gone lets go of the module
-        if fitting and self._layer_sync:
-            module = self._layer_sync.apply(module)
-        config = self._config(trainer)
-        if not fitting:
-            config.pop("optimizer", None)
-            config.pop("scheduler", None)
-        client = self._client(config) if fitting else None
-        self._engine, optimizer, _, scheduler = initialize(
-            model=module, optimizer=client, config=config, dist_init_required=False
-        )
-        self.model = self._engine
+        config, client = self._config(trainer), None
         if fitting:
-            self.optimizers = [optimizer]
+            module = self._layer_sync.apply(module) if self._layer_sync else module
+            client = self._client(config)
+        else:
+            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        made = initialize(model=module, optimizer=client, config=config, dist_init_required=False)
+        self._engine = self.model = made[0]
+        if fitting:
             self._engine.set_gradient_accumulation_boundary(True)
-        if scheduler is not None:
+            self.optimizers = [made[1]]
+        if made[3] is not None:
             self._engine.lr_scheduler = None  # Lightning's to step, and to save
-            self.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
+            self.lr_scheduler_configs = [LRSchedulerConfig(made[3], interval="step")]
 
     def _config(self, trainer: Trainer) -> dict[str, Any]:
         """The config, completed by what the Trainer's arguments say; MisconfigurationException where the two differ."""
@@ -218,13 +212,18 @@ class ZeroStrategy(DDPStrategy):
             config[key] = value or 0 if said in (None, "auto") else said
         batch = "train_batch_size", "train_micro_batch_size_per_gpu"
         if all(config.get(key) in (None, "auto") for key in batch):  # they are for the engine's log only
-            config = {key: value for key, value in config.items() if key not in batch} | {batch[1]: 1}
+            config = {key: value for key, value in config.items() if key != batch[0]} | {batch[1]: 1}
         config.setdefault("steps_per_print", math.inf)  # Lightning has a progress bar
-        kinds = [kind for kind in ("fp16", "bf16", "torch_autocast") if config.get(kind, {}).get("enabled") is True]
-        if kinds and _SECTIONS[precision] and not _SECTIONS[precision].keys() >= set(kinds):
-            raise MisconfigurationException(f"ZeroStrategy: the config enables {kinds}, and Trainer has {precision=}")
+        for kind in ("fp16", "bf16", "torch_autocast"):
+            config[kind] = section = dict(config.get(kind) or {})
+            if section.get("enabled") == "auto":
+                section["enabled"] = False
+            if section.get("enabled") and _SECTIONS[precision] and kind not in _SECTIONS[precision]:
+                raise MisconfigurationException(
+                    f"ZeroStrategy: the config enables {kind}, and Trainer has {precision=}"
+                )
         for key, section in _SECTIONS[precision].items():
-            config[key] = {**config.get(key, {}), **section}
+            config[key] = {**(config.get(key) or {}), **section}
         return config
 
     def _client(self, config: Mapping[str, Any]) -> Any:
@@ -281,13 +280,14 @@ class ZeroStrategy(DDPStrategy):
         Hyper-parameters that JSON and tensors cannot tell become text, to be looked up; anything else of the kind is a
         ValueError that names it. OSError where a rank cannot write.
         """
-        if storage_options is not None:
-            raise TypeError("ZeroStrategy: got storage_options; the engine writes to local folders")
-        filepath = os.path.abspath(self.broadcast(filepath))  # a name may have a metric in it, which ranks differ in
+        filepath = str(self.broadcast(filepath))  # a name may have a metric in it, which ranks differ in
+        if storage_options is not None or ("://" in filepath and "optimizer_states" in checkpoint):
+            raise ValueError(f"ZeroStrategy: got {filepath!r} with {storage_options=}; the engine writes local folders")
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         if "optimizer_states" in checkpoint:
             client = {key: _plain(key, value) for key, value in rest.items()}
-            self.engine.save_checkpoint(*os.path.split(filepath), client_state=client, save_latest=False)
+            folder = os.path.split(os.path.abspath(filepath))
+            self.engine.save_checkpoint(*folder, client_state=client, save_latest=False)
             return
         weights = self.engine._consolidated_16bit_state_dict()
         if weights is not None:

@@ -92,6 +92,9 @@ def test_modes_and_modules():
     assert private.pre_hooks(module) == [repr]
     assert not module._forward_hooks and not module._forward_hooks_always_called
     assert not module._forward_hooks_with_kwargs and not module._forward_pre_hooks_with_kwargs
+    handle = module.weight.register_post_accumulate_grad_hook(print)
+    private.take_off(module.weight, [handle])
+    assert not module.weight._post_accumulate_grad_hooks
     assert not private.is_compiled(module)
     module.compile(backend="eager")
     assert private.is_compiled(module)

@@ -45,6 +45,7 @@ FLOORS = {
     "zero": 7,
     "zero.__main__": 7,
     "zero.as_deepspeed": 8,
+    "zero.lightning": 7,
 }
 STEPS_OF_CORE = {
     "zero.core": 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +94,6 @@ def data(kind: type[DataLoader] = DataLoader, shuffle: bool = False) -> DataLoad
 
 def trainer(strategy: Any, **options: Any) -> lightning.Trainer:
     """On the ranks there are, without bars and logs. strategy: a stage, or what Trainer takes."""
-    warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else strategy
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

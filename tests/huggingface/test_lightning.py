@@ -265,7 +265,7 @@ COMPLAINTS = {
     "double": r"MisconfigurationException: .*DoublePrecision with precision '64-true'; wanted .*bf16-true",
     "accumulation": r"gradient_accumulation_steps is 2, and Trainer\(accumulate_grad_batches=4\)",
     "clipping": r"gradient_clipping is 0.5, and Trainer\(gradient_clip_val=2.0\)",
-    "precision": r"the config enables \['fp16'\], and Trainer has precision='bf16-true'",
+    "precision": r"the config enables fp16, and Trainer has precision='bf16-true'",
     "two": r"MisconfigurationException: .*gave \['AdamW', .*wanted one optimizer",
     "none": r"gave \['_MockOptimizer'\]; wanted one optimizer .* or a section `optimizer` in the config",
     "lbfgs": r"ValueError: .*LBFGS",

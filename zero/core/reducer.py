@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core.finite import FirstNotFinite
 from zero.core.prefetcher import ParamPrefetcher
-from zero.core.torch_private import after_backward, backward_node, backward_task, untransformed
+from zero.core.torch_private import after_backward, backward_node, backward_task, take_off, untransformed
 from zero.core.tree import Leaf
 from zero.core.unit import Unit
 from zero.log import logger, rank
@@ -166,8 +166,10 @@ class Reducer:
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
+        handles = iter(self._handles)
+        for unit in self._order:
+            for param, handle in zip(unit.params, handles, strict=False):
+                take_off(param, [handle])
 
     @untransformed
     def _ended(self, task: int) -> None:

@@ -95,15 +95,19 @@ def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_pre_hooks.values())
 
 
-def take_off(module: nn.Module, handles: Collection[RemovableHandle]) -> None:
-    """Remove these hooks, which run before or after the module's forward.
+def take_off(owner: nn.Module | torch.Tensor, handles: Collection[RemovableHandle]) -> None:
+    """Remove hooks of a module's forward, or those that run after a tensor's gradient has come.
 
-    Their handles cannot, once the garbage collector has found them in a circle: they know the module weakly, and
-    weak references in what it collects are cut before anything in there may act.
+    Their handles cannot, once the garbage collector has found them in a circle: they know the owner weakly, and weak
+    references in what it collects are cut before anything in there may act.
     """
-    tables = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks)
-    for table in (*tables, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
-        for handle in handles:
+    tables: list[Any] = [getattr(owner, "_post_accumulate_grad_hooks", None)]
+    if isinstance(owner, nn.Module):
+        tables = [owner._forward_pre_hooks, owner._forward_pre_hooks_with_kwargs, owner._forward_hooks]
+        tables += [owner._forward_hooks_with_kwargs, owner._forward_hooks_always_called]
+    for handle in handles:
+        handle.remove()
+        for table in filter(None, tables):
             table.pop(handle.id, None)
 
 
