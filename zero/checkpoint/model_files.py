@@ -106,14 +106,14 @@ def consolidate(
     single = out.suffix == ".safetensors" and not hf
     index = read_index(folder)
     with Reader(folder, index) as reader:
-        chunks = _model_chunks(reader, dtype)
+        chunks = model_chunks(reader, dtype)
         moved = progress(sum(chunk.values.nbytes for chunk in chunks))
         if single:
             return write_model(out.parent, out.name, chunks, index.tied, None, moved)
         return write_model(out, NAME, chunks, index.tied, limit or LIMIT, moved)
 
 
-def _model_chunks(reader: Reader, dtype: str) -> list[TensorChunk]:
+def model_chunks(reader: Reader, dtype: str) -> list[TensorChunk]:
     """Parameters and buffers, whole, each read when it is written."""
     chunks = []
     for name, parameter in reader.index.parameters.items():

@@ -74,10 +74,9 @@ def initialize(
     model_parameters: tensors or parameter groups for the optimizer; default: all that require a gradient.
     optimizer: instead of the JSON's, one of `torch.optim` that works element by element, or a callable that
     makes it from the parameters (from the groups, if `model_parameters` are groups); a `zero.FusedOptimizer` names one
-    that our kernels run. Its parameter groups stay in
-    charge; it is made anew for each unit, so state of earlier steps is not taken over. One that torch does not have
-    needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound to that optimizer, or a callable of the
-    optimizer that is returned.
+    that our kernels run. Its parameter groups stay in charge; it is made anew for each unit, so state of earlier steps
+    is not taken over. One that torch does not have needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound
+    to that optimizer, or a callable of the optimizer that is returned.
     training_data: a dataset, from which each rank's loader of micro-batches is made.
     mesh_param or device_mesh: the data-parallel ranks: torch's DeviceMesh of one dimension, or of two, replicas and
     then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.

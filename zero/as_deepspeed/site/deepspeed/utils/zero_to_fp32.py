@@ -4,11 +4,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from zero.checkpoint.consolidate import consolidate, model_chunks
 
 import zero
 from deepspeed._names import finder
-from zero.checkpoint.model_files import size_of
+from zero.checkpoint.model_files import consolidate, model_chunks, size_of
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.weight_files import weights_at
 
