@@ -28,7 +28,7 @@ _HANDLE = "_zero_external_handle"
 class LostWrite(RuntimeError):
     """Parameters changed in a block that takes no changes. `cut`: some are cut, and have their former values again."""
 
-    def __init__(self, text: str, cut: bool) -> None:
+    def __init__(self, text: str, cut: bool = False) -> None:
         super().__init__(text)
         self.cut = cut
 
