@@ -186,6 +186,9 @@ def damaged(tmp_path: Path, kind: str) -> str:
     if kind == "transposed":
         torch.save({"head.weight": torch.ones(2, 3).t()}, tmp_path / "pytorch_model.bin")
         return "'head.weight' is not contiguous"
+    if kind == "sparse":
+        torch.save({"head.weight": torch.eye(3).to_sparse()}, tmp_path / "pytorch_model.bin")
+        return "'head.weight' is sparse_coo; wanted a dense, contiguous tensor"
     if kind == "old":
         torch.save({}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
         return "is not a whole file of torch.save in its format since torch 1.6"
@@ -217,7 +220,7 @@ def damaged(tmp_path: Path, kind: str) -> str:
     return "'head.bias' is not in model-00001" if kind == "moved" else "names '../x.safetensors', which is no file"
 
 
-TORCH = ("pickle", "nested", "transposed", "old")
+TORCH = ("pickle", "nested", "transposed", "sparse", "old")
 
 
 @pytest.mark.parametrize("kind", [*TORCH, "empty", "name", "cut", "rubbish", "two", "shard", "moved", "outside"])

@@ -30,9 +30,11 @@ def contents(path: Path) -> dict[str, Stored]:
                 f"{path} holds a {type(value).__name__} as {name!r}; wanted tensors by name, as torch.save(model."
                 "state_dict(), file) writes them"
             )
-        if value.dtype not in NAMES or not value.is_contiguous():
-            how = dtype_name(value.dtype) if value.dtype not in NAMES else "not contiguous"
-            raise Damaged(f"{path}: '{name}' is {how}; wanted a contiguous tensor of {', '.join(DTYPES)}")
+        dense = value.layout is torch.strided
+        if not dense or value.dtype not in NAMES or not value.is_contiguous():
+            how = "not contiguous" if dense else str(value.layout).removeprefix("torch.")
+            how = how if value.dtype in NAMES else dtype_name(value.dtype)
+            raise Damaged(f"{path}: '{name}' is {how}; wanted a dense, contiguous tensor of {', '.join(DTYPES)}")
     offsets = _offsets(path, state)
     stored = {}
     for name, value in state.items():

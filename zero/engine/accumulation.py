@@ -39,8 +39,8 @@ class Accumulation:
     over all ranks.
 
     A micro-batch ends with its `step()`. Programs that set the boundary by hand may leave out those that are none, as
-    Accelerate does; so there the backward counts its micro-batch, and a forward behind it begins the next one if the
-    boundary was said anew since the forward before. `step()` ends what has not ended so.
+    Accelerate does; so there the backward counts its micro-batch, and the forward behind it begins another one if the
+    boundary was said since the first forward of this one. `step()` ends what has not ended so.
     """
 
     def __init__(self, config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None, status: Status) -> None:
