@@ -37,6 +37,8 @@ QUICK = {"kernels", "plan", "config"}  # folders
 SECONDS = 600.0  # that no single test takes, however busy the machine is; the longest takes one of these minutes
 LONG_SECONDS = 3600.0  # the same of a test that is marked `long`
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # models are made, none is loaded from elsewhere
+
 # As in the ranks: on a busy machine, more threads than one stall thousands of small operations.
 torch.set_num_threads(1)
 
@@ -101,6 +103,26 @@ def pool() -> Iterator[Pool]:
     made = Pool(4)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def door() -> Iterator[Pool]:
+    """Two ranks whose libraries find zero as deepspeed; those of `pool` must not."""
+    for library in ("accelerate", "datasets", "peft", "trl"):
+        pytest.importorskip(library)
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model of Transformers."""
+    from huggingface_cases import make_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
