@@ -12,6 +12,8 @@ from models import batch, config, make_net
 
 import zero
 from zero.core.unit import Unit
+from zero.memory.file_store import SwapFile
+from zero.memory.pinned_arena import PinnedArena
 
 
 def fail_at(patch: pytest.MonkeyPatch, index: int, ranks: tuple[int, ...]) -> None:
@@ -71,3 +73,17 @@ def test_a_model_is_plain_again_after_a_failure_on_one_rank(pool):
     assert "MemoryError: no memory for this unit" in first.pop("said")
     assert second.pop("said") == "no memory for this unit"
     assert first == second == {"plain": True, "hooks": 0, "equal": True, "trains": True}
+
+
+@pytest.mark.ranks(2)
+def test_what_is_kept_off_the_device_is_given_back_at_once(tmp_path):
+    closed = []
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_param": {"device": "cpu"}}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (SwapFile, PinnedArena):
+            patch.setattr(kind, "close", lambda each, close=kind.close: (closed.append(type(each)), close(each)))
+        fail_at(patch, 2, (0, 1))
+        with pytest.raises(MemoryError):
+            zero.initialize(model=make_net(), config=config(3, 2, zero_optimization={"stage": 3, **nvme}))
+        assert closed == [SwapFile, PinnedArena]
+    assert list(tmp_path.iterdir()) == []

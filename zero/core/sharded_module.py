@@ -222,22 +222,42 @@ def wrap(
         ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
         offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics)
     units, freed = [], Freed()
-    for index, plan in enumerate(plans):
-        placement = StatePlacement(device, device) if offload is None else offload.placement(index)
-        unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
-        dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
-        unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
-        unit.persistent = unit.cut and index in persistent
-        unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
-        units.append(unit)
-        freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
-    _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
-    give_back()
-    sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
+    try:
+        for index, plan in enumerate(plans):
+            placement = StatePlacement(device, device) if offload is None else offload.placement(index)
+            unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
+            dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
+            unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
+            unit.persistent = unit.cut and index in persistent
+            unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
+            units.append(unit)
+            freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
+        _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
+        give_back()
+        sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
+    except BaseException:
+        _unwrap(module, mesh)
+        if offload is not None:
+            offload.close()
+        raise
     mesh.watchdog.tie(sharded)
     if mesh.data.rank == 0:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
+
+
+def _unwrap(model: nn.Module, mesh: Mesh) -> None:
+    """Give the parameters of units on `mesh`, of which not all could be made, storage of their own again.
+
+    Together with the other ranks where they come here, too; else what only they hold of a parameter that is cut is NaN.
+    """
+    owners = [owner for owner in map(owner_of, model.parameters()) if owner is not None]
+    units = {id(owner.unit): owner.unit for owner in owners if isinstance(owner.unit, Unit) and owner.unit.mesh is mesh}
+    for unit in units.values():
+        try:
+            unit.dissolve(mesh.watchdog.broken)
+        except RuntimeError:  # another rank has given up, or does not come here
+            unit.dissolve(alone=True)
 
 
 def _specs(

@@ -21,10 +21,8 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import MARGIN, MAX_TIMEOUT, Mesh, local_device, make_mesh
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import is_enabled
-from zero.core.owner import owner_of
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
-from zero.core.unit import Unit
 from zero.data import Loader
 from zero.engine.arguments import (
     Groups,
@@ -160,8 +158,6 @@ def _make_engine(
         recomputing.undo()
         if sharded is not None:
             sharded.dissolve(mesh.watchdog.broken)
-        else:
-            _unwrap(model, mesh)
         mesh.watchdog.close()
         raise
     engine._progress.log_start()
@@ -210,20 +206,6 @@ def _wrap(
     reclaim(model)
     recomputing.apply(model)
     return wrap(model, params, sharding, mesh, device, numerics, limits, settings)
-
-
-def _unwrap(model: nn.Module, mesh: Mesh) -> None:
-    """Give the parameters of units on `mesh`, whose engine could not be made, storage of their own again.
-
-    Together with the other ranks where they come here, too; else what only they hold of a parameter that is cut is NaN.
-    """
-    owners = [owner for owner in map(owner_of, model.parameters()) if owner is not None]
-    units = {id(owner.unit): owner.unit for owner in owners if isinstance(owner.unit, Unit) and owner.unit.mesh is mesh}
-    for unit in units.values():
-        try:
-            unit.dissolve(mesh.watchdog.broken)
-        except RuntimeError:  # another rank has given up, or does not come here
-            unit.dissolve(alone=True)
 
 
 def _make_optimizer(
