@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -19,6 +20,7 @@ WHEN = {
     "epoch": {"save_on_train_epoch_end": True, "every_n_epochs": 1},
     "validation": {"monitor": "val"},
     "inside an epoch": {"every_n_train_steps": 3},
+    "seldom": {"every_n_train_steps": 5},
 }
 
 
@@ -58,16 +60,13 @@ def interrupted(number: int, folder: str, when: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("world", "number", "when"),
     [
-        (2, 3, ["inside an epoch"]),
-        *[
-            pytest.param(world, number, list(WHEN), marks=pytest.mark.long)
-            for world, number in ((2, 0), (2, 1), (2, 2), (2, 3), (1, 3))
-        ],
+        (2, 3, ["seldom"]),
+        *longer(*((world, number, list(WHEN)) for world, number in ((2, 0), (2, 1), (2, 2), (2, 3), (1, 3)))),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, world: int, number: int, when: list[str]) -> None:
     steps = EPOCHS * 8 // world
-    expected = {"epoch": EPOCHS, "validation": steps // 2, "inside an epoch": steps // 3}
+    expected = {"epoch": EPOCHS, "validation": steps // 2, "inside an epoch": steps // 3, "seldom": steps // 5}
     assert pool.run(world, interrupted, number, str(tmp_path), when)[0] == {name: expected[name] for name in when}
 
 

@@ -70,6 +70,7 @@ class TestDeepSpeedModelZoo(unittest.TestCase):
 """
 
 
+@pytest.mark.long
 def test_a_suite_runs_with_zero_as_deepspeed_and_is_counted(tmp_path: Path):
     for library in ("accelerate", "parameterized"):
         pytest.importorskip(library)
