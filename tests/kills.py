@@ -104,7 +104,8 @@ def torn(checkpoints: Path) -> bool:
 
 def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
     """One attempt, killed somewhere: while it starts and loads, or while it trains and saves."""
-    saved = lines(run.folder / "saved")
+    # What was loaded is whole as well, and an attempt that is killed soon reports nothing.
+    known = [int(line[-1]) for name in ("saved", "begun") for line in lines(run.folder / name)[-1:]]
     pids = start(run)
     begun = [str(run.attempt)]
     wanted, span = draw.randint(-1, 4), 0.3
@@ -122,7 +123,7 @@ def attempt(run: Run, draw: random.Random) -> dict[str, Any]:
         "stage": run.stage,
         "background": run.background,
         "tag": run.tag,
-        "reported": int(saved[-1][0]) if saved else 0,
+        "known": max(known, default=0),
         "began": next((int(line[1]) for line in lines(run.folder / "begun") if line[:1] == begun), None),
         "losses": [line[1:] for line in lines(run.folder / "losses") if line[:1] == begun],
         "before": before,

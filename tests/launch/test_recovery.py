@@ -1,8 +1,8 @@
 """A run that is killed goes on from the last whole checkpoint, with the losses of the run that was not killed.
 
 Two ranks save every step, asynchronously or not, and are killed, all of them or one, while they start, load, train or
-save. Each attempt loads a whole checkpoint, never an older one than the last that was reported saved. `zero run
---max_restarts` does it by itself.
+save. Each attempt loads a whole checkpoint, never an older one than the last that was reported saved, or loaded.
+`zero run --max_restarts` does it by itself.
 
 10 kills; among the long tests 200 kills and 20 restarts.
 """
@@ -64,7 +64,7 @@ def test_each_attempt_loads_a_checkpoint_not_older_than_the_last_reported(killed
         assert not any(one["before"]), f"attempt {number} failed by itself: {one}"
         if one["began"] is not None:
             # A save may be whole before it is reported: the one that was running, and an asynchronous one before it.
-            assert one["reported"] <= one["began"] <= one["reported"] + 2, one
+            assert one["known"] <= one["began"] <= one["known"] + 2, one
     assert sum(one["began"] is not None for one in attempts) > len(attempts) / 2
     assert any(one["torn"] for one in attempts), "no kill came in the middle of a save"
 
