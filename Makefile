@@ -1,6 +1,7 @@
 # make train   install into .venv once, then train the example GPT (CONFIG, STEPS and ARGS change it)
 # make test    the same .venv, then ruff and the tests, one case for each promise
 # make test-long   the long ones: hundreds of kills, all pairs of checkpoints, real hosts, restarts
+# make docs    the pages of docs/ and the API reference, into out/docs; needs no network and opens nothing
 # make nodes   the programs of the system that tests over real hosts and under MPI run, where they may be installed
 # make suites  what Accelerate and Transformers test of DeepSpeed, over zero; SUITES is the folder of their source trees
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
@@ -29,7 +30,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-long suites nodes report sanitize peers clean
+.PHONY: train test test-long docs suites nodes report sanitize peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
@@ -53,6 +54,10 @@ test: $(STAMP) nodes
 test-long: $(STAMP) nodes
 	$(PYTEST) -m long $(ARGS)
 
+docs: $(STAMP)
+	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs out/docs
+	@echo "out/docs/index.html"
+
 suites: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --editable ".[suites]"
 	$(VENV)/bin/python tests/suites/run_suites.py $(SUITES)
@@ -73,7 +78,7 @@ peers:
 # Compiled code is part of the installation, so its sources are, too.
 $(STAMP): pyproject.toml constraints.txt $(wildcard setup.py) $(wildcard csrc/*.*)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable ".[example,test]"
+	$(VENV)/bin/python -m pip install --quiet --editable ".[docs,example,test]"
 	touch $@
 
 clean:

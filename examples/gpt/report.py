@@ -15,6 +15,9 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+FEW = 30
+"""Up to so many steps the curve shows each as a point."""
+
 
 class Bytes(Protocol):
     """Bytes of the three kinds of model state, on one rank."""
@@ -74,8 +77,9 @@ def write_curve(path: Path, points: list[Point], validation: float, bigram: floa
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     steps = [point.step for point in points]
     losses = [point.loss for point in points]
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="train, each step")
-    axes.plot(steps, smooth(losses), color="tab:blue", label="train, smoothed")
+    few = {"marker": "."} if len(points) <= FEW else {}  # a line through a single point would not be seen
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="train, each step", **few)
+    axes.plot(steps, smooth(losses), color="tab:blue", label="train, smoothed", **few)
     axes.axhline(validation, color="tab:green", linestyle="--", label=f"validation {validation:.3f}")
     axes.axhline(bigram, color="tab:red", linestyle=":", label=f"bigram on validation {bigram:.3f}")
     axes.set(xlabel="step", ylabel="loss, nats per byte")

@@ -204,10 +204,15 @@ def tell(engine: Any, args: argparse.Namespace, text: Split, windows: Windows, r
         print(bytes_table(title, states, replica, formula))
     if (off := engine.host_nbytes()) is not None:
         print(f"off the device, and so in the formula only: {off.memory + off.files:,} bytes")
-    verdict = "below" if validation < bigram else "NOT BELOW"
-    print(f"\nvalidation loss {validation:.4f} nats/byte, {verdict} the bigram model's {bigram:.4f}")
+    print("\n" + verdict(len(points), validation, bigram))
     print(f"{len(points)} steps in {points[-1].seconds:.1f} s, all in {elapsed:.1f} s")
     print(f"wrote {args.out / 'loss.png'} and {args.out / 'loss.csv'}", flush=True)
+
+
+def verdict(steps: int, validation: float, bigram: float) -> str:
+    """Say how far a run has come in so many steps: its loss beside that of a bigram model, in nats per byte."""
+    far = "below" if validation < bigram else "not yet below"
+    return f"validation loss {validation:.4f} nats/byte, after {steps} steps {far} the bigram model's {bigram:.4f}"
 
 
 def main(argv: list[str] | None = None) -> None:

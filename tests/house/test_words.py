@@ -1,4 +1,4 @@
-"""docs/words.md has every class of the centre and says where each term lives; the README's map has every file."""
+"""docs/words.md has every class of the centre and says where each term lives; CONTRIBUTING.md maps every file."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_the_terms_of_other_systems_are_on_the_page():
     assert {"gather", "reduce-scatter", "all-reduce", "prefetch", "offload", "watchdog", "HSDP", "hpZ"} <= terms
 
 
-def test_the_map_of_the_readme_has_every_file_and_no_other():
+def test_the_map_has_every_file_and_no_other():
     """A line of the map begins with a folder or with files of the folder above it, by its indentation."""
-    lines = (ROOT / "README.md").read_text().split("## Where things live\n")[1].split("\n## ")[0].splitlines()
+    lines = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things live\n")[1].split("\n```\n")[0].splitlines()
     folders: list[tuple[int, Path]] = []
     listed = set()
     for line in filter(None, lines):

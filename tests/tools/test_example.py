@@ -211,6 +211,17 @@ def test_the_files_of_a_run(parts, tmp_path):
     assert [float(row["loss"]) for row in rows] == [5.0, 2.5, 5 / 3]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert report.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
+    assert report.smooth([5.0, 1.0, 1.0])[0] == pytest.approx(5.0), "the curve begins at the first point"
+
+
+@pytest.mark.parametrize("count", [1, 2, 31])
+def test_a_curve_of_any_number_of_steps_is_drawn(parts, tmp_path, monkeypatch, count):
+    report, kept = parts[2], []
+    monkeypatch.setattr(report.pyplot, "close", kept.append)
+    report.write_curve(tmp_path / "loss.png", [report.Point(n, 5 / n, 0.1, n) for n in range(1, count + 1)], 1.5, 2.5)
+    each, smoothed = kept[0].axes[0].lines[:2]
+    assert smoothed.get_ydata()[0] == pytest.approx(each.get_ydata()[0])
+    assert count > 2 or smoothed.get_marker() == ".", "one point of a line without markers cannot be seen"
 
 
 def test_the_configs_differ_in_the_stage_only():
@@ -301,7 +312,9 @@ def test_a_run_says_what_it_did_and_leaves_its_curve(runs):
         assert f"rank 0 of 2, stage {stage}" in output
         for word in ("one replica", "formula", "parameters", "gradients", "optimizer", "total"):
             assert word in output
-        assert re.search(r"validation loss \d\.\d{4} nats/byte, .*bigram model's \d\.\d{4}", output)
+        told = re.search(r"validation loss ([\d.]+) nats/byte, (.*) the bigram model's ([\d.]+)", output)
+        loss, said, bigram = told.groups()
+        assert said == ("after 12 steps below" if float(loss) < float(bigram) else "after 12 steps not yet below")
         assert "sample, from the prompt b'def '" in output
 
 

@@ -1,0 +1,54 @@
+"""The promise: what scripts write of the documentation is as they write it now; the pages build without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_of_the_config_is_what_the_sections_say() -> None:
+    written = runpy.run_path(str(DOCS / "write_config.py"))["page"]()
+    assert (DOCS / "config.md").read_text() == written, "python docs/write_config.py writes it anew"
+    assert "| `stage` | integer from 0 to 3 | 0 |" in written
+
+
+def test_the_figures_are_there_and_small() -> None:
+    drawn = {path.name: path.stat().st_size for path in (DOCS / "figures").glob("*.svg")}
+    assert set(drawn) == {"memory.svg", "mesh.svg", "timeline.svg"}
+    assert max(drawn.values()) < 30_000
+
+
+@pytest.mark.long
+def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runpy.run_path(str(DOCS / "figures" / "draw.py"))["main"](tmp_path)
+    for path in (DOCS / "figures").glob("*.svg"):
+        assert path.read_text() == (tmp_path / path.name).read_text(), "python docs/figures/draw.py draws it anew"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "lightning")),
+    reason="the extra `docs`, or lightning, is not installed",
+)
+def test_the_pages_build_without_a_warning_or_a_network(tmp_path: Path) -> None:
+    # A connection that is tried would be refused at once.
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(DOCS), str(tmp_path)],
+        env={**os.environ, **nowhere, "PYTHONPATH": str(DOCS.parent), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    api = (tmp_path / "api.html").read_text()
+    assert all(f'id="zero.{name}"' in api for name in ("initialize", "Engine.step", "Init", "lightning.ZeroStrategy"))
