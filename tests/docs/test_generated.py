@@ -42,9 +42,10 @@ def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
 def test_the_pages_build_without_a_warning_or_a_network(tmp_path: Path) -> None:
     # A connection that is tried would be refused at once.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    path = os.pathsep.join(filter(None, [str(DOCS.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(DOCS), str(tmp_path)],
-        env={**os.environ, **nowhere, "PYTHONPATH": str(DOCS.parent), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **nowhere, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
