@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -39,6 +40,35 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
         seen.add(id(value))
         for item in list(vars(value).values()):
             yield from _tensors_in(item, depth - 1, seen)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` of every leaf: of all but tuples, lists, mappings and dataclasses (so also a `ModelOutput`).
+
+    Containers around a leaf that changed are copied, never changed themselves; others are returned as they are.
+    """
+    if isinstance(value, (tuple, list)):
+        items = [map_leaves(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        old = dict(value.items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        old = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    else:
+        return change(value)
+    changed = {key: map_leaves(item, change) for key, item in old.items()}
+    if all(changed[key] is old[key] for key in old):
+        return value
+    copied = copy.copy(value)  # keeps the class, and its other attributes
+    for key, item in changed.items():
+        if isinstance(value, MutableMapping):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # of a frozen one too
+    return copied
 
 
 def resizable(storage: torch.UntypedStorage) -> bool:

@@ -1,5 +1,6 @@
 """The training data of one rank: torch's DataLoader over its share, with the epochs counted for the user."""
 
-from zero.data.loader import Loader, RepeatingLoader
+from zero.data.loader import Loader, RepeatingLoader, skip_first_batches
+from zero.data.seeds import random_split, seed_everything
 
-__all__ = ["Loader", "RepeatingLoader"]
+__all__ = ["Loader", "RepeatingLoader", "random_split", "seed_everything", "skip_first_batches"]

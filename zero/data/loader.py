@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from zero.data.iterables import RankIterable, WorkerBatch, WorkerCollate
-from zero.data.position import Partition, Position
+from zero.data.position import Dealt, Partition, Position
 from zero.data.samplers import RankBatchSampler, RankSampler, SeededDataset
 
 _END = object()
@@ -22,9 +23,8 @@ class Loader:
     A dataset with indices is shuffled and divided as by torch's `DistributedSampler`. **It pads:** if the
     samples do not divide evenly, the first ones of the shuffled order come twice, so that all ranks have as many
     (777 samples on 2 ranks are 389 each, 778 together). That is right for training and wrong for a
-    measurement, whose mean is then over 778; a measurement divides the indices itself and weighs by the true
-    counts. Ranks take turns at the items of an `IterableDataset`, and an incomplete last turn is dropped
-    (`RankIterable`).
+    measurement, whose mean is then over 778; `engine.gather_for_metrics` leaves the others out. Ranks take turns at the
+    items of an `IterableDataset`, and an incomplete last turn is dropped (`RankIterable`).
 
     Each pass has its own shuffle: it sets the epoch of the sampler (and of the dataset, if that has `set_epoch`) by
     itself, 0, 1, ... `state_dict()` says where the data are. After `load_state_dict()` the next pass is the rest of
@@ -46,6 +46,7 @@ class Loader:
     Attributes:
         dataset, batch_size: as given.
         sampler: what gives this rank its indices; None for an IterableDataset.
+        on_batch: told of each batch before it is handed out, where it is not None.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Loader:
             seeded = SeededDataset(dataset) if num_workers else dataset
             self._loader = DataLoader(seeded, batch_sampler=self._source, collate_fn=collate_fn, **common)
         self._here = self._next = self._partition.begin(0)
+        self.on_batch: Callable[[Dealt], None] | None = None
         self._loads = 0  # positions loaded so far; a pass that was begun before the last one is over
 
     @property
@@ -136,15 +138,32 @@ class Loader:
             if batch is _END:
                 self._here = self._partition.begin(at.epoch + 1)
                 return
+            if self.on_batch is not None:
+                self.on_batch(self._dealt(at))
             if isinstance(batch, WorkerBatch):
                 at = at.further(batch.count * self._partition.world_size, batch.worker)
                 batch = batch.batch
             else:
-                at = at.further(
-                    self.batch_size * (1 if self._partition.source == "sampler" else self._partition.world_size)
-                )
+                at = at.further(self._per_batch)
             self._here = at
             yield batch
+
+    @property
+    def _per_batch(self) -> int:
+        """By how many samples a full batch of indices moves `Position.seen` on."""
+        return self.batch_size * (1 if self._partition.source == "sampler" else self._partition.world_size)
+
+    def _dealt(self, at: Position) -> Dealt:
+        """The batch after a position."""
+        turn, ranks = self._partition.turns[0], self._partition.world_size
+        if not isinstance(self.sampler, DistributedSampler) or self.sampler.num_replicas != ranks:
+            return Dealt(None, None, turn)
+        if isinstance(self.sampler, RankSampler):
+            seen, end = at.seen[0], at.start[0] + self.sampler.left(at.start[0]) * ranks
+        else:
+            seen, end = at.seen[0] * ranks, self.sampler.total_size
+        given = min(self.batch_size * ranks, end - seen)
+        return Dealt(given, min(given, max(0, len(self.sampler.dataset) - seen)), turn)
 
     def _begin(self, at: Position) -> Iterator[Any]:
         """The batches after a position. torch's samplers shuffle when the first index is asked for."""
@@ -160,6 +179,15 @@ class Loader:
             return iter(self._loader)
         self._source.start = at.start
         return itertools.islice(iter(self._loader), at.batches, None)
+
+    def skip(self, batches: int) -> Iterator[Any]:
+        """Begin the next pass behind its first `batches`, which only an iterable dataset has to read."""
+        if self._partition.source == "stream":
+            return itertools.islice(self, batches, None)
+        at = self._next
+        seen = at.seen[0] + batches * self._per_batch
+        self._next = replace(at, batches=at.batches + batches, seen=(seen,))
+        return iter(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass the one of this number; the same number gives the same order in every run."""
@@ -242,3 +270,15 @@ class RepeatingLoader:
                 return batch
             self._batches = iter(self.loader)
         raise RuntimeError("the loader has no batch: its dataset is empty, or drop_last left nothing")
+
+
+def skip_first_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
+    """The rest of a loader's next pass, without its first `count` batches; later passes are whole.
+
+    A loader of the engine does not read those, unless its dataset is iterable; any other reads and drops them. After a
+    checkpoint the loaders of the engine go on by themselves, where their `state_dict` is saved with it. Raises
+    ValueError for a negative count.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"skip_first_batches(count=...): got {count!r}, wanted an integer of at least 0")
+    return loader.skip(count) if isinstance(loader, Loader) else itertools.islice(loader, count, None)

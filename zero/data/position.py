@@ -5,9 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero.log import rank_zero
+
+
+class Dealt(NamedTuple):
+    """One batch of each rank: `given` samples of all ranks together, of which the first `real` are no padding.
+
+    First in the order of the pass, in which ranks take turns by `turn` samples. None where the loader does not know.
+    """
+
+    given: int | None
+    real: int | None
+    turn: int
 
 
 @dataclass(frozen=True)

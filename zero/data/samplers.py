@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler, get_worker_info
 
 from zero.data.position import Partition
+from zero.data.seeds import mixed, seed_generators
 
 
 class RankSampler(DistributedSampler):
@@ -117,7 +115,7 @@ class SeededDataset(Dataset):
     def __getitems__(self, indices: SeededIndices) -> list[Any]:
         """The samples of one batch."""
         if get_worker_info() is not None:
-            _seed_worker(indices.seed)
+            seed_generators(indices.seed)
         at_once = getattr(self.dataset, "__getitems__", None)
         return at_once(list(indices)) if at_once else [self.dataset[index] for index in indices]
 
@@ -125,17 +123,3 @@ class SeededDataset(Dataset):
 def _shuffled(count: int, seed: int) -> list[int]:
     """The order that torch's `DistributedSampler` makes."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def mixed(*numbers: int) -> int:
-    """A seed of 63 bits in which each of the numbers counts."""
-    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _seed_worker(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if "numpy.random" in sys.modules:
-        # One word more: of the same words it would draw what Python's generator draws.
-        sys.modules["numpy.random"].seed([seed & 0xFFFFFFFF, seed >> 32, 1])

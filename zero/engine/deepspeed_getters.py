@@ -36,7 +36,7 @@ def _counter(name: str) -> property:
 
 
 class DeepSpeedGetters:
-    """Of an engine that has `_config`, `_status`, `_data_rank`, `optimizer`, `module` and `world_size`."""
+    """Of an engine that has `_config`, `_status`, `_metrics`, `optimizer`, `module` and `world_size`."""
 
     global_steps = _counter("global_steps")
     global_samples = _counter("global_samples")
@@ -238,7 +238,7 @@ class DeepSpeedGetters:
 
     def get_data_parallel_rank(self) -> int:
         """This process among those that see different samples."""
-        return self._data_rank
+        return self._metrics.axis.rank
 
     def get_model_parallel_rank(self) -> int:
         """Always 0."""

@@ -20,6 +20,7 @@ from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.loader import make_loader
+from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.offload import StateOffload
 from zero.engine.progress import Progress
 from zero.engine.status import Status
@@ -74,13 +75,14 @@ class Engine(DeepSpeedGetters, nn.Module):
         self.training_dataloader: Loader | None = None
         self.device = device
         self.global_rank = sharded.mesh.global_rank
-        self.world_size, self._data_rank = sharded.mesh.data.size, sharded.mesh.data.rank
+        self.world_size = sharded.mesh.data.size
         self._initialize = initialize  # makes the engines of check()
         self._status = status = Status(optimizer)
         self._accumulation = Accumulation(config, sharded, optimizer, status)
         self._saving = CheckpointSaver(self, config, sharded, device)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving.saver)
         self._weights = Weights(config, sharded, status, device)
+        self._metrics = Metrics(sharded.mesh.data, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
         self._training = TrainingStep(sharded, optimizer, device, recomputing, self._accumulation, self._saving, status)
@@ -108,6 +110,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     load_module_state_dict = _method_of("_weights", Weights.load_module_state_dict)
     save_16bit_model = _method_of("_weights", Weights.save_16bit_model)
     save_fp16_model = _method_of("_weights", Weights.save_fp16_model)
+    save_pretrained = _method_of("_weights", Weights.save_pretrained)
     empty_partition_cache = _method_of("_weights", Weights.empty_partition_cache)
     _consolidated_16bit_state_dict = _method_of("_weights", Weights.consolidated_16bit_state_dict)
     _zero3_consolidated_16bit_state_dict = _method_of("_weights", Weights.zero3_consolidated_16bit_state_dict)
@@ -117,6 +120,11 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     compile = _method_of("_compiler", BlockCompiler.compile)
 
+    gather_for_metrics = _method_of("_metrics", Metrics.gather_for_metrics)
+    reduce = _method_of("_metrics", Metrics.reduce)
+
+    print = print_on_first
+    log = _method_of("_progress", Progress.log)
     state_nbytes = _method_of("_progress", Progress.state_nbytes)
     host_nbytes = _method_of("_progress", Progress.host_nbytes)
 
@@ -169,7 +177,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         self._status.check_not_destroyed()
         how = (batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers)
-        return make_loader(self._config, self.device, self._sharded.mesh.data.rank, dataset, *how)
+        return self._metrics.follow(make_loader(self._config, self.device, self._metrics.axis.rank, dataset, *how))
 
     def check(
         self,

@@ -105,6 +105,8 @@ def initialize(
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
         engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
+    if loader is not None:
+        engine._metrics.follow(loader)
     if assigned is not None:
         assigned.watch(engine)
     return engine, engine.optimizer, loader, scheduler

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import logging
 import re
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch import nn
 from zero.config import Config
 from zero.core.mixed_precision import DTYPES
 from zero.core.reducer import Reducer
+from zero.core.tensors import map_leaves
 from zero.log import log_once
 from zero.optim.scaler import LossScaler
 
@@ -69,40 +67,12 @@ class Precision:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor cast, inside nested tuples, lists, mappings and dataclasses too.
+    """`value` with every floating-point tensor cast, as `map_leaves` does."""
 
-    What holds no such tensor is returned as it is; containers around a cast tensor are copied, never changed.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        items = [cast_floats(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, MutableMapping):
-        return _with_items(value, {key: cast_floats(item, dtype) for key, item in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        old = {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
-        }
-        new = {name: cast_floats(item, dtype) for name, item in old.items()}
-        if all(new[name] is old[name] for name in old):
-            return value
-        copied = copy.copy(value)
-        for name, item in new.items():
-            object.__setattr__(copied, name, item)  # a frozen one too
-        return copied
-    return value
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-
-def _with_items(value: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
-    if all(items[key] is value[key] for key in items):
-        return value
-    copied = copy.copy(value)  # keeps the class, and its other attributes
-    for key, item in items.items():
-        copied[key] = item
-    return copied
+    return map_leaves(value, cast)
 
 
 def make_loss_scaler(config: Config) -> LossScaler:

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -42,6 +43,7 @@ class Progress:
         self._device = device
         self._every = config.steps_per_print if sharded.mesh.data.rank == 0 else math.inf
         self._seconds: dict[str, float] = {}
+        self._logged: dict[str, Any] = {}  # by `log`, to be shown at the end of the line of a step
 
     def state_nbytes(self) -> StateBytes:
         """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included)."""
@@ -78,6 +80,20 @@ class Progress:
         if config.dump_state:
             rank_zero(logging.INFO, "configuration: %s", config.model_dump_json(indent=2))
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Show values of the script's own in the line of each `steps_per_print` steps, each the latest of its name.
+
+        Numbers, tensors of one element (read when the line is written, so no GPU is waited for) or anything that has a
+        text; those of rank 0, so take `engine.reduce` for a mean over ranks. ValueError for what is no mapping.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f'log(): got {type(values).__name__}, wanted a mapping such as {{"accuracy": 0.5}}')
+        self._logged |= {str(name): _kept(name, value) for name, value in values.items()}
+
+    def _logged_parts(self) -> list[str]:
+        read = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self._logged.items()}
+        return [f"{name}={value:.5g}" if isinstance(value, float) else f"{name}={value}" for name, value in read.items()]
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside towards `name`, if asked to; a GPU is waited for at both ends then, which costs."""
@@ -102,6 +118,7 @@ class Progress:
             return
         text = "step=%d, skipped=%d, lr=%s, mom=%s"
         lr = [group.get("lr") for group in groups]
+        text = ", ".join([text, *(part.replace("%", "%%") for part in self._logged_parts())])
         logger.info(text, status.global_steps, status.skipped_steps, lr, momentum_of(groups))
         if config.wall_clock_breakdown:
             parts = " | ".join(f"{name}: {1e3 * spent / self._every:.2f}" for name, spent in self._seconds.items())
@@ -119,6 +136,15 @@ class Progress:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _kept(name: Any, value: Any) -> Any:
+    """A value to be read later: what of a tensor is in use by then may have changed."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"log(): got shape {tuple(value.shape)} for {str(name)!r}, wanted one number")
+    return value.detach().clone()
 
 
 def momentum_of(groups: list[dict[str, object]]) -> list[object]:

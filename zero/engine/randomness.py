@@ -10,7 +10,7 @@ import torch
 
 from zero.core import comm
 from zero.core.mesh import Mesh
-from zero.data.samplers import mixed
+from zero.data.seeds import mixed
 
 
 class Randomness:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero.checkpoint.model_files import NAME, size_of
+from zero.checkpoint.model_files import LIMIT, NAME, size_of
 from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.agree import everyone
@@ -143,6 +143,29 @@ class Weights:
             problem = self._save_torch(Path(save_dir) / save_filename, exclude_frozen_parameters)
         self._all_agree(problem, OSError)
         return True
+
+    def save_pretrained(self, save_directory: str | Path, *, max_shard_size: int | str = LIMIT) -> None:
+        """Write the model for others to read: safetensors files of at most `max_shard_size`, and its configuration.
+
+        A model that has a `save_pretrained` of its own, as those of Transformers, PEFT and Diffusers, writes the files
+        with it on rank 0, of which the whole weights are in the host memory: config.json and generation_config.json
+        with them, of PEFT the adapters alone. Of any other module these are the files of
+        `save_16bit_model(save_directory, max_shard_size=...)`. Weights have the dtype that the model computes with.
+        Raises ValueError for a size that does not go, and OSError on all ranks when rank 0 cannot write.
+        """
+        self._status.check()
+        own = getattr(self._sharded.module, "save_pretrained", None)
+        if not callable(own):
+            self.save_16bit_model(save_directory, max_shard_size=max_shard_size)
+            return
+        size_of(max_shard_size, "max_shard_size")
+        state, problem = self.consolidated_16bit_state_dict(), None
+        try:
+            if state is not None:
+                own(save_directory, state_dict=state, max_shard_size=max_shard_size)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._all_agree(problem, OSError)
 
     def _save_torch(self, path: Path, exclude_frozen_parameters: bool) -> str | None:
         """Write the file; returns what went wrong."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,14 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, torch_reason
+from zero.core.mesh import Axis
 from zero.core.mixed_precision import DTYPES
 from zero.data import Loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.check.runs import Kind
 from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.loader import make_loader
+from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
 from zero.optim.make import torch_arguments
 
@@ -53,6 +55,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     masters: the exact weights by parameter name: what the optimizer updates where it does, else the parameter.
     """
 
+    print = print_on_first
+
     def __init__(self, module: nn.Module, settings: Config, kind: Kind, device: torch.device) -> None:
         super().__init__()
         self.module = module.to(device)
@@ -62,7 +66,10 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self.training_dataloader: Loader | None = None
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
-        self._data_rank = self.global_rank
+        ranks = range(self.world_size)
+        axis = Axis(None, self.world_size, self.global_rank, there and dist.get_backend() == "nccl", ranks=tuple(ranks))
+        self._metrics = Metrics(axis, device)
+        self.gather_for_metrics, self.reduce = self._metrics.gather_for_metrics, self._metrics.reduce
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
@@ -163,7 +170,11 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Loader:
         """See `Engine.deepspeed_io`."""
-        return make_loader(self._config, self.device, self.global_rank, dataset, *args, **kwargs)
+        loader = make_loader(self._config, self.device, self.global_rank, dataset, *args, **kwargs)
+        return self._metrics.follow(loader)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Nothing to do: there is no line of a step."""
 
     def destroy(self) -> None:
         """Nothing to do."""

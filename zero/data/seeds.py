@@ -1,0 +1,54 @@
+"""Seeds, and what is drawn from them alike on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch.utils.data import Dataset, Subset
+from torch.utils.data import random_split as split_of_torch
+
+from zero import log
+
+T = TypeVar("T")
+
+
+def seed_everything(seed: int, by_rank: bool = False) -> int:
+    """Seed Python's `random`, NumPy and torch, all devices; returns `seed`, an integer of 0 to 2**63 - 1.
+
+    Alike on all ranks, as what they draw in common needs it. With `by_rank` each rank (as the launcher says, in `RANK`)
+    has random numbers of its own: for dropout and augmentation, once the model is built. ValueError for other seeds.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed_everything(seed=...): got {seed!r}, wanted an integer from 0 to 2**63 - 1")
+    import numpy.random  # noqa: F401 - so that it is seeded, also where it is first used later
+
+    seed_generators(mixed(seed, log.rank()) if by_rank else seed, torch.manual_seed)
+    return seed
+
+
+def random_split(dataset: Dataset[T], lengths: Sequence[int | float], seed: int = 0) -> list[Subset[T]]:
+    """torch's `random_split` with one split on all ranks, whatever each has drawn before: it depends on `seed` only.
+
+    lengths: numbers of samples that add up to the dataset's, or fractions that add up to 1. ValueError for others.
+    """
+    return split_of_torch(dataset, lengths, torch.Generator().manual_seed(seed))
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 63 bits in which each of the numbers counts."""
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(seed: int, of_torch: Callable[[int], object] = torch.default_generator.manual_seed) -> None:
+    """Seed Python's generator, NumPy's where it is imported, and torch's: of the CPU, or by another function."""
+    of_torch(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        # One word more: of the same words it would draw what Python's generator draws.
+        sys.modules["numpy.random"].seed([seed & 0xFFFFFFFF, seed >> 32, 1])
