@@ -43,7 +43,7 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` of every leaf: of all but tuples, lists, mappings and dataclasses (so also a `ModelOutput`).
+    """`value` with every leaf changed: all but tuples, lists, mappings and dataclasses (so also a `ModelOutput`).
 
     Containers around a leaf that changed are copied, never changed themselves; others are returned as they are.
     """

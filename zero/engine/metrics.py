@@ -100,8 +100,8 @@ class Metrics:
         if total is not None:
             if not total <= count < total + self.axis.size:
                 raise ValueError(
-                    f"gather_for_metrics: got {count} samples with total={total}; wanted all of those, and less than one "
-                    "more for each rank: put the values of a whole pass together first, or give the total of these"
+                    f"gather_for_metrics: got {count} samples with total={total}; wanted at least that many, and "
+                    "less than one more for each rank: collect the values of a whole pass, or give the total of these"
                 )
             return 1, total
         if self._dealt is None:

@@ -92,7 +92,7 @@ class Progress:
 
     def _logged_parts(self) -> list[str]:
         read = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self._logged.items()}
-        return [f"{name}={value:.5g}" if isinstance(value, float) else f"{name}={value}" for name, value in read.items()]
+        return [f"{name}={one:.5g}" if isinstance(one, float) else f"{name}={one}" for name, one in read.items()]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
