@@ -47,7 +47,7 @@ def engine_of(training_data: Any = None, **settings: Any) -> tuple[zero.Engine, 
 
 
 def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
+    with pytest.raises(ValueError) as caught:
         call()
     return str(caught.value)
 
@@ -206,6 +206,20 @@ def test_alone_nothing_is_padding() -> None:
     assert (right, sorted(seen)) == (right_of_one_process(), list(range(COUNT)))
     assert engine.reduce({"a": 3}) == {"a": 3.0}
     engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_the_plain_engine_of_a_check_measures_the_same() -> None:
+    from zero.config import load
+    from zero.engine.check.plain import PlainEngine
+    from zero.engine.check.runs import Kind
+
+    engine = PlainEngine(nn.Linear(4, 3), load(config(0, 2, micro=32), 2), Kind.PLAIN, torch.device("cpu"))
+    right, seen = measure(engine.deepspeed_io(data(), route="eval"), engine)
+    assert seen == list(range(COUNT))
+    assert engine.reduce(dist.get_rank(), "sum") == 1
+    engine.log({"right": right})
+    engine.print("", end="")
 
 
 @pytest.mark.ranks(2)
