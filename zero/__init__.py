@@ -7,7 +7,7 @@ Names are looked up when they are first used, so `import zero` costs next to not
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -35,14 +35,30 @@ _MODULES = ("checkpointing", "config", "core", "data", "engine", "kernels", "lau
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
 
+if TYPE_CHECKING:  # for type checkers and editors, which follow imports
+    from zero import checkpointing, config, core, data, engine, kernels, launch, log, optim, plan, utils
+    from zero.config import ConfigError
+    from zero.core.access import GatheredParameters, register_external_parameter, unregister_external_parameter
+    from zero.core.hooks import register_forward_method
+    from zero.core.joining import init_distributed
+    from zero.data import RepeatingLoader, random_split, seed_everything, skip_first_batches
+    from zero.engine.arguments import add_config_arguments
+    from zero.engine.checkpoint.weights import load_weights
+    from zero.engine.engine import Engine
+    from zero.engine.init import Init
+    from zero.engine.initialize import initialize
+    from zero.optim.client import FusedOptimizer
+    from zero.tiled.linear import TiledLinear
+    from zero.tiled.loss import tiled_cross_entropy
+else:  # to a type checker every name would be there
 
-def __getattr__(name: str) -> Any:
-    """Import the module in which a public name lives, on first use."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(f"zero.{name}")
-    raise AttributeError(f"module 'zero' has no attribute '{name}'")
+    def __getattr__(name: str) -> Any:
+        """Import the module in which a public name lives, on first use."""
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(f"zero.{name}")
+        raise AttributeError(f"module 'zero' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -63,9 +63,10 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | PathLike | Mapping[str, Any] | None = None,
     device_mesh: Any = None,
-) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
+) -> tuple[Engine, ZeroOptimizer | Any, Loader | Any, Any]:
     """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), as DeepSpeed does.
 
+    Of these, what there is nothing for is None.
     Collective: every rank calls it with the same arguments, and all take rank 0's parameters. The model is
     changed in place: its parameters move to this rank's device and into the precision that the JSON says.
 
