@@ -47,11 +47,21 @@ def _add_report(commands) -> None:
     parser.add_argument("--io", metavar="DIR", help=about)
 
 
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks what may come next: `eval "$(register-python-argcomplete zero)"` makes it ask."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the one of this process) and return the exit status."""
     try:
         try:
-            return _command(_parser().parse_args(argv))
+            parser = _parser()
+            _complete(parser)
+            return _command(parser.parse_args(argv))
         finally:
             sys.stdout.flush()  # so that a closed pipe shows here, and not when Python ends, which says so
     except BrokenPipeError:
@@ -99,9 +109,9 @@ def _ssh(args: argparse.Namespace) -> int:
 
 
 def _schema(args: argparse.Namespace) -> int:
-    from zero.config import json_schema
+    from zero.optim.schema import whole_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    print(json.dumps(whole_schema(), indent=2))
     return 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from zero.config import Config, ConfigError, json_schema, load
+from zero.config import Config, ConfigError, load
 from zero.config.batch import Batch, resolve
 from zero.config.file import File
 from zero.config.keys import names, sections
@@ -321,32 +321,6 @@ def test_every_key_of_every_section_is_described():
 def test_other_names_point_at_keys():
     for model in sections().values():
         assert set(model.ALIASES.values()) <= set(model.model_fields)
-
-
-def test_schema_knows_names_and_auto():
-    schema = json_schema()
-    json.dumps(schema)
-    zero = schema["$defs"]["ZeroOptimization"]
-    assert zero["additionalProperties"] is False
-    assert {"stage", "prefetch_bucket_size", "stage3_prefetch_bucket_size"} <= set(zero["properties"])
-    assert {"const": "auto"} in zero["properties"]["reduce_bucket_size"]["anyOf"]
-    assert {"bf16", "bfloat16"} <= set(schema["properties"])
-    assert schema["properties"]["gradient_clipping"]["description"]
-
-
-def test_schema_knows_the_arguments_of_our_optimizers():
-    schema = json_schema()
-    states = schema["$defs"]["States"]
-    assert states["additionalProperties"] is False
-    assert states["properties"]["moments"]["anyOf"][0]["enum"] == ["fp32", "bf16", "8bit"]
-    of_type = {}
-    for rule in schema["$defs"]["Optimizer"]["allOf"]:
-        (given,) = rule["then"]["properties"]["params"]["anyOf"][:1]
-        of_type[rule["if"]["properties"]["type"]["pattern"]] = given["$ref"].rpartition("/")[2]
-    for kind, model in (("AdamW", "AdamParams"), ("lion", "LionParams"), ("SGD", "SgdParams"), ("adam", "AdamParams")):
-        assert [name for pattern, name in of_type.items() if re.search(pattern, kind)] == [model]
-        assert "zero" in schema["$defs"][model]["properties"]
-    assert not any(re.search(pattern, "RMSprop") for pattern in of_type)
 
 
 def test_how_checkpoints_are_saved():

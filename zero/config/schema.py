@@ -3,6 +3,8 @@
 import ast
 import inspect
 import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from zero.config.file import File
@@ -11,47 +13,69 @@ from zero.config.optimizers import ARGUMENTS
 from zero.config.unavailable import Idle, Unavailable
 from zero.config.values import Section
 
+Shape = dict[str, Any]  # a JSON Schema, or a part of one
+_OLD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a config file, with the other names of keys, and `"auto"` as a value of any key."""
+
+def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})) -> Shape:
+    """The JSON Schema of a config file, with the other names of keys, and `"auto"` as a value of any key.
+
+    others: for the sections optimizer and scheduler, the schema of `params` by `type`, of those that are not known
+    here, where there is no torch: see `zero.optim.schema`. Without them any type passes, and the arguments of our own
+    optimizers alone are checked.
+    """
     schema = File.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for model in sections().values():
         _complete(schema if model is File else schema["$defs"][model.__name__], model)
-    _add_arguments(schema)
+    ours = _arguments(schema["$defs"])
+    _say_params(schema["$defs"]["Optimizer"], ours, others.get("optimizer", {}))
+    _say_params(schema["$defs"]["Scheduler"], {}, others.get("scheduler", {}))
+    schema["properties"]["$schema"] = {"type": "string", "description": "Where an editor finds this schema."}
+    for old, new in _OLD.items():
+        about = {"description": f"Old; write {new}.device.", "deprecated": True}
+        schema["$defs"]["ZeroOptimization"]["properties"][old] = or_auto({"type": "boolean", **about})
     # A top-level key that is not ours is a warning only, as other programs keep theirs in the same file.
     schema["additionalProperties"] = True
     return schema
 
 
-def _complete(shape: dict[str, Any], model: type[Section]) -> None:
+def _complete(shape: Shape, model: type[Section]) -> None:
     """Give a section's schema what pydantic does not know: descriptions, "auto", and other names."""
     properties, texts = shape["properties"], descriptions(model)
     for name, field in properties.items():
-        properties[name] = _or_auto({"description": texts[name], **field})
+        properties[name] = or_auto({"description": texts[name], **field})
     for alias, name in model.ALIASES.items():
         properties[alias] = {**properties[name], "description": f"Another name of {name}."}
 
 
-def _add_arguments(schema: dict[str, Any]) -> None:
-    """Let the type of the optimizer say what its params are, where its arguments are known."""
-    choices = []
+def _arguments(known: dict[str, Shape]) -> dict[str, Shape]:
+    """The schema of the arguments of each of our optimizers; what these refer to goes among the `known`."""
     for model in dict.fromkeys(ARGUMENTS.values()):
         shape = model.model_json_schema(ref_template="#/$defs/{model}")
         shapes = {**shape.pop("$defs", {}), model.__name__: shape}
         for part in sections(model).values():
-            if part.__name__ not in schema["$defs"]:
+            if part.__name__ not in known:
                 _complete(shapes[part.__name__], part)
-                schema["$defs"][part.__name__] = shapes[part.__name__]
-        # Names in any case, as the check takes them.
-        pattern = "|".join("".join(f"[{c.upper()}{c}]" for c in kind) for kind in ARGUMENTS if ARGUMENTS[kind] is model)
-        choices.append(
-            {
-                "if": {"properties": {"type": {"pattern": f"^({pattern})$"}}},
-                "then": {"properties": {"params": _or_auto({"$ref": f"#/$defs/{model.__name__}"})}},
-            }
-        )
-    schema["$defs"]["Optimizer"]["allOf"] = choices
+                known[part.__name__] = shapes[part.__name__]
+    return {kind: {"$ref": f"#/$defs/{model.__name__}"} for kind, model in ARGUMENTS.items()}
+
+
+def _say_params(section: Shape, ours: Mapping[str, Shape], others: Mapping[str, Shape]) -> None:
+    """Let the type of a section say what its params are. The names of ours may be in any case, as the check has it."""
+    any_case = {kind: "".join(f"[{c.upper()}{c}]" for c in kind) for kind in ours}
+    kinds = {f"^{any_case[kind]}$": shape for kind, shape in ours.items()}
+    kinds |= {f"^{kind}$": shape for kind, shape in others.items() if kind.lower() not in ours}
+    section["allOf"] = []
+    for kind, shape in kinds.items():
+        then: Shape = {"properties": {"params": or_auto(shape)}}
+        if shape.get("required"):
+            then["required"] = ["params"]
+        section["allOf"].append({"if": {"properties": {"type": {"pattern": kind}}}, "then": then})
+    if others:
+        names = {kind.lower(): kind for kind in (*ours, *others, "auto")}
+        of_ours = {"pattern": f"^({'|'.join(any_case.values())})$"} if ours else False
+        section["properties"]["type"] |= {"if": of_ours, "else": {"enum": [names[key] for key in sorted(names)]}}
 
 
 def descriptions(model: type[Section]) -> dict[str, str]:
@@ -74,11 +98,38 @@ def descriptions(model: type[Section]) -> dict[str, str]:
     return texts
 
 
-def _or_auto(shape: dict[str, Any]) -> dict[str, Any]:
-    notes = {key: shape[key] for key in ("title", "description", "default") if key in shape}
+def or_auto(shape: Shape) -> Shape:
+    """A value of this shape, or "auto", so that what is wrong with another value is said of the shape alone."""
+    notes = {key: shape[key] for key in ("title", "description", "default", "deprecated") if key in shape}
     if "description" in notes:
         notes["description"] = " ".join(notes["description"].split())
-    rest = {key: value for key, value in shape.items() if key not in notes}
-    if not rest or (rest.get("type") == "string" and "enum" not in rest):
-        return shape  # a string of any kind may be "auto" already
-    return {**notes, "anyOf": [rest, {"const": "auto"}]}
+    words: list[Any] = []
+    shapes: list[Shape] = []
+    for one in _alternatives({key: value for key, value in shape.items() if key not in notes}):
+        if one.get("type") == "null":
+            words.append(None)
+        elif "enum" in one or "const" in one:
+            words += one.get("enum", [one.get("const")])
+        elif one:
+            shapes.append(one)
+    if not words and (not shapes or shapes == [{"type": "string"}]):
+        return {**notes, **shape}  # anything, or any text, may be "auto" already
+    if shapes == [{"type": "boolean"}]:
+        words, shapes = [True, False, *words], []
+    words = list(dict.fromkeys([*words, "auto"]))
+    if not shapes:
+        return {**notes, "enum": words}
+    return {**notes, "if": {"not": {"enum": words}}, "then": _merged(shapes)}
+
+
+def _alternatives(shape: Shape) -> list[Shape]:
+    return [part for one in shape["anyOf"] for part in _alternatives(one)] if "anyOf" in shape else [shape]
+
+
+def _merged(shapes: list[Shape]) -> Shape:
+    """One of some shapes of different types: a keyword other than `type` speaks of values of one type only."""
+    if len(shapes) == 1:
+        return shapes[0]
+    types = [shape["type"] for shape in shapes]
+    merged = {key: value for shape in shapes for key, value in shape.items()}
+    return {**merged, "type": [one for one in types if one != "integer" or "number" not in types]}

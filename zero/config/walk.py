@@ -53,6 +53,8 @@ class Walk:
                 self.errors.append(f"{both}: two names of one key; keep {dotted((*path, name))}")
                 continue
             if field is None and model is File:
+                if key == "$schema":  # says to an editor where the schema is
+                    continue
                 self.warnings.append(f"unknown top-level key {str(key)!r} is ignored{hint(str(key), model)}")
                 continue
             written[name] = key

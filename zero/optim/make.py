@@ -40,7 +40,7 @@ def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) 
             f"optimizer.type: '{kind}' cannot run on shards: {NOT_ELEMENTWISE[kind]}; "
             "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
         )
-    classes = _torch_classes()
+    classes = torch_classes()
     if kind not in classes:
         names = dict.fromkeys(["Adam", "AdamW", "Lion", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
         text = f"optimizer.type: unknown optimizer '{kind}'{did_you_mean(kind, names)} Known: {', '.join(names)}"
@@ -115,7 +115,8 @@ def torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, A
     return name, {key: value for key, value in params.items() if key not in ours}
 
 
-def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+def torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """Every optimizer of torch by name."""
     base = torch.optim.Optimizer
     classes = inspect.getmembers(torch.optim, inspect.isclass)
     return {name: value for name, value in classes if issubclass(value, base) and value is not base}
