@@ -109,7 +109,7 @@ def _ssh(args: argparse.Namespace) -> int:
 
 
 def _schema(args: argparse.Namespace) -> int:
-    from zero.optim.schema import whole_schema
+    from zero.engine.schema import whole_schema
 
     print(json.dumps(whole_schema(), indent=2))
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zero.config import json_schema, load
-from zero.optim.schema import whole_schema
+from zero.engine.schema import whole_schema
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.json"))
@@ -77,7 +77,8 @@ def test_a_wrong_file_is_rejected_with_one_message_that_says_what_is_wrong(value
         {},
         {"$schema": "zero.schema.json", "a_key_of_another_program": 1},
         {"train_batch_size": "auto", "bf16": "auto", "optimizer": None, "fp16": {"enabled": "auto"}},
-        {"steps_per_print": math.inf, "zero_optimization": {"stage": 1, "cpu_offload": True, "prefetch_bucket_size": 5}},
+        {"steps_per_print": math.inf, "zero_optimization": {"stage": 2, "cpu_offload": True}},
+        {"zero_optimization": {"prefetch_bucket_size": 5}},
         optimizer("aDAMw", lr="auto", betas="auto", zero={"moments": "8bit"}),
         optimizer("RMSprop", alpha=0.9, centered=True),
         optimizer("SGD", maximize=True),

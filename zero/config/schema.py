@@ -21,7 +21,7 @@ def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})
     """The JSON Schema of a config file, with the other names of keys, and `"auto"` as a value of any key.
 
     others: for the sections optimizer and scheduler, the schema of `params` by `type`, of those that are not known
-    here, where there is no torch: see `zero.optim.schema`. Without them any type passes, and the arguments of our own
+    here, where there is no torch: see `zero.engine.schema`. Without them any type passes, and the arguments of our own
     optimizers alone are checked.
     """
     schema = File.model_json_schema()

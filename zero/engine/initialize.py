@@ -64,9 +64,8 @@ def initialize(
     config_params: str | PathLike | Mapping[str, Any] | None = None,
     device_mesh: Any = None,
 ) -> tuple[Engine, ZeroOptimizer | Any, Loader | Any, Any]:
-    """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), as DeepSpeed does.
+    """Make an engine of `model`; returns (engine, optimizer, training loader, lr scheduler), None for what is not made.
 
-    Of these, what there is nothing for is None.
     Collective: every rank calls it with the same arguments, and all take rank 0's parameters. The model is
     changed in place: its parameters move to this rank's device and into the precision that the JSON says.
 
@@ -105,9 +104,7 @@ def initialize(
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, zero_optimizer, settings)
         engine = _make_engine(model, zero_optimizer, groups, settings, device, over)
-    engine.lr_scheduler, engine.training_dataloader = scheduler, loader
-    if loader is not None:
-        engine._metrics.follow(loader)
+    engine.lr_scheduler, engine.training_dataloader = scheduler, engine._metrics.follow(loader)
     if assigned is not None:
         assigned.watch(engine)
     return engine, engine.optimizer, loader, scheduler

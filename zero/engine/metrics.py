@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from zero.core.mesh import Axis
 from zero.core.tensors import map_leaves
 from zero.data import Loader
 from zero.data.position import Dealt
+
+L = TypeVar("L", Loader, None)
 
 
 class Metrics:
@@ -27,9 +29,10 @@ class Metrics:
         self._device = device
         self._dealt: Dealt | None = None  # the batch that one of the engine's loaders gave last
 
-    def follow(self, loader: Loader) -> Loader:
-        """Let `gather_for_metrics` know the batches of a loader; returns the loader."""
-        loader.on_batch = self._began
+    def follow(self, loader: L) -> L:
+        """Let `gather_for_metrics` know the batches of a loader, if there is one; returns the loader."""
+        if loader is not None:
+            loader.on_batch = self._began
         return loader
 
     def gather_for_metrics(self, nested: Any, total: int | None = None) -> Any:

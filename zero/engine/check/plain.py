@@ -13,7 +13,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,6 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         ranks = range(self.world_size)
         axis = Axis(None, self.world_size, self.global_rank, there and dist.get_backend() == "nccl", ranks=tuple(ranks))
         self._metrics = Metrics(axis, device)
-        self.gather_for_metrics, self.reduce = self._metrics.gather_for_metrics, self._metrics.reduce
         self._status = Status(None)
         self.last: Step | None = None
         self._config = settings
@@ -172,6 +171,14 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """See `Engine.deepspeed_io`."""
         loader = make_loader(self._config, self.device, self.global_rank, dataset, *args, **kwargs)
         return self._metrics.follow(loader)
+
+    def gather_for_metrics(self, nested: Any, total: int | None = None) -> Any:
+        """See `Engine.gather_for_metrics`."""
+        return self._metrics.gather_for_metrics(nested, total)
+
+    def reduce(self, value: Any, op: Literal["mean", "sum"] = "mean") -> Any:
+        """See `Engine.reduce`."""
+        return self._metrics.reduce(value, op)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Nothing to do: there is no line of a step."""

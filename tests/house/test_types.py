@@ -1,0 +1,118 @@
+"""The promise: type checkers, and so editors, know the names and arguments of zero.
+
+They find each error of a script with planted ones, and none in one that is right.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zero
+
+ROOT = Path(__file__).parents[2]
+
+RIGHT = """
+import torch
+import zero
+from torch import nn
+from zero import Engine, initialize
+
+zero.seed_everything(1)
+data = torch.utils.data.TensorDataset(torch.randn(8, 2))
+train, held_out = zero.random_split(data, [6, 2])
+made = initialize(model=nn.Linear(2, 2), config="zero.json", training_data=train)
+engine: Engine = made[0]
+engine, optimizer, loader, scheduler = zero.initialize(model=nn.Linear(2, 2), config={"zero_optimization": {}})
+for (batch,) in zero.skip_first_batches(loader, 2):
+    loss = engine(batch.to(engine.device)).sum()
+    engine.backward(loss)
+    engine.step()
+    engine.log({"loss": engine.reduce(loss)})
+for (batch,) in engine.deepspeed_io(held_out, route="eval"):
+    guesses = engine.gather_for_metrics(engine(batch), total=2)
+with zero.GatheredParameters(engine.module.parameters()):
+    engine.print(engine.get_global_grad_norm())
+optimizer.param_groups[0]["lr"] = 1e-3
+engine.save_checkpoint("folder", tag="last")
+engine.save_pretrained("folder", max_shard_size="5GB")
+engine.load_checkpoint("folder")
+with zero.Init():
+    model = nn.Linear(2, 2)
+"""
+
+# Each line that ends so is an error, and no other line is.
+WRONG = """
+import zero
+from torch import nn
+zero.initialise(model=nn.Linear(2, 2))  # wrong
+zero.initialize(model=nn.Linear(2, 2), confg="zero.json")  # wrong
+zero.initialize(model="model")  # wrong
+zero.seed_everything("1")  # wrong
+engine, optimizer, loader, scheduler = zero.initialize(model=nn.Linear(2, 2), config="zero.json")
+engine.backward("loss")  # wrong
+engine.save_checkpoint("folder", tagg="last")  # wrong
+engine.gather_for_metrics(1, totl=3)  # wrong
+norm: int = engine.get_global_grad_norm()  # wrong
+zero.GatheredParameters(engine.parameters(), rank=0)  # wrong
+zero.config.load("zero.json", wrld_size=1)  # wrong
+"""
+
+
+def wrong_lines(text: str) -> set[int]:
+    return {number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# wrong")}
+
+
+def write(folder: Path) -> tuple[str, str]:
+    for name, text in (("right.py", RIGHT), ("wrong.py", WRONG)):
+        (folder / name).write_text(text)
+    return "right.py", "wrong.py"
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
+
+
+@needs("basedpyright")
+def test_pyright_finds_the_planted_errors_and_no_other(tmp_path: Path) -> None:
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "reportPrivateImportUsage": "error"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    text = run(tmp_path, "basedpyright", "--outputjson", "--pythonpath", sys.executable, *write(tmp_path))
+    found = [one for one in json.loads(text)["generalDiagnostics"] if one["severity"] == "error"]
+    assert not [one for one in found if one["file"].endswith("right.py")]
+    assert {one["range"]["start"]["line"] + 1 for one in found} == wrong_lines(WRONG), found
+
+
+@pytest.mark.long
+@needs("mypy")
+def test_mypy_finds_the_planted_errors_and_no_other(tmp_path: Path) -> None:
+    text = run(tmp_path, "mypy", "--cache-dir", str(tmp_path / "cache"), *write(tmp_path))
+    found = re.findall(r"^(\w+\.py):(\d+): error", text, re.MULTILINE)
+    assert {name for name, _ in found} == {"wrong.py"}, text
+    assert {int(line) for _, line in found} == wrong_lines(WRONG), text
+
+
+def test_type_checkers_are_told_every_name_and_the_right_one() -> None:
+    tree = ast.parse((ROOT / "zero" / "__init__.py").read_text())
+    told = [node for each in tree.body if isinstance(each, ast.If) for node in each.body]
+    homes = {alias.name: node.module for node in told for alias in node.names}
+    assert homes.keys() == set(zero.__all__) - {"__version__"}
+    for name, home in homes.items():
+        assert getattr(importlib.import_module(home), name) is getattr(zero, name), name
+    assert (ROOT / "zero" / "py.typed").exists()
