@@ -80,7 +80,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard setup.py) $(wildcard csrc/*.
 	@echo "installing torch and the rest into $(VENV), and compiling the kernels: about two minutes, the first time only"
 	$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --progress-bar off --editable ".[docs,example,test]" > $(VENV)/install.log 2>&1 & pid=$$!; \
-	while kill -0 $$pid 2> /dev/null; do sleep 10; tail -n 1 $(VENV)/install.log | cut -c 1-100; done; \
+	while kill -0 $$pid 2> /dev/null; do sleep 5; tail -n 1 $(VENV)/install.log | cut -c 1-100; done; \
 	wait $$pid || { cat $(VENV)/install.log; exit 1; }
 	touch $@
 
