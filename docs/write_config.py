@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zero.config import json_schema
+from zero.config.file import File
 from zero.config.keys import sections
 from zero.config.optimizers import ARGUMENTS
 from zero.config.schema import descriptions
@@ -52,7 +52,7 @@ def page() -> str:
     properties = _properties()
     parts, refused, idle = [HEAD], [], []
     for title, model in _titles():
-        rows = []
+        rows, texts = [], descriptions(model)
         for name, field in model.model_fields.items():
             shape, marks = properties[model.__name__][name], {type(mark) for mark in field.metadata}
             where = f"`{title.strip('`')}.{name}`" if title.startswith("`") else f"`{name}`"
@@ -61,7 +61,7 @@ def page() -> str:
             elif Unavailable in marks and not _is_for_use(model, name):
                 refused.append(where)
             elif not any("$ref" in option for option in _options(shape)):
-                rows.append(f"| `{name}` | {_kind(shape)} | {_default(shape)} | {_text(shape)} |")
+                rows.append(f"| `{name}` | {_kind(shape)} | {_default(shape)} | {_text(texts[name])} |")
         if rows:
             about = f"{model.__doc__.strip()}\n\n" if title.startswith("`") else ""
             table = ["| key | value | default | |", "|---|---|---|---|", *rows]
@@ -89,15 +89,17 @@ def _is_for_use(model: type[Section], name: str) -> bool:
 
 
 def _properties() -> dict[str, dict[str, Any]]:
-    """The keys of each section as the schema has them, by the name of its class."""
-    schema = json_schema()
-    return {name: shape.get("properties", {}) for name, shape in [("File", schema), *schema["$defs"].items()]}
+    """The keys of each section as pydantic has them, by the name of its class."""
+    shapes: dict[str, Any] = {}
+    for model in (File, *ARGUMENTS.values()):
+        schema = model.model_json_schema()
+        shapes |= {model.__name__: schema, **schema.get("$defs", {})}
+    return {name: shape.get("properties", {}) for name, shape in shapes.items()}
 
 
 def _options(shape: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a key may be, but for null and for the "auto" that every key takes for programs that fill it in."""
-    inner = [each for option in shape.get("anyOf", [shape]) for each in option.get("anyOf", [option])]
-    return [option for option in inner if option != {"const": "auto"} and option.get("type") != "null"]
+    """What a key may be, but for null."""
+    return [option for option in shape.get("anyOf", [shape]) if option.get("type") != "null"]
 
 
 def _kind(shape: dict[str, Any]) -> str:
@@ -128,8 +130,8 @@ def _default(shape: dict[str, Any]) -> str:
     return "" if value in (None, {}, []) else f"`{json.dumps(value)}`"
 
 
-def _text(shape: dict[str, Any]) -> str:
-    return " ".join(shape.get("description", "").split()).replace("|", r"\|")
+def _text(written: str) -> str:
+    return " ".join(written.split()).replace("|", r"\|")
 
 
 if __name__ == "__main__":
