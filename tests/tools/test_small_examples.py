@@ -1,0 +1,71 @@
+"""The promise: the examples for images and for masked language modelling learn, and count each sample once."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from pages import ROOT, run_script
+from ports import free_port
+from ranks import Pool
+
+import zero
+
+IMAGES, MASKED = (str(ROOT / "examples" / name / "train.py") for name in ("images", "masked"))
+
+
+def numbers(pool: Pool, folder: Path, *words: str) -> list[float]:
+    """Of the last line that an example prints on two ranks."""
+    said = pool.run(2, run_script, str(folder), list(words), free_port())[0]
+    return [float(number) for number in re.findall(r"\d+\.?\d*", said.splitlines()[-1])]
+
+
+def test_the_images_of_a_short_run_are_learnt_and_each_is_counted_once(pool: Pool, tmp_path: Path) -> None:
+    epoch, _, share, total = numbers(pool, tmp_path, IMAGES, "--epochs", "2", "--pictures", "777")
+    assert (epoch, total) == (2, 777)
+    assert share > 34, "chance is 17 %"
+
+
+@pytest.mark.ranks(2)
+def test_the_accuracy_is_that_of_all_images_at_once() -> None:
+    parts = runpy.run_path(IMAGES)
+    measured = parts["draw"](45, seed=2)
+    config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW"}}
+    torch.manual_seed(0)
+    engine, _, loader, _ = zero.initialize(
+        model=parts["Classifier"](width=8), config=config, training_data=parts["draw"](32, seed=1)
+    )
+    for pictures, kinds in loader:  # each rank sees its own, and so has statistics of its own
+        engine.backward(torch.nn.functional.cross_entropy(engine(pictures), kinds))
+        engine.step()
+    share, total = parts["accuracy"](engine, engine.deepspeed_io(measured, batch_size=8, route="eval"))
+    pictures, kinds = measured[:]
+    with torch.no_grad():
+        named = engine.module.eval()(pictures).argmax(dim=1)
+    assert (share, total) == ((named == kinds).double().mean().item(), 45)
+    statistics = torch.cat([buffer.double().flatten() for buffer in engine.module.buffers()])
+    assert torch.equal(engine.reduce(statistics), statistics), "all ranks have the same"
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("steps", "width", "better"), [(40, 32, False), pytest.param(200, 96, True, marks=pytest.mark.long)]
+)
+def test_gaps_are_filled(pool: Pool, tmp_path: Path, steps: int, width: int, better: bool) -> None:
+    share, total, common = numbers(pool, tmp_path, MASKED, "--steps", str(steps), "--width", str(width))
+    assert total == 333 * round(0.15 * 96), "each chosen byte of the windows once"
+    assert share > (2 * common if better else common / 2)
+
+
+def test_windows_are_masked_as_bert_masks() -> None:
+    parts = runpy.run_path(MASKED)
+    gaps = parts["Gaps"](bytes(range(97, 123)) * 50, 200, 5, seed=1)
+    for index in range(5):
+        seen, targets = gaps[index]
+        chosen = targets != parts["IGNORED"]
+        assert chosen.sum() == 30 and (seen[chosen] == parts["MASK"]).sum() == 24
+        assert (seen[chosen] == targets[chosen]).sum() in range(3, 7), "3 stay, and another byte may be the same"
+        assert torch.equal(seen, gaps[index][0]) and not torch.equal(seen, gaps[(index + 1) % 5][0])
