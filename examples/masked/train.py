@@ -127,12 +127,11 @@ def main(argv: list[str] | None = None) -> float:
         loss = loss_of(engine(tokens.to(engine.device)), targets.to(engine.device))
         engine.backward(loss)
         engine.step()
-        if engine.global_rank == 0 and engine.global_steps % max(1, args.steps // 6) == 0:
-            print(f"step {engine.global_steps} loss {loss.item():.3f}", flush=True)
+        if engine.global_steps % max(1, args.steps // 6) == 0:
+            engine.print(f"step {engine.global_steps} loss {loss.item():.3f}")
     share, total = measure(engine, held)
-    if engine.global_rank == 0:
-        common = max(measured.count(byte) for byte in set(measured)) / len(measured)
-        print(f"{share:.1%} of {total} bytes guessed right; always the most common byte: {common:.1%}")
+    common = max(measured.count(byte) for byte in set(measured)) / len(measured)
+    engine.print(f"{share:.1%} of {total} bytes guessed right; always the most common byte: {common:.1%}")
     engine.destroy()
     return share
 
