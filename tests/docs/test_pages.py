@@ -75,6 +75,15 @@ def test_every_block_is_of_a_kind_that_is_looked_at(page: Path) -> None:
     assert names(page) - {"net.py"} - started == set(), "no command of the page starts these"
 
 
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    """Those of the pages are looked at when they are built."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    links = re.findall(r"\]\(([^)#:]+)[^)]*\)", text)
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_json_is_a_config_or_a_part_of_one(page: Path) -> None:
     for block in blocks(page):

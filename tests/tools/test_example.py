@@ -258,6 +258,7 @@ def example(launchers, folder, name, steps=12, more=()):
     words = ("run", "--num_gpus", "2", *map(str, arguments), *sizes, *more)
     done = launchers.run(*words, environment=environment, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "warn" not in done.stderr.lower(), done.stderr  # also where --save finds nothing yet
     return done.stdout
 
 

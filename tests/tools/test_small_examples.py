@@ -52,7 +52,7 @@ def test_the_accuracy_is_that_of_all_images_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "width", "better"), [(40, 32, False), pytest.param(200, 96, True, marks=pytest.mark.long)]
+    ("steps", "width", "better"), [(24, 32, False), pytest.param(200, 96, True, marks=pytest.mark.long)]
 )
 def test_gaps_are_filled(pool: Pool, tmp_path: Path, steps: int, width: int, better: bool) -> None:
     share, total, common = numbers(pool, tmp_path, MASKED, "--steps", str(steps), "--width", str(width))
