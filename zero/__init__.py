@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "initialize": "zero.engine",
+    "estimate": "zero.sizes.estimate",
     "add_config_arguments": "zero.engine",
     "Engine": "zero.engine",
     "GatheredParameters": "zero.core.access",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from zero.launch.args import check as check_args
 from zero.launch.args import checkpoint as checkpoint_args
+from zero.launch.args import config as config_args
 from zero.launch.args import run as run_args
 from zero.launch.args import ssh as ssh_args
 from zero.launch.contract import CLOSED_PIPE
@@ -30,8 +31,13 @@ def _parser() -> argparse.ArgumentParser:
     ssh_args.add_arguments(commands.add_parser("ssh", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
     commands.add_parser("schema", help=about, description=about, allow_abbrev=False)
+    about = "ask what a run shall be like, say what memory it takes, and write its configuration"
+    config_args.add_arguments(commands.add_parser("config", help=about, allow_abbrev=False))
     _add_report(commands)
-    about = "print the groups of ranks that a number of ranks and sizes of axes make"
+    about = "start ranks, let them talk, and say what this machine lacks and how to get it"
+    ends = "The exit status is 1 when there is a problem. What is installed, and how fast it is, zero report says."
+    commands.add_parser("doctor", help=about, description=f"{about}. {ends}", allow_abbrev=False)
+    about = "print the memory that a model takes per rank, or the groups of ranks along each axis"
     plan_command.add_arguments(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
     checkpoint_args.add_commands(commands)
     return parser
@@ -132,6 +138,26 @@ def _report(args: argparse.Namespace) -> int:
         return _refuse("report", f"--io: {error}")
 
 
+def _config(args: argparse.Namespace) -> int:
+    from zero.sizes import questions
+
+    return questions.run(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from zero.report import doctor
+
+    return doctor.run()
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.params is None:
+        return plan_command.run(args)
+    from zero.sizes import command
+
+    return command.plan(args)
+
+
 def _checkpoint(args: argparse.Namespace) -> int:
     from zero.checkpoint import commands
 
@@ -142,9 +168,11 @@ _COMMANDS = {
     "run": _run,
     "check": _check,
     "ssh": _ssh,
-    "plan": plan_command.run,
+    "plan": _plan,
     "schema": _schema,
     "report": _report,
+    "config": _config,
+    "doctor": _doctor,
 }
 
 

@@ -13,14 +13,13 @@ import torch
 from marks import each_once
 from models import WIDE, WIDTH, batch, config, make_net
 from models import step as micro_step
-from planned_bytes import alive_nbytes
 
 import zero
 from zero.core import comm
 from zero.core.param_buffer import ParamBuffer
 from zero.core.unit import Unit
 from zero.plan.formats import Formats
-from zero.plan.memory import StateBytes
+from zero.plan.memory import StateBytes, alive_nbytes
 
 UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import Net, config, make_net
-from planned_bytes import alive_nbytes
 from stages import one_backward, run, same
 from test_lifetime import LATER_BACKWARD, LATER_FORWARD, Recorder, step
 from torch import nn
 
 import zero
+from zero.plan.memory import alive_nbytes
 from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
 

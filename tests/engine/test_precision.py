@@ -17,12 +17,12 @@ import torch.distributed as dist
 from closeness import error, ulps
 from marks import each_once, longer
 from models import batch, config, make_net, train
-from planned_bytes import alive_nbytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
 from zero.kernels.remainder import round_bf16
+from zero.plan.memory import alive_nbytes
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4

@@ -41,6 +41,7 @@ FLOORS = {
     "zero.engine": 6,
     "zero.utils": 6,
     "zero.report": 6,
+    "zero.sizes": 6,
     "zero.checkpointing": 6,
     "zero": 7,
     "zero.__main__": 7,

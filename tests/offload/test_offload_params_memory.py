@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from marks import each_once
 from models import batch, config, make_net
-from planned_bytes import alive_nbytes
 from test_init_memory import Census
 from torch import nn
 
 import zero
 from zero.core.unit import Unit
 from zero.plan.formats import Formats
-from zero.plan.memory import StateBytes
+from zero.plan.memory import StateBytes, alive_nbytes
 from zero.plan.placement import Placement, Where, place
 from zero.plan.sharding import Sharding
 

@@ -7,12 +7,11 @@ from dataclasses import astuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_bytes import alive_nbytes
 
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.memory import ITEMSIZE, StateBytes, formula_nbytes, replica_nbytes
+from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, replica_nbytes
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 

@@ -8,7 +8,7 @@ import torch
 
 from zero.core.gradients import GradientDtypes
 from zero.core.mesh import Mesh
-from zero.plan.formats import Formats
+from zero.plan.formats import Formats, resting_dtype
 from zero.plan.sharding import Sharding
 
 DTYPES = {
@@ -49,10 +49,7 @@ class MixedPrecisionPolicy(NamedTuple):
         return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 
     def resting_dtype(self, mesh: Mesh) -> str:
-        """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
-
-        Those are enough where one backward makes a step and nobody here adds up ranks: what comes is 16 bit already.
-        """
+        """The dtype of reduced gradients in host memory; see `zero.plan.formats`."""
         alone = mesh.data.size == 1 or mesh.shard.native
-        exact = self.accumulation == 1 and alone and not self.tree and self.communicate is None
-        return self.compute_dtype if exact and self.compute_dtype != "fp32" else self.accumulate
+        rounded = self.accumulation == 1 and alone and not self.tree and self.communicate is None
+        return resting_dtype(self.compute_dtype, self.accumulate, rounded)

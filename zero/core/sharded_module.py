@@ -34,7 +34,7 @@ from zero.memory.state_placement import StatePlacement
 from zero.plan.memory import StateBytes
 from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
-from zero.plan.units import ModuleNode, ParamSpec, plan_units
+from zero.plan.units import ModuleNode, ParamSpec, UnitPlan, plan_units
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -156,6 +156,7 @@ class ShardedModule:
         for unit in self.units:
             parameters += unit.full.untyped_storage().nbytes()
             parameters += unit.shard.nbytes if unit.cut and not unit.placement.shard_offloaded else 0
+            parameters += unit.secondary.values.nbytes if unit.secondary is not None else 0
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
                 masters += unit.placement.state_nbytes(unit.master.shard, unit.master.nbytes)
@@ -206,15 +207,13 @@ def wrap(
     parameters and buffers; what was built under `zero.Init` is taken over from its shards. Raises ValueError for a
     parameter that cannot be managed.
     """
-    named = {param: name for name, param in module.named_parameters()}
-    for param, name in named.items():
+    for name, param in module.named_parameters():
         owner = owner_of(param)
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
-    specs = _specs(named, groups, numerics.compute_dtype)
-    plans = plan_units(_tree(module, named), specs, mesh.data.size, settings.zero.units, numerics.formats.alignment)
+    plans = plan_module(module, groups, mesh.data.size, settings, numerics.formats.alignment)
     mesh.watchdog.units = [plan.name for plan in plans]
-    by_name = {name: param for param, name in named.items()}
+    by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload = None
     section = settings.zero_optimization
@@ -258,6 +257,15 @@ def _unwrap(model: nn.Module, mesh: Mesh) -> None:
             unit.dissolve(mesh.watchdog.broken)
         except RuntimeError:  # another rank has given up, or does not come here
             unit.dissolve(alone=True)
+
+
+def plan_module(
+    module: nn.Module, groups: Sequence[Sequence[nn.Parameter]], world_size: int, settings: Config, alignment: int
+) -> tuple[UnitPlan, ...]:
+    """The units of a module, which may be on the meta device. Arguments and errors as of `wrap` and `plan_units`."""
+    named = {param: name for name, param in module.named_parameters()}
+    specs = _specs(named, groups, settings.compute_dtype)
+    return plan_units(_tree(module, named), specs, world_size, settings.zero.units, alignment)
 
 
 def _specs(

@@ -187,14 +187,7 @@ def _wrap(
     section = settings.zero_optimization
     leaf = section.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
-    limits = Limits(
-        section.stage3_prefetch_bucket_size,
-        section.stage3_max_live_parameters,
-        section.stage3_max_reuse_distance,
-        section.stage3_param_persistence_threshold,
-        section.stage3_model_persistence_threshold,
-        section.offload_param.buffer_count,
-    )
+    limits = Limits.of_section(section)
     what = "the ranks do not initialize the same engine"
     refused = refusals(model, bool(groups), sharding.params or is_enabled(section))
     agree(refused or description(model, groups, settings), mesh.data, device, what)

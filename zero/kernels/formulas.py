@@ -8,8 +8,12 @@ rate does in every step), so it holds nothing else, and needs no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
+
+from zero.config.optimizers import Arguments
+from zero.plan.formats import Formats
 
 # Of csrc/step_math.h: enum Formula, and Hyper::Flags.
 ADAM, LION, MOMENTUM, SGD, ADAGRAD = range(5)
@@ -154,3 +158,41 @@ class Adagrad(_Checked):
 
 
 Formula: TypeAlias = Adam | Lion | Sgd | Adagrad
+Hyperparameters: TypeAlias = Mapping[str, Any]  # of a parameter group
+
+
+def _adam(group: Hyperparameters, decoupled: bool) -> Adam:
+    beta1, beta2 = map(float, group["betas"])
+    numbers = (float(group[key]) for key in ("eps", "weight_decay"))
+    return Adam(float(group["lr"]), beta1, beta2, *numbers, decoupled, bool(group["bias_correction"]))
+
+
+def _lion(group: Hyperparameters) -> Lion:
+    beta1, beta2 = map(float, group["betas"])
+    return Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
+
+
+def _sgd(group: Hyperparameters) -> Sgd:
+    numbers = (float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay"))
+    return Sgd(*numbers, bool(group["nesterov"]))
+
+
+def _adagrad(group: Hyperparameters) -> Adagrad:
+    return Adagrad(*(float(group[key]) for key in ("lr", "lr_decay", "eps", "weight_decay")))
+
+
+FORMULAS: Mapping[str, Callable[[Hyperparameters], Formula]] = {
+    # As in DeepSpeed, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
+    "adam": lambda group: _adam(group, group["adam_w_mode"]),
+    "adamw": lambda group: _adam(group, True),
+    "lion": _lion,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+}
+
+
+def formats_of(kind: str, params: Arguments, compute_dtype: str) -> Formats:
+    """How the state of optimizer `kind`, a key of FORMULAS, is kept with these arguments beside such parameters."""
+    master, moments = (params.zero.master, params.zero.moments) if params.zero else (None, "fp32")
+    master = master or ("remainder" if compute_dtype == "bf16" else "fp32")
+    return Formats(master, moments, len(FORMULAS[kind](dict(params)).state_names))

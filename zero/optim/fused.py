@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
 
 from zero.config.optimizers import Arguments
 from zero.core.unit import Unit
-from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
+from zero.kernels.formulas import FORMULAS, formats_of
 from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
 from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
-from zero.plan.formats import Formats, Run, runs
+from zero.plan.formats import Run, runs
 from zero.plan.layout import Fragment, Span, round_up
 
-
-def _adam(group: Group, decoupled: bool) -> Adam:
-    beta1, beta2 = map(float, group["betas"])
-    numbers = (float(group[key]) for key in ("eps", "weight_decay"))
-    return Adam(float(group["lr"]), beta1, beta2, *numbers, decoupled, bool(group["bias_correction"]))
-
-
-def _lion(group: Group) -> Lion:
-    beta1, beta2 = map(float, group["betas"])
-    return Lion(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
-
-
-def _sgd(group: Group) -> Sgd:
-    numbers = (float(group[key]) for key in ("lr", "momentum", "dampening", "weight_decay"))
-    return Sgd(*numbers, bool(group["nesterov"]))
-
-
-def _adagrad(group: Group) -> Adagrad:
-    return Adagrad(*(float(group[key]) for key in ("lr", "lr_decay", "eps", "weight_decay")))
-
-
-_FORMULAS: Mapping[str, Callable[[Group], Formula]] = {
-    # As in DeepSpeed, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
-    "adam": lambda group: _adam(group, group["adam_w_mode"]),
-    "adamw": lambda group: _adam(group, True),
-    "lion": _lion,
-    "sgd": _sgd,
-    "adagrad": _adagrad,
-}
 # Arguments that decide before the first step and mean nothing in a parameter group.
 _NOT_IN_GROUPS = ("zero", "torch_adam", "amsgrad", "fp32_optimizer_states", "maximize", "foreach", "fused")
 
@@ -72,11 +43,9 @@ class FusedShardOptimizer(ShardOptimizer):
     foreseen = True
 
     def __init__(self, kind: str, params: Arguments, compute_dtype: str) -> None:
-        self._formula = _FORMULAS[kind]
+        self._formula = FORMULAS[kind]
         self.defaults = {key: value for key, value in params if key not in _NOT_IN_GROUPS}
-        master, moments = (params.zero.master, params.zero.moments) if params.zero else (None, "fp32")
-        master = master or ("remainder" if compute_dtype == "bf16" else "fp32")
-        self.formats = Formats(master, moments, len(self._formula(self.defaults).state_names))
+        self.formats = formats_of(kind, params, compute_dtype)
         self._states: dict[int, States] = {}
 
     def check(self, group: Group) -> None:

@@ -58,6 +58,15 @@ class Formats(NamedTuple):
         return self.states * sum(ITEMSIZE[dtype] * count for dtype, count in arrays)
 
 
+def resting_dtype(compute: str, accumulate: str, rounded: bool) -> str:
+    """The dtype of reduced gradients in host memory: that in which they add up, or the 16 bits that lose nothing.
+
+    Those are enough for what is `rounded` to them already: where one backward makes a step and nobody here adds up
+    ranks.
+    """
+    return compute if rounded and compute != "fp32" else accumulate
+
+
 class Run(NamedTuple):
     """Neighbours in a shard, `numel` elements from `start` of it, whose moments have one format."""
 

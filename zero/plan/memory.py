@@ -1,13 +1,18 @@
-"""Bytes of model state per rank: their kinds, and what the formula of the ZeRO paper says."""
+"""Bytes of model state per rank: their kinds, what the ZeRO paper's formula says, and what an engine keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from zero.plan.formats import ITEMSIZE, Formats
+from zero.plan.formats import ITEMSIZE, Formats, runs
+from zero.plan.order import Limits, stay_whole
+from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
+from zero.plan.units import UnitPlan
 
 ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
+_HERE = Placement(Where.DEVICE, Where.DEVICE)
 
 
 class StateBytes(NamedTuple):
@@ -48,3 +53,86 @@ def formula_nbytes(
         whole.gradients // world_size if cut.grads else whole.gradients,
         whole.optimizer // world_size if cut.optim else whole.optimizer,
     )
+
+
+def alive_nbytes(
+    units: Sequence[UnitPlan],
+    sharding: Sharding,
+    parts: int,
+    *,
+    rank: int = 0,
+    formats: Formats = ADAM,
+    gathered: Collection[str] = (),
+    local_gradients: Collection[str] = (),
+    reduced_gradients: Collection[str] = (),
+    accumulation: int = 1,
+    accumulate: str = "fp32",
+    limits: Limits | None = None,
+    placements: Sequence[Placement] | None = None,
+    mirrored: bool = True,
+    secondary: int = 1,
+) -> StateBytes:
+    """Bytes an engine keeps on one rank at a moment that is told by names of units.
+
+    `parts` is the size of the shard axis, `rank` the place on it; shards differ where only the moments of large
+    parameters are in fewer bits. `gathered`: units whose parameters are full although they are cut between uses;
+    `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
+    shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units stay whole all the time.
+    `placements`: where the state of each unit rests; what is off the device is not counted (`host_bytes` counts it).
+    `mirrored`: the device is not the host; `secondary`: with hpZ, the ranks that hold a second copy of the parameters.
+    """
+    whole = stay_whole([sum(spec.numel for spec in unit.params) for unit in units], limits or Limits())
+    gathered = {*gathered, *(units[index].name for index in whole)}
+    parameters = gradients = optimizer = 0
+    for unit, place in zip(units, placements or [_HERE] * len(units), strict=True):
+        size, full = ITEMSIZE[unit.dtype], unit.layout.numel
+        shard = full // parts
+        away = place.params is not Where.DEVICE
+        cut = sharding.params and (parts > 1 or away)
+        parameters += (0 if away else size * shard) if cut else size * full
+        parameters += size * full if cut and unit.name in gathered else 0
+        parameters += size * full // secondary if cut and secondary > 1 else 0
+        if unit.name in local_gradients:
+            local = unit.dtype if sharding.grads or accumulation == 1 else accumulate
+            gradients += ITEMSIZE[local] * full
+        if place.optimizer is not Where.DEVICE:
+            continue
+        if unit.name in reduced_gradients:
+            gradients += ITEMSIZE[accumulate] * shard
+        if is_updated(unit):
+            optimizer += size * shard if keeps_copy(place, mirrored) else 0
+            optimizer += formats.master_nbytes(shard, unit.dtype)
+            own = runs(unit, unit.layout.shard(rank, parts), formats.moments)
+            optimizer += sum(formats.moments_nbytes(run.numel, run.format) for run in own)
+    return StateBytes(parameters, gradients, optimizer)
+
+
+def in_flight_nbytes(
+    units: Sequence[UnitPlan],
+    parts: int,
+    replicas: int,
+    *,
+    accumulate: str = "fp32",
+    travel: str | None = None,
+    collected: bool = False,
+    native: bool = False,
+) -> int:
+    """The most bytes of gradients that are on their way between ranks, beside the sums and buffers that are kept.
+
+    parts, replicas: sizes of the shard and the replica axis; `travel`: what gradients are rounded to before they are
+    sent; `collected`: they come from buffers that micro-batches have added up in, in `accumulate`; `native`: NCCL adds
+    up on the way; over gloo the slices of all ranks arrive.
+    """
+    size, sent = parts if parts > 1 else replicas, []
+    for unit in reversed(units):
+        if not is_updated(unit):
+            continue
+        dtype = travel or (accumulate if collected else unit.dtype)
+        # A buffer that is whole on every rank and in fp32 takes the sum, and so is counted as that.
+        stays = collected or (parts == 1 and dtype == accumulate == "fp32")
+        nbytes = ITEMSIZE[dtype] * unit.layout.numel
+        arriving = nbytes // size if native else nbytes - nbytes // size
+        sent.append((0 if stays else nbytes) + (arriving if size > 1 else 0))
+    # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
+    width = 3 if replicas > 1 and parts == 1 else 2
+    return max((sum(sent[at : at + width]) for at in range(len(sent))), default=0)

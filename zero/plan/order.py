@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,18 @@ class Limits:
     whole: int = 0
     whole_in_all: int = sys.maxsize
     read: int = 5
+
+    @classmethod
+    def of_section(cls, section: Any) -> Limits:
+        """Those of the section `zero_optimization` of a configuration."""
+        return cls(
+            section.stage3_prefetch_bucket_size,
+            section.stage3_max_live_parameters,
+            section.stage3_max_reuse_distance,
+            section.stage3_param_persistence_threshold,
+            section.stage3_model_persistence_threshold,
+            section.offload_param.buffer_count,
+        )
 
 
 class Position(NamedTuple):
@@ -122,3 +134,45 @@ def stay_whole(sizes: Sequence[int], limits: Limits) -> list[int]:
             chosen.append(unit)
             total += numel
     return chosen
+
+
+def most_whole(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> int:
+    """The most that is whole at any moment of a step in which the order is known, in the measure of `nbytes`.
+
+    anchors: the path of each unit's module; modules run in this order, then back, and what a module reads is whole
+    while modules inside of it run. Units that `stay_whole` do not count. sizes: in elements, as elsewhere.
+    """
+    persistent = set(stay_whole(sizes, limits))
+    forth = _nested(anchors, range(len(anchors)))
+    order = [*forth, *_nested(anchors, range(len(anchors))[::-1])]
+    used: list[int] = []
+    kept, ahead, most = set(persistent), set[int](), 0
+    for index, unit in enumerate(order):
+        turned, coming = index == len(forth), order[index:]
+        for left in [other for other in used if turned or not _inside(anchors[unit], anchors[other])]:
+            used.remove(left)
+            if index <= len(forth) and used_again(coming, sizes, limits, left):
+                kept.add(left)
+        kept.discard(unit)
+        ahead.discard(unit)
+        used.append(unit)
+        ahead.update(fetched_ahead(coming[1:], sizes, limits, used=used, kept=kept, travelling=ahead))
+        most = max(most, sum(nbytes[whole] for whole in {*used, *kept, *ahead} - persistent))
+    return most
+
+
+def _nested(anchors: Sequence[str], units: Sequence[int]) -> list[int]:
+    """These units, each behind those of the modules around its own."""
+    at: dict[str, list[int]] = {}
+    for unit in units:
+        at.setdefault(anchors[unit], []).append(unit)
+    order: dict[int, None] = {}
+    for unit in units:
+        parts = anchors[unit].split(".")
+        for depth in range(len(parts) + 1):
+            order.update(dict.fromkeys(at.get(".".join(parts[:depth]), ())))
+    return list(order)
+
+
+def _inside(path: str, anchor: str) -> bool:
+    return not anchor or path == anchor or path.startswith(f"{anchor}.")

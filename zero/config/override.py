@@ -1,0 +1,28 @@
+"""`--set a.b=c` of a command line: one value of a config, by its path."""
+
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+
+def override(values: MutableMapping[str, Any], text: str) -> str:
+    """Set in `values` what `text`, such as "zero_optimization.stage=3", says; returns the path.
+
+    The value is JSON, or else a string. Raises ValueError for a text that is no path and value, or leads through what
+    is no object.
+    """
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ValueError(
+            f"--set: got {text!r}, wanted KEY=VALUE with dots in the key, such as zero_optimization.stage=3"
+        )
+    for count, key in enumerate(keys[:-1], 1):
+        values = values.setdefault(key, {})
+        if not isinstance(values, MutableMapping):
+            raise ValueError(f"--set {text}: {'.'.join(keys[:count])} is no object, so nothing can be set in it")
+    try:
+        values[keys[-1]] = json.loads(value)
+    except json.JSONDecodeError:
+        values[keys[-1]] = value
+    return ".".join(keys)

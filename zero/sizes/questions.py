@@ -1,0 +1,198 @@
+"""`zero config`: asks what a run shall be like, says what memory each choice takes, and writes a checked JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.config import ConfigError, load
+from zero.config.override import override
+from zero.sizes.estimate import GB, Estimate, Row, estimate
+
+_ROOM = 0.6  # of a device's memory: the rest is for activations
+# What --set says of one of these answers the whole question.
+_PRECISION = ("bf16", "fp16")
+_ACCUMULATION = ("gradient_accumulation_steps", "train_batch_size")
+_PLACE = ("zero_optimization.stage", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_PRECISIONS = {name: {name: {"enabled": True}} for name in _PRECISION} | {"fp32": {}}
+_OPTIMIZERS = {name: {"optimizer": {"type": name}} for name in ("AdamW", "Adam", "Lion", "SGD", "Adagrad")}
+
+Parse = Callable[[str], Any]
+
+
+class NoAnswer(Exception):
+    """The terminal was closed."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its default, and how an answer is read, which raises ValueError with what was wanted."""
+
+    text: str
+    default: Any
+    parse: Parse
+
+
+def run(given: argparse.Namespace) -> int:
+    """Do what `zero config` was asked to; returns the exit status."""
+    try:
+        return _write(given)
+    except ConfigError as error:
+        return _refuse("this is no configuration that runs:\n" + "\n".join(error.errors))
+    except (OSError, ValueError) as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, NoAnswer):
+        print(file=sys.stderr)
+        return _refuse("nothing was written")
+
+
+def _refuse(why: str) -> int:
+    print(f"zero config: error: {why}", file=sys.stderr)
+    return 2
+
+
+def _write(given: argparse.Namespace) -> int:
+    path = Path(given.output)
+    if given.output != "-" and path.exists() and not given.force:
+        raise ValueError(f"{path} is there already; give another name with --output, or --force to write over it")
+    if not given.default and not sys.stdin.isatty():
+        raise ValueError(
+            "there is no terminal to ask at; pass --default for the defaults, and --set KEY=VALUE for what shall "
+            "differ from them, such as --set zero_optimization.stage=3"
+        )
+    values: dict[str, Any] = {}
+    fixed = {override(values, text) for text in given.set}
+    ask = _default if given.default else _ask
+    numel = given.params or ask(Question("parameters of the model, such as 7e9", 1e9, _number))
+    ranks = given.world or ask(Question("ranks (one for each GPU)", 8, _count))
+    memory = given.memory or ask(Question("GB of memory of one device", 80.0, _number))
+
+    def is_open(*keys: str) -> bool:
+        return not any(_same_or_inside(said, key) for said in fixed for key in keys)
+
+    def sized(more: Mapping[str, Any]) -> Estimate:
+        return estimate(numel, {**values, **more}, ranks, device=given.device)
+
+    if is_open(*_PRECISION):
+        values |= _PRECISIONS[ask(_sized_question("precision", _PRECISIONS, sized))]
+    if is_open("optimizer"):
+        values |= {"optimizer": {"type": ask(_sized_question("optimizer", _OPTIMIZERS, sized))}}
+        values["optimizer"]["params"] = {"lr": ask(Question("learning rate", 1e-4, _number))}
+    for keys, text, default, parse in (
+        (("train_micro_batch_size_per_gpu",), "samples of one forward on one rank", 1, _count),
+        (_ACCUMULATION, "forwards on one rank per step", 1, _count),
+        (("gradient_clipping",), "largest norm of the gradients (0: any)", 1.0, _number),
+    ):
+        if is_open(*keys):
+            values[keys[0]] = ask(Question(text, default, parse))
+    if is_open(*_PLACE):
+        values["zero_optimization"] = {**values.get("zero_optimization", {}), **_place(ask, sized({}), memory)}
+    found = estimate(numel, values, ranks, device=given.device)
+    load(values, ranks)
+    text = json.dumps(values, indent=2) + "\n"
+    if given.output == "-":
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+    where = "" if given.output == "-" else f"wrote {path}: "
+    _say(f"{where}stage {_row_text(found.configured)}; without activations, for {found.what}")
+    return 0
+
+
+def _sized_question(what: str, choices: Mapping[str, Any], sized: Callable[[Mapping[str, Any]], Estimate]) -> Question:
+    """Which of these choices; says the memory that a whole replica takes with each."""
+    _say(f"{what}, and the memory of a rank that keeps all state (stage 0), without activations:")
+    for name, section in choices.items():
+        _say(f"  {name:<8} {sized(section).rows[0].device.total / GB:,.2f} GB")
+    names = tuple(choices)
+    return Question(f"{what}: {', '.join(names)}", names[0], _one_of(names))
+
+
+def _place(ask: Callable[[Question], Any], found: Estimate, memory: float) -> dict[str, Any]:
+    """Ask for stage and placement, each with its memory; the default is the first that leaves room."""
+    _say(f"stage and placement, and what each of {found.ranks} ranks holds, without activations:")
+    for number, row in enumerate(found.rows, 1):
+        _say(f"  {number}  stage {_row_text(row)}")
+    totals = [row.device.total for row in found.rows]
+    fits = [number for number, total in enumerate(totals, 1) if total <= _ROOM * memory * GB]
+    if not fits:
+        _say(f"none takes less than {_ROOM:.0%} of {memory:g} GB; on more ranks each takes less")
+    numbers = tuple(str(number) for number in range(1, len(totals) + 1))
+    default = str(fits[0] if fits else totals.index(min(totals)) + 1)
+    text = f"which of them (default: the first that leaves {1 - _ROOM:.0%} of {memory:g} GB for activations)"
+    choice = found.rows[int(ask(Question(text, default, _one_of(numbers)))) - 1].choice
+    section: dict[str, Any] = {"stage": choice.stage}
+    for name, device in (("offload_optimizer", choice.optimizer), ("offload_param", choice.params)):
+        if device != "none":
+            section[name] = {"device": device}
+        if device == "nvme":
+            section[name]["nvme_path"] = ask(Question(f"folder on a fast local drive, for {name}", "/tmp", str))
+    return section
+
+
+def _row_text(row: Row) -> str:
+    cells = {"device": row.device.total, "host": row.host.memory, "drive": row.host.files}
+    return f"{row.choice}: " + ", ".join(f"{cell / GB:,.2f} GB on {name}" for name, cell in cells.items() if cell)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _default(question: Question) -> Any:
+    return question.default
+
+
+def _ask(question: Question) -> Any:
+    """The answer of the user, the default for an empty one; asks again until it can be read."""
+    while True:
+        print(f"{question.text} [{_shown(question.default)}]: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise NoAnswer
+        if not line.strip():
+            return question.default
+        try:
+            return question.parse(line.strip())
+        except ValueError as error:
+            _say(f"  got {line.strip()!r}, {error}")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _same_or_inside(key: str, path: str) -> bool:
+    """Whether setting `key` says something of `path` or of what is around it."""
+    return key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.")
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError("wanted a number, such as 7e9 or 0.001")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("wanted a whole number of at least 1")
+    return int(text)
+
+
+def _one_of(choices: tuple[str, ...]) -> Parse:
+    def parse(text: str) -> str:
+        for choice in choices:
+            if choice.lower() == text.lower():
+                return choice
+        raise ValueError(f"wanted one of {', '.join(choices)}")
+
+    return parse
