@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, replica_nbytes
+from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, in_flight_nbytes, replica_nbytes
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 
@@ -236,3 +236,25 @@ def test_element_sizes() -> None:
         "fp32": 4,
         "fp64": 8,
     }
+
+
+def test_gradients_on_their_way_by_hand() -> None:
+    """Of the last units in the order of backward, two or three have messages on their way."""
+    units = (unit("a", 256, 4), unit("b", 128, 4), unit("frozen", 999, 4, requires_grad=False), unit("c", 64, 4))
+    over_gloo, landing = 1 + 3 / 4, 2 * 256
+    assert in_flight_nbytes(units, 4, 1) == 2 * (256 + 128) * over_gloo + landing
+    assert in_flight_nbytes(units, 1, 4) == 2 * (256 + 128 + 64) * over_gloo + landing
+    assert in_flight_nbytes(units, 4, 1, native=True) == 2 * (256 + 128) * (1 + 1 / 4) + landing
+    assert in_flight_nbytes(units, 4, 1, travel="fp32") == 4 * (256 + 128) * over_gloo + landing
+    # What was collected is counted as gradients, and so is a buffer that takes the sum.
+    assert in_flight_nbytes(units, 4, 1, collected=True) == 4 * (256 + 128) * 3 / 4 + landing
+    whole = tuple(unit(name, 64, 4, "fp32") for name in "abc")
+    assert in_flight_nbytes(whole, 1, 4) == 3 * 4 * 64 * 3 / 4 + 4 * 64
+    assert in_flight_nbytes(whole, 1, 1) == 4 * 64
+    assert in_flight_nbytes((), 4, 1) == 0
+
+
+def test_a_second_copy_of_the_parameters_is_counted() -> None:
+    units = (unit("block", 128, 4),)
+    assert alive_nbytes(units, Sharding.of_stage(3), 4, secondary=2).parameters == 2 * (32 + 64)
+    assert alive_nbytes(units, Sharding.of_stage(2), 4, secondary=2).parameters == 2 * 128

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, stay_whole, to_come, used_again
+from zero.plan.order import (
+    START,
+    Limits,
+    Position,
+    advance,
+    fetched_ahead,
+    most_whole,
+    read_ahead,
+    stay_whole,
+    to_come,
+    used_again,
+)
 
 UNKNOWN = 99
 orders = st.lists(st.integers(0, 4), max_size=10)
@@ -188,3 +199,24 @@ def test_small_units_stay_whole_up_to_a_sum() -> None:
     assert stay_whole(sizes, Limits(whole=31, whole_in_all=60)) == [0, 3, 5]
     assert stay_whole(sizes, Limits(whole=31, whole_in_all=59)) == [0, 3]
     assert stay_whole(sizes, Limits(whole=100, whole_in_all=29)) == [3]
+
+
+def test_the_most_that_is_whole_at_once_by_hand() -> None:
+    """A root that stays whole while its blocks run, of which one travels ahead, or none, or all."""
+    anchors, sizes = ["", "blocks.0", "blocks.1", "blocks.2"], [10, 100, 200, 100]
+
+    def most(**limits: int) -> int:
+        return most_whole(anchors, sizes, [2 * size for size in sizes], Limits(**limits))
+
+    assert most(ahead=0) == 2 * (10 + 200)
+    assert most(ahead=1) == 2 * (10 + 100 + 200)
+    assert most() == 2 * sum(sizes)
+    assert most(ahead=0, whole=10) == 2 * 200  # the root stays whole and is counted elsewhere
+    assert most(ahead=0, reuse=210) == 2 * (10 + 200 + 100)  # the last two blocks are kept for the backward
+    assert most_whole([], [], [], Limits()) == 0
+
+
+def test_what_lies_in_a_module_is_used_while_that_is_whole() -> None:
+    anchors = ["blocks.0.inner", "blocks.0", "blocks.01"]
+    assert most_whole(anchors, [1, 10, 100], [1, 10, 100], Limits(ahead=0)) == 100
+    assert most_whole(anchors, [1, 10, 1], [1, 10, 1], Limits(ahead=0)) == 11

@@ -20,23 +20,18 @@ _SIZES = {
 def add_arguments(parser: Any) -> None:
     """Give `parser` the arguments of `zero plan`."""
     parser.add_argument("--groups", action="store_true", help="print the groups of ranks along each axis")
-    add_model_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="the JSON of the run (default: bf16 and AdamW)")
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="the number of ranks")
-    for axis, about in _SIZES.items():
-        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=about)
-    about = "for the warning about tensor parallelism between hosts (default: 8)"
-    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help=about)
-
-
-def add_model_arguments(parser: Any) -> None:
-    """Those that say which model, and on which kind of device."""
     about = "print the GB per rank of a transformer of N parameters, such as 70e9, for each stage and placement"
     parser.add_argument("--params", type=float, metavar="N", help=about)
     parser.add_argument("--layers", type=int, metavar="N", help="its layers (default: a 128th of the width)")
     parser.add_argument("--width", type=int, metavar="N", help="its width (default: 128 times the layers)")
     about = "cuda: a device with memory of its own (the default); cpu: ranks that train in host memory"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=about)
+    parser.add_argument("--config", metavar="FILE", help="the JSON of the run (default: bf16 and AdamW)")
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="the number of ranks")
+    for axis, about in _SIZES.items():
+        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=about)
+    about = "for the warning about tensor parallelism between hosts (default: 8)"
+    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help=about)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -117,8 +117,9 @@ def in_flight_nbytes(
     collected: bool = False,
     native: bool = False,
 ) -> int:
-    """The most bytes of gradients that are on their way between ranks, beside the sums and buffers that are kept.
+    """The most bytes of gradients on their way: the one that autograd hands over, and those between ranks.
 
+    Sums and buffers that are kept are not among them.
     parts, replicas: sizes of the shard and the replica axis; `travel`: what gradients are rounded to before they are
     sent; `collected`: they come from buffers that micro-batches have added up in, in `accumulate`; `native`: NCCL adds
     up on the way; over gloo the slices of all ranks arrive.
@@ -132,7 +133,9 @@ def in_flight_nbytes(
         stays = collected or (parts == 1 and dtype == accumulate == "fp32")
         nbytes = ITEMSIZE[dtype] * unit.layout.numel
         arriving = nbytes // size if native else nbytes - nbytes // size
-        sent.append((0 if stays else nbytes) + (arriving if size > 1 else 0))
+        landing = ITEMSIZE[unit.dtype] * max(spec.numel for spec in unit.params)
+        sent.append(((0 if stays else nbytes) + (arriving if size > 1 else 0), landing))
     # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
-    return max((sum(sent[at : at + width]) for at in range(len(sent))), default=0)
+    windows = (sent[max(0, end - width) : end] for end in range(1, len(sent) + 1))
+    return max((sum(nbytes for nbytes, _ in window) + window[-1][1] for window in windows), default=0)

@@ -40,11 +40,12 @@ class Finding(NamedTuple):
 
 def run() -> int:
     """Look, print one line for each finding as soon as it is known; the exit status is 1 if there is a problem."""
-    problems = 0
+    states = []
     for finding in findings(gather()):
         print(f"{finding.state:<8} {finding.name}: {finding.text}", flush=True)
-        problems += finding.state == PROBLEM
-    print(f"\n{problems} problem{'' if problems == 1 else 's'}" if problems else "\nall is well")
+        states.append(finding.state)
+    problems, notes = states.count(PROBLEM), states.count(NOTE)
+    print(f"\n{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}")
     return 1 if problems else 0
 
 
@@ -67,7 +68,8 @@ def findings(facts: Facts) -> Iterator[Finding]:
 
 def programs(gpus: bool) -> Iterator[Finding]:
     """Compilers, and what starts ranks on other hosts."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    chosen = os.environ.get("CXX", "").split()[:1]
+    compiler = next(filter(None, map(shutil.which, [*chosen, *_COMPILERS])), None)
     how = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"
     yield _program("C++ compiler", compiler, "builds the CPU kernels when zero is installed from source", how)
     if gpus:

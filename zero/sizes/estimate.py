@@ -61,7 +61,7 @@ class DeviceBytes(NamedTuple):
     masters:    exact values of parameters of 16 bits, and copies of shards beside masters;
     moments:    the rest of the optimizer's state;
     gathered:   parameters that are whole while modules use them, and those that travel ahead;
-    reduction:  gradients on their way between ranks.
+    reduction:  gradients on their way, from autograd and between ranks.
     """
 
     parameters: int
@@ -120,7 +120,9 @@ def estimate(
     layers: int | None = None,
     width: int | None = None,
 ) -> Estimate:
-    """Bytes on each of `ranks` data-parallel ranks (rank 0, which has most), by kind, stage and placement.
+    """Bytes on rank 0 of `ranks` data-parallel ranks, by kind, stage and placement.
+
+    Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none.
 
     model: a module, also one on the meta device: nothing is allocated and nothing of it changes; or a number of
     parameters, of which a transformer is made, with `layers` and `width` where they are known.

@@ -76,7 +76,7 @@ def _write(given: argparse.Namespace) -> int:
         return not any(_same_or_inside(said, key) for said in fixed for key in keys)
 
     def sized(more: Mapping[str, Any]) -> Estimate:
-        return estimate(numel, {**values, **more}, ranks, device=given.device)
+        return estimate(numel, {**_OPTIMIZERS["AdamW"], **values, **more}, ranks, device=given.device)
 
     if is_open(*_PRECISION):
         values |= _PRECISIONS[ask(_sized_question("precision", _PRECISIONS, sized))]

@@ -1,0 +1,103 @@
+"""`zero doctor` lets ranks talk, and says of what is missing what it is for and how to get it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import longer
+
+from zero.__main__ import main
+from zero.report import Facts, doctor, gather
+from zero.report.collectives import COLLECTIVES
+from zero.report.doctor import NOTE, OK, PROBLEM, Finding
+
+
+@pytest.mark.ranks(2)
+def test_each_collective_gives_what_it_should() -> None:
+    assert {"broadcast", "all-reduce", "all-gather", "reduce-scatter", "all-to-all"} <= COLLECTIVES.keys()
+    for name, collective in COLLECTIVES.items():
+        found, wanted = collective(dist.get_rank(), 2, torch.device("cpu"))
+        assert found.tolist() == wanted, name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda values: None)  # one that does nothing is seen
+        found, wanted = COLLECTIVES["all-reduce"](dist.get_rank(), 2, torch.device("cpu"))
+        assert found.tolist() != wanted
+
+
+@pytest.mark.parametrize(("backend", "state"), longer(("gloo", OK), ("no_backend", PROBLEM)))
+def test_ranks_are_started_and_their_word_is_taken(backend: str, state: str) -> None:
+    found = doctor.collectives(backend, 2)
+    assert (found.name, found.state) == (f"{backend} on 2 ranks", state)
+    assert state == OK or "no_backend" in found.text
+
+
+def test_what_ranks_wrote_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(command: list[str], **more: object) -> object:
+        (Path(command[-1]) / "1").write_text("all-reduce: got [2.0], wanted [3.0]")
+        return namedtuple("Process", "communicate returncode")(lambda timeout: ("", None), 1)
+
+    monkeypatch.setattr(doctor.subprocess, "Popen", popen)
+    found = doctor.collectives("gloo", 2)
+    assert found.state == PROBLEM
+    assert "rank 1: all-reduce: got [2.0], wanted [3.0]" in found.text
+
+
+def states(findings: object) -> dict[str, tuple[str, str]]:
+    return {name: (state, text) for name, state, text in findings}
+
+
+def test_programs_that_are_missing_are_notes_that_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATH", "CXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, "")
+    found = states(doctor.programs(gpus=True))
+    assert {"C++ compiler", "nvcc", "ssh", "mpirun"} == found.keys()
+    for name, (state, text) in found.items():
+        if name != "nvcc" or state != OK:  # which is found in /usr/local/cuda, too
+            assert state == NOTE and "To get it: " in text, name
+    assert "nvcc" not in states(doctor.programs(gpus=False))
+
+
+def test_a_port_that_is_taken_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setattr(doctor, "PORT", other.getsockname()[1])
+        state, text = states(doctor.network())[f"port {doctor.PORT}"]
+    assert state == NOTE and "--master_port" in text
+    assert states(doctor.network())[f"port {doctor.PORT}"] == (OK, "free")
+
+
+def test_little_room_is_a_note_and_none_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    for free in (2**20, 2 * 2**30, 2**40):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: namedtuple("Usage", "free")(free))
+        (disk,) = doctor.disks([tmp_path, tmp_path])
+        seen.append((disk.state, states(doctor.limits()).get("shared memory", (NOTE,))[0]))
+    assert [disk for disk, _ in seen] == [PROBLEM, NOTE, OK]
+    assert seen[0][1] == NOTE
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
+    assert states(doctor.limits())["open files"][0] == NOTE
+
+
+@pytest.mark.parametrize("problems", [(), ("CPU kernels are missing",)])
+def test_the_exit_status_says_whether_there_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, problems: tuple[str, ...]
+) -> None:
+    facts: Facts = dataclasses.replace(gather(), problems=problems, gpus=())
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+    monkeypatch.setattr(
+        doctor, "collectives", lambda backend, ranks: Finding(f"{backend} on {ranks} ranks", OK, "well")
+    )
+    monkeypatch.setattr(doctor, "disks", lambda folders: [])
+    assert main(["doctor"]) == len(problems)
+    said = capsys.readouterr().out.splitlines()
+    assert ("problem  kernels: CPU kernels are missing" in said) == bool(problems)
+    assert said[-1].startswith("1 problem, " if problems else "0 problems, ")
+    assert "ok       gloo on 2 ranks: well" in said
