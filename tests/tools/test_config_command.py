@@ -40,7 +40,7 @@ def test_the_defaults_pass_the_check_and_say_their_memory(tmp_path: Path, capsys
 
 @pytest.mark.parametrize(
     ("memory", "stage"),
-    [(8, {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}), (40, {"stage": 1})],
+    [(8, {"stage": 3, "offload_optimizer": {"device": "cpu"}}), (40, {"stage": 1})],
 )
 def test_the_place_follows_the_memory_of_the_device(tmp_path: Path, memory: int, stage: dict[str, Any]) -> None:
     words = ("--default", "--params", "7e9", "--world", "16", "--memory", str(memory))
