@@ -114,7 +114,7 @@ def test_the_command_prints_the_groups(capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--world", "16"], "nothing to print: add --groups"),
+        (["--world", "16"], "nothing to print: add --params N"),
         (["--world", "16", "--tp", "5", "--groups"], "tp 5 = 5 does not divide the 16 ranks"),
         (["--world", "16", "--ranks-per-host", "0", "--groups"], "--ranks-per-host: got 0"),
     ],
