@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.engine.init import Init
     from zero.engine.initialize import initialize
     from zero.optim.client import FusedOptimizer
+    from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear
     from zero.tiled.loss import tiled_cross_entropy
 else:  # to a type checker every name would be there

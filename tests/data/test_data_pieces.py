@@ -46,7 +46,6 @@ def test_streams_and_loaders_of_others_are_read_and_dropped() -> None:
             zero.skip_first_batches(stream, wrong)
 
 
-
 def test_a_split_depends_on_its_seed_alone() -> None:
     parts = zero.random_split(range(50), [40, 10])
     torch.manual_seed(99)

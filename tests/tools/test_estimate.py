@@ -196,6 +196,7 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture, tmp_path: A
         (["--params", "5"], "number of parameters: got 5, wanted at least 1000"),
         (["--params", "1e9", "--layers", "99", "--width", "8192"], "give fewer layers, or a smaller width"),
         (["--params", "1e9", "--groups"], "give one of them"),
+        (["--params", "1e9", "--layers", "0"], "layers: got 0, wanted an integer of at least 1"),
         (["--params", "1e9", "--tp", "2"], "--tp: the memory is that of data-parallel ranks"),
         (["--params", "1e9", "--config", "no.json"], "there is no file 'no.json'"),
         ([], "add --params N"),
@@ -207,7 +208,9 @@ def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: li
     assert text in said.err and not said.out
 
 
-def test_a_device_that_is_none_is_refused() -> None:
+def test_a_device_or_model_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="device: got 'tpu', wanted 'cuda' or 'cpu'"):
         zero.estimate(1e9, None, 2, device="tpu")
+    with pytest.raises(ValueError, match="model: got a str, wanted a torch.nn.Module or a number"):
+        zero.estimate("gpt", None, 2)
     assert not dist.is_initialized()

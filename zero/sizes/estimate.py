@@ -124,8 +124,8 @@ def estimate(
 
     Others have the same, but for what moments in fewer bits take, of which a shard of norms and biases has none.
 
-    model: a module, also one on the meta device: nothing is allocated and nothing of it changes; or a number of
-    parameters, of which a transformer is made, with `layers` and `width` where they are known.
+    model: a module, also one on the meta device: nothing is allocated; its leaf modules are marked, as by `initialize`.
+    Or a number of parameters, of which a transformer is made, with `layers` and `width` where they are known.
     config: as for `zero.initialize`; default: bf16 and AdamW, stage 0. Its sizes, dtypes and formats hold for all
     rows. device: "cuda", with memory of its own and NCCL, or "cpu", where device and host are one memory.
     Activations are not counted: docs/memory.md says how large they are. Raises ConfigError and ValueError.
@@ -163,9 +163,13 @@ def _formats(settings: Config) -> tuple[Formats, list[str]]:
 
 
 def _units(model: nn.Module, settings: Config, formats: Formats) -> tuple[UnitPlan, ...]:
+    from torch import nn
+
     from zero.core.leaf import mark_leaf_modules
     from zero.core.sharded_module import plan_module
 
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: got a {type(model).__name__}, wanted a torch.nn.Module or a number of parameters")
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     groups = [[param for param in model.parameters() if param.requires_grad]]

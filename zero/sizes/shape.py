@@ -49,10 +49,7 @@ class Shape(NamedTuple):
         for index in range(self.layers):
             sizes |= self._block(index)
         sizes |= {"norm.weight": norm, "head.weight": table}
-        return [
-            ParamSpec(name, numel, dtype, True, 0, 1 if "norm" in name else 2)  # ndim
-            for name, numel in sizes.items()
-        ]
+        return [ParamSpec(name, size, dtype, True, 0, ndim=1 if "norm" in name else 2) for name, size in sizes.items()]
 
     def _block(self, index: int) -> dict[str, int]:
         square, wide = self.width**2, self.width * self.inner
@@ -73,6 +70,9 @@ def shape_of(numel: float, layers: int | None = None, width: int | None = None) 
     """
     if not math.isfinite(numel) or numel < 1000:
         raise ValueError(f"number of parameters: got {numel:g}, wanted at least 1000, such as 7e9")
+    for name, value in (("layers", layers), ("width", width)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: got {value}, wanted an integer of at least 1")
     if layers is None:
         by_width = numel / (12 * width**2) if width else (numel / (12 * _ASPECT**2)) ** (1 / 3)
         layers = max(1, round(by_width))
