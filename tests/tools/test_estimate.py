@@ -211,6 +211,6 @@ def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: li
 def test_a_device_or_model_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="device: got 'tpu', wanted 'cuda' or 'cpu'"):
         zero.estimate(1e9, None, 2, device="tpu")
-    with pytest.raises(ValueError, match="model: got a str, wanted a torch.nn.Module or a number"):
+    with pytest.raises(ValueError, match="model: got a str, wanted a torch"):
         zero.estimate("gpt", None, 2)
     assert not dist.is_initialized()
