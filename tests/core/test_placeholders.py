@@ -35,11 +35,9 @@ READERS: Readers = {
     "write into": lambda t: t.fill_(0),
     "out": lambda t: torch.add(torch.zeros(t.shape), 1, out=t),
     "index": lambda t: t[0],
-    "iterate": list,
-    "view": lambda t: t.view(-1),
+    "flatten": lambda t: t.flatten(),
     "transpose": lambda t: t.T,
     "clone": lambda t: t.clone(),
-    "contiguous": lambda t: t.contiguous(),
     "move": lambda t: t.to("cpu"),
     "convert": lambda t: t.float(),
     "data": lambda t: t.data,
@@ -153,6 +151,37 @@ def questions(built: bool, dtype: str) -> list[str]:
 @pytest.mark.parametrize(("built", "dtype"), [(False, "bfloat16"), (True, "float32"), *longer((False, "float32"))])
 def test_what_it_is_asked_it_answers_as_the_plain_tensor(pool: Any, built: bool, dtype: str) -> None:
     assert pool.run(2, questions, built, dtype) == [[], []]
+
+
+# What splits and joins, as programs do with weights before one rank saves them.
+ARRANGERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "chunk": lambda t: [*torch.chunk(t, 2), *t.chunk(2, dim=1)],
+    "split": lambda t: [*torch.split(t, 3), *t.split([1, t.shape[0] - 1])],
+    "join": lambda t: [torch.cat([t, t], dim=1), torch.stack([t, t])],
+    "unbind": lambda t: [*torch.unbind(t), *t.unbind(1), *t],
+    "turn": lambda t: [torch.transpose(t, 0, 1).contiguous(), t.transpose(0, 1)],
+    "reshape": lambda t: [t.reshape(-1), torch.reshape(t, (1, -1)), t.view(1, *t.shape)],
+    "more and fewer dimensions": lambda t: [t.unsqueeze(0), torch.squeeze(t.unsqueeze(0), 0), t.permute(1, 0)],
+}
+
+
+def arranged() -> list[str]:
+    """Where what is arranged of a placeholder is otherwise than of the plain tensor, or can be read."""
+    module, end = made(False)
+    found, plain, wrong = module.state_dict()[NAME], make_net().state_dict()[NAME], []
+    for name, arrange in ARRANGERS.items():
+        for ours, wanted in zip(arrange(found), arrange(plain), strict=True):
+            if (ours.shape, ours.dtype, ours.device) != (wanted.shape, wanted.dtype, wanted.device):
+                wrong.append(f"{name}: {ours}, wanted {wanted.shape}")
+            for reader in ("add", "clone", "torch.save"):
+                if f"'{NAME}' " not in (text := said_by(READERS[reader], ours)):
+                    wrong.append(f"{name}, then {reader}: {text}")
+    end()
+    return wrong
+
+
+def test_what_is_arranged_of_it_has_its_shape_and_no_values(pool: Any) -> None:
+    assert pool.run(2, arranged) == [[], []]
 
 
 def whole_where_they_are() -> list[str]:

@@ -108,6 +108,16 @@ def test_importing_it_brings_no_torch_and_what_is_missing_is_said(script: Path) 
     ]
 
 
+def test_a_name_that_cannot_be_imported_keeps_what_to_use(script: Path) -> None:
+    for module, name, use in (
+        ("deepspeed", "PipelineModule", "zero has data parallelism only"),
+        ("deepspeed.runtime.zero", "MiCS_Init", "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it"),
+    ):
+        code = f"try:\n    from {module} import {name}\nexcept ImportError as error:\n    print(error, error.name)"
+        said = f"{module}.{name} is not in zero, which is here as deepspeed: {use} {name}"
+        assert run(f"{PYTHON} -m zero.as_deepspeed -c {shlex.quote(code)}", script)[0] == [said]
+
+
 def test_the_metadata_has_the_version_of_zero() -> None:
     (folder,) = SITE.glob("*.dist-info")
     assert folder.name == f"deepspeed-{VERSION}.dist-info"

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from huggingface_cases import filled, opened, settings
 from ranks import Pool
@@ -59,7 +60,10 @@ def names_of_parameters(number: int) -> list[Any]:
         there = [name for name in ("ds_id", "ds_shape", "ds_status", "partition_numel") if hasattr(weight, name)]
         said: list[Any] = [there]
         if there:
-            said += [tuple(weight.ds_shape), weight.ds_numel, weight.partition_numel()]
+            said += [tuple(weight.ds_shape), weight.ds_numel, weight.partition_numel(), weight.ds_persist]
+            for name, use in (("ds_tensor", "safe_get_local_fp32_param"), ("all_gather", "GatheredParameters")):
+                with pytest.raises(AttributeError, match=f"{name} of a parameter is not in zero.*{use}"):
+                    getattr(weight, name)
             said += [weight.ds_status is ZeroParamStatus.NOT_AVAILABLE]
             with deepspeed.zero.GatheredParameters(weight):
                 said += [weight.ds_status is ZeroParamStatus.AVAILABLE]
@@ -73,7 +77,7 @@ def names_of_parameters(number: int) -> list[Any]:
 
 def test_cut_parameters_have_the_names_of_deepspeed_and_others_have_not(door: Pool) -> None:
     names = ["ds_id", "ds_shape", "ds_status", "partition_numel"]
-    assert door.run(2, names_of_parameters, 3)[0] == [names, (3, 4), 12, 6, True, True, False]
+    assert door.run(2, names_of_parameters, 3)[0] == [names, (3, 4), 12, 6, False, True, True, False]
     assert door.run(2, names_of_parameters, 2)[0] == [[], False]
 
 
@@ -130,3 +134,29 @@ def reference(model: str) -> list[Any]:
 
 def test_a_model_of_which_nothing_is_trained_needs_no_optimizer(door: Pool, tiny: Path) -> None:
     assert door.run(2, reference, str(tiny)) == [[None, True, True]] * 2
+
+
+def experts(out: str) -> None:
+    """Save a mixture of experts, whose weights are split for it, as scripts do: all ranks call, rank 0 has weights."""
+    with opened():
+        import deepspeed
+        from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        few = {"num_key_value_heads": 2, "moe_intermediate_size": 8, "num_experts": 4, "vocab_size": 32}
+        net = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **few, shared_expert_intermediate_size=8))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=filled(3))
+        weights = engine._zero3_consolidated_16bit_state_dict()
+        main = torch.distributed.get_rank() == 0
+        net.save_pretrained(f"{out}/{int(not main)}", is_main_process=main, state_dict=weights)
+        engine.destroy()
+        if main:
+            again = Qwen2MoeForCausalLM.from_pretrained(f"{out}/0")
+            assert all(map(torch.equal, again.state_dict().values(), net.state_dict().values()))
+
+
+def test_a_mixture_of_experts_is_saved_though_other_ranks_have_no_weights(door: Pool, tmp_path: Path) -> None:
+    door.run(2, experts, str(tmp_path))
+    assert (tmp_path / "0" / "model.safetensors").exists()
+    assert not (tmp_path / "1" / "model.safetensors").exists()

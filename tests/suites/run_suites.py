@@ -1,7 +1,8 @@
 """Runs what Accelerate and Transformers test of DeepSpeed over zero: `make suites SUITES=FOLDER`.
 
 FOLDER has the trees `accelerate` and `transformers`, or one of them, as their repositories have them, of about the
-versions that are installed; they are no part of this repository. One process of pytest for each file, on CPU ranks
+versions that are installed; they are no part of this repository. A tree's own sources are used where it has some, else
+the installed library. One process of pytest for each file, on CPU ranks
 where there is no GPU. known.json has the tests that fail, each with its reason. The exit status is 1 if another one
 fails, if one of those passes, or if one of those is gone.
 """
@@ -70,10 +71,12 @@ def run(tree: Path, file: str, out: Path) -> tuple[dict[str, tuple[str, str]], l
     outcomes = out / f"{tree.name}-{Path(file).stem}.jsonl"
     outcomes.unlink(missing_ok=True)
     door = variables(os.environ)
+    # Some of Accelerate's scripts look for files of its tests beside its sources.
+    sources = [str(tree / "src")] if (tree / "src" / tree.name / "__init__.py").exists() else []
     environment = {
         **os.environ,
         **door,
-        "PYTHONPATH": os.pathsep.join([door["PYTHONPATH"], str(_HERE), str(_HERE / "stand_ins")]),
+        "PYTHONPATH": os.pathsep.join([door["PYTHONPATH"], str(_HERE), str(_HERE / "stand_ins"), *sources]),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), door["PATH"]]),
         "ZERO_SUITES_OUTCOMES": str(outcomes),
         "HF_HOME": str(out / "hub"),

@@ -7,7 +7,8 @@ moved on at release and set back when the memory is, so that a backward that rea
 instead of crashing.
 
 `detach()`, and so `state_dict()`, gives a placeholder of it, which answers the same questions and has no values: much
-code takes a state_dict for its names, shapes and dtypes alone.
+code takes a state_dict for its names, shapes and dtypes alone, or splits and joins its tensors before only one rank
+saves them.
 """
 
 from __future__ import annotations
@@ -66,6 +67,20 @@ _METADATA = _QUERIES | frozenset(
     }
 )
 _DETACH = frozenset({Tensor.detach, torch.detach})
+# What puts values elsewhere and reads none: of placeholders, it gives placeholders.
+_ARRANGE = frozenset(
+    {
+        torch.cat,
+        torch.stack,
+        *(
+            getattr(kind, name)
+            for name in ("chunk", "permute", "reshape", "split", "squeeze", "transpose", "unbind", "unsqueeze")
+            for kind in (torch, Tensor)
+        ),
+        Tensor.contiguous,
+        Tensor.view,
+    }
+)
 
 
 class Released:
@@ -91,7 +106,7 @@ class Released:
         if away is not None:
             raise RuntimeError(f"parameter '{name}': {away}")
         if func in _DETACH:
-            return Placeholder.of(wanted[0], name)
+            return Placeholder.of(wanted[0], name, wanted[0].device)
         raise RuntimeError(
             f"parameter '{name}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
             "zero.register_forward_method(module, name); engine.module_state_dict() has the weights whole"
@@ -138,10 +153,10 @@ class Placeholder(Tensor):
     shown: Tensor
 
     @classmethod
-    def of(cls, param: Tensor, name: str) -> Placeholder:
-        """Of a parameter that is called `name`."""
-        made = torch.empty(param.shape, dtype=param.dtype, device="meta").as_subclass(cls)
-        made.parameter, made.shown = name, absent(param.shape, param.dtype, param.device)
+    def of(cls, like: Tensor, name: str, device: torch.device) -> Placeholder:
+        """Of `like`'s shape and dtype, for the parameter that is called `name`."""
+        made = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(cls)
+        made.parameter, made.shown = name, absent(like.shape, like.dtype, device)
         return made
 
     @classmethod
@@ -155,9 +170,16 @@ class Placeholder(Tensor):
                 return NoStorage(id(first), first.shown.nbytes)
             if func in _QUERIES:
                 return func(first.shown, *args[1:], **(kwargs or {}))
-        names = [each.parameter for each in _among((args, kwargs), Placeholder)]
+        found = _among((args, kwargs), Tensor)
+        ours = [each for each in found if isinstance(each, Placeholder)]
+        if func in _ARRANGE and len(ours) == len(found):
+            with without_torch_function():
+                made = func(*args, **(kwargs or {}))
+            name, device = ours[0].parameter, ours[0].shown.device
+            return cls.of(made, name, device) if isinstance(made, Tensor) else [cls.of(x, name, device) for x in made]
+        parameter = ours[0].parameter if ours else "?"
         raise RuntimeError(
-            f"parameter '{names[0] if names else '?'}' was released when detach() or state_dict() gave this, which has "
+            f"parameter '{parameter}' was released when detach() or state_dict() gave this, which has "
             "its shape and dtype and no values; call that inside zero.GatheredParameters(...); "
             "engine.module_state_dict() has the weights whole"
         )

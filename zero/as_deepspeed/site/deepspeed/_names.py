@@ -1,6 +1,8 @@
 """How the modules of this package find their names: each where it lives in zero, when it is first used."""
 
+import dis
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +11,8 @@ def finder(module: str, homes: Mapping[str, str], instead: Mapping[str, str] = {
     """The `__getattr__` of `module`.
 
     homes: name -> the module in which it has the same name; "module:" for that module itself, "module:other" for
-    another name there. instead: name -> what to use. Raises AttributeError for every other name.
+    another name there. instead: name -> what to use. Raises AttributeError for every other name, ImportError in
+    `from module import name`, where Python drops the text of the former.
     """
 
     def find(name: str) -> Any:
@@ -18,7 +21,10 @@ def finder(module: str, homes: Mapping[str, str], instead: Mapping[str, str] = {
             found = importlib.import_module(home)
             return found if colon and not other else getattr(found, other or name)
         why = instead.get(name, "docs/deepspeed.md says what there is")
-        raise AttributeError(f"{module}.{name} is not in zero, which is here as deepspeed: {why}", name=name)
+        caller = sys._getframe(1)
+        imported = caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
+        error = ImportError if imported else AttributeError
+        raise error(f"{module}.{name} is not in zero, which is here as deepspeed: {why}", name=name)
 
     find.names = frozenset(homes)
     return find

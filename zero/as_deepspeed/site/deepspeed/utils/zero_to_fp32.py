@@ -10,6 +10,8 @@ from deepspeed._names import finder
 from zero.checkpoint.model_files import consolidate, model_chunks, size_of
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.weight_files import weights_at
+from zero.core.deferred_param import DeferredParam
+from zero.core.owner import owner_of
 
 _OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
 __getattr__ = finder(__name__, {}, {"get_model_state_file": _OWN_FILES, "get_optim_files": _OWN_FILES})
@@ -31,8 +33,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """The model with those weights, converted to its dtypes."""
-    zero.load_weights(model, Path(checkpoint_dir, tag or ""))
+    """The model with those weights, converted to its dtypes; a collective where an engine or `zero.Init` has it."""
+    if all(isinstance(owner.unit, DeferredParam) for owner in map(owner_of, model.parameters()) if owner is not None):
+        zero.load_weights(model, Path(checkpoint_dir, tag or ""))
+        return model
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        model.load_state_dict(state)
     return model
 
 

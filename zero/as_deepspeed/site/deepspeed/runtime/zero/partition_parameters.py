@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -106,9 +107,11 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
     return ZeroParamStatus.NOT_AVAILABLE if is_released(param) else ZeroParamStatus.AVAILABLE
 
 
-def _attribute(name: str, value: Any) -> property:
+def _attribute(name: str, value: Callable[[nn.Parameter], Any] | str) -> property:
     def get(param: nn.Parameter) -> Any:
         _of_cut(param, name)
+        if isinstance(value, str):
+            raise AttributeError(f"{name} of a parameter is not in zero, which is here as deepspeed: {value}")
         return value(param)
 
     return property(get, doc=f"DeepSpeed's `{name}` of a parameter that is cut.")
@@ -119,13 +122,18 @@ def _numel_here(param: nn.Parameter) -> Any:
     return lambda: -(-param.numel() // ranks)
 
 
+# What each is of a parameter, or what to use instead.
 _ATTRIBUTES = {
     "ds_id": lambda param: id(param),
     "ds_shape": lambda param: param.shape,
     "ds_numel": lambda param: param.numel(),
     "ds_status": _status,
+    "ds_persist": lambda param: owner_of(param).unit.persistent,
     "ds_active_sub_modules": lambda param: set(),
     "partition_numel": _numel_here,
+    "ds_tensor": "deepspeed.utils.safe_get_local_fp32_param(param)",
+    "all_gather": "deepspeed.zero.GatheredParameters(param)",
+    "partition": "deepspeed.zero.GatheredParameters(param), which cuts it on leaving",
 }
 for _name, _value in _ATTRIBUTES.items():
     setattr(nn.Parameter, _name, _attribute(_name, _value))
