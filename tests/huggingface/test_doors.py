@@ -118,6 +118,17 @@ def test_a_name_that_cannot_be_imported_keeps_what_to_use(script: Path) -> None:
         assert run(f"{PYTHON} -m zero.as_deepspeed -c {shlex.quote(code)}", script)[0] == [said]
 
 
+@pytest.mark.long
+def test_a_process_alone_has_a_group_once_there_is_an_engine(script: Path) -> None:
+    script.write_text(
+        "import deepspeed, torch\n"
+        "config = {'train_batch_size': 1, 'optimizer': {'type': 'AdamW'}}\n"
+        "deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)\n"
+        "print(torch.distributed.get_world_size())\n"
+    )
+    assert run(f"{PYTHON} -m zero.as_deepspeed ask.py", script)[0] == ["1"]
+
+
 def test_the_metadata_has_the_version_of_zero() -> None:
     (folder,) = SITE.glob("*.dist-info")
     assert folder.name == f"deepspeed-{VERSION}.dist-info"

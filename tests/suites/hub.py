@@ -48,7 +48,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-base-cased": ("BertForSequenceClassification", {**_SIZES, **_WORDS}),
     "patrickvonplaten/t5-tiny-random": (
         "T5ForConditionalGeneration",
-        {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 256},
+        {
+            "d_model": 32,
+            "d_ff": 64,
+            "d_kv": 8,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 256,
+            "decoder_start_token_id": 0,
+        },
     ),
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import zero
 from deepspeed._names import finder
+from deepspeed.comm import init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
 from deepspeed.utils.logging import log_dist
@@ -48,6 +49,8 @@ class DeepSpeedEngine(zero.Engine):
 def initialize(*args: Any, **kwargs: Any) -> tuple:
     """See `zero.initialize`. A model without trained parameters needs no optimizer, whatever the JSON says."""
     given = inspect.signature(zero.initialize).bind(*args, **kwargs).arguments
+    if given.get("dist_init_required") is not False:
+        init_distributed()
     for name in ("config", "config_params"):
         if given.get(name) is not None:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
