@@ -106,11 +106,11 @@ def _pairs(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _begin(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
-    """Train until 80 % are right: scripts that start from a pretrained model want more than 82 % soon, and growing."""
+    """Train until 65 % are right: scripts that start from a pretrained model want more than 82 % soon, and growing."""
     inputs = tokenizer([row["sentence1"] for row in rows], [row["sentence2"] for row in rows], return_tensors="pt")
     labels, right = torch.tensor([row["label"] for row in rows]), 0.0
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    while right < 0.8:
+    while right < 0.65:
         result = model(**inputs, labels=labels)
         right = (result.logits.argmax(-1) == labels).float().mean().item()
         result.loss.backward()
