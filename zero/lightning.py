@@ -266,10 +266,6 @@ class ZeroStrategy(DDPStrategy):
         finally:
             self.engine.set_gradient_accumulation_boundary(True)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Names of what would be saved, with the parameters themselves, whose values may be away."""
-        return self.lightning_module.state_dict(keep_vars=True)
-
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: the engine saves the state."""
         return {}
