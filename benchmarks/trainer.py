@@ -4,7 +4,8 @@
 
 Both have the same model, data, optimizer, schedule and JSON, and engines of their own. A step of the Trainer reaches
 from the end of one to the end of the next, with its loader, callbacks and logging; between two of them a step by hand
-has its turn, which does not count. The ratio is taken pair by pair; its median is to be at most 1.03 on an idle machine.
+has its turn, which does not count. The ratio is taken pair by pair, and its median is to be at most 1.03; run it on an
+idle machine.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 FOLDER has the trees `accelerate` and `transformers`, or one of them, as their repositories have them, of about the
 versions that are installed; they are no part of this repository. A tree's own sources are used where it has some, else
-the installed library. One process of pytest for each file, on CPU ranks
-where there is no GPU. known.json has the tests that fail, each with its reason. The exit status is 1 if another one
-fails, if one of those passes, or if one of those is gone.
+the installed library. One process of pytest for each file, on CPU ranks where there is no GPU. known.json has the tests
+that fail, each with its reason. The exit status is 1 if another one fails, or if one of those passes or is gone.
 """
 
 from __future__ import annotations

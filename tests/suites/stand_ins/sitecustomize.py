@@ -20,8 +20,8 @@ class _Finder:
 
             def answered(module: Any) -> None:
                 load(module)
-                module.is_torch_bf16_gpu_available()  # an AttributeError here: the library asks otherwise now
-                module.is_torch_bf16_gpu_available = lambda: True
+                asked = module.is_torch_bf16_gpu_available  # an AttributeError here: the library asks otherwise now
+                module.is_torch_bf16_gpu_available = lambda: asked() or not module.torch.cuda.is_available()
 
             spec.loader.exec_module = answered
         return spec
