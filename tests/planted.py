@@ -25,7 +25,7 @@ from zero.engine.check.compare import compare_runs
 from zero.engine.check.in_process import Copies
 from zero.engine.check.recording import Outcome
 from zero.engine.check.runs import Kind, Run
-from zero.optim.norm import global_norm
+from zero.optim.norm import Told, global_norm
 
 STEPS = 2
 
@@ -123,14 +123,15 @@ def _before_reduction(engine: Any, change: Callable[[Unit], None]) -> None:
 
 def _after_update(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
     """Have `change(the unit's shard before the update)` run after each update."""
-    step, unit = engine.optimizer.step, _unit(engine)
+    update, unit = engine.optimizer.update, _unit(engine)
 
-    def wrong() -> None:
+    def wrong(told: Told) -> dict[int, Told]:
         before = unit.exact().clone()
-        step()
+        everyone = update(told)
         change(before)
+        return everyone
 
-    engine.optimizer.step = wrong
+    engine.optimizer.update = wrong
 
 
 def _after_gather(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
@@ -246,8 +247,8 @@ def _unclipped(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 @_kind("the norm leaves a unit out", "SGD")
 def _norm(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def wrong(units: Any, mesh: Any, late: bool) -> Any:
-        return global_norm([unit for unit in units if unit is not _unit(engine)], mesh, late)
+    def wrong(units: Any, mesh: Any, told: Told) -> Any:
+        return global_norm([unit for unit in units if unit is not _unit(engine)], mesh, told)
 
     patch.setattr("zero.optim.optimizer.global_norm", wrong)
 

@@ -262,7 +262,8 @@ class ZeroStrategy(DDPStrategy):
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             yield
-            self.engine.step()
+            if not self.engine._accumulation.idle:  # `training_step` may have returned None
+                self.engine.step()
         finally:
             self.engine.set_gradient_accumulation_boundary(True)
 

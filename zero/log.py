@@ -1,14 +1,17 @@
 """The logger of the package, and messages that only rank 0 logs.
 
-The rank is read from the environment (`RANK`), so that this works before torch is imported.
+The rank is read from the environment (`RANK`), so that this works before torch is imported; and so is the level
+(`ZERO_LOG`, which `zero run -q` sets), which goes before the `log_level` of the JSON.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 
 NAME = "zero"
+VARIABLE = "ZERO_LOG"
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -25,9 +28,12 @@ class _Console(logging.StreamHandler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record to the stderr of this moment (a test may have replaced it)."""
-        if not logging.getLogger().handlers:
-            self.stream = sys.stderr
+        """Write one record to the stderr of this moment (a test may have replaced it), above a bar of tqdm's."""
+        if logging.getLogger().handlers:
+            return
+        self.stream = sys.stderr
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with contextlib.nullcontext() if bars is None else bars.external_write_mode(self.stream):
             super().emit(record)
 
 
@@ -43,21 +49,27 @@ class _Format(logging.Formatter):
 def _configured() -> logging.Logger:
     package = logging.getLogger(NAME)
     if package.level == logging.NOTSET:
-        package.setLevel(logging.INFO)
+        package.setLevel(LEVELS.get(_asked(), logging.INFO))
     if not any(isinstance(handler, _Console) for handler in package.handlers):
         handler = _Console()
         handler.setFormatter(_Format())
         package.addHandler(handler)
+    if _asked() and _asked() not in LEVELS and rank() == 0:
+        package.warning("%s: got %r, wanted one of %s", VARIABLE, _asked(), ", ".join(LEVELS))
     return package
 
 
-logger = _configured()
+def _asked() -> str:
+    return os.environ.get(VARIABLE, "").lower()
 
 
 def rank() -> int:
     """The rank of this process as the launcher gave it; 0 where there is no launcher."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
+
+
+logger = _configured()
 
 
 def rank_zero(level: int, message: str, *args: object) -> None:
@@ -77,7 +89,8 @@ def log_once(level: int, message: str) -> None:
 
 
 def set_level(name: str) -> None:
-    """Set the level of the package's logger: debug, info, warning, error or critical."""
+    """Set the level of the package's logger, debug, info, warning, error or critical, unless ZERO_LOG says one."""
     if name.lower() not in LEVELS:
         raise ValueError(f"log_level: got {name!r}, wanted one of {', '.join(LEVELS)}")
-    logger.setLevel(LEVELS[name.lower()])
+    if _asked() not in LEVELS:
+        logger.setLevel(LEVELS[name.lower()])

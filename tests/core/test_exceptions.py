@@ -204,12 +204,12 @@ def test_a_release_that_failed_is_repeated_and_destroy_works():
             pass
 
     unit.buffer._free = fail
-    for call in (read, lambda: engine(*share(0)), lambda: engine(*share(0)), engine.step):
+    for call in (read, lambda: engine(*share(0)), lambda: engine(*share(0))):
         try:
             call()
         except RuntimeError as error:
             said.append(str(error))
     held = [unit.plan.name for unit in engine._sharded.units if unit.holds]
     engine.destroy()
-    assert said + held == ["the storage stays"] * 4
+    assert said + held == ["the storage stays"] * 3
     assert all(map(torch.equal, wanted, net.parameters()))

@@ -173,7 +173,9 @@ def drawn(zero_section: dict[str, Any]) -> list[Any]:
     engine, *_ = zero.initialize(model=Draw(), config=config(0, 1, accumulation=2, zero=zero_section))
     found = []
     for _ in range(4):
-        found += [engine().tolist() for _ in range(2)]
+        outputs = [engine() for _ in range(2)]
+        found += [output.tolist() for output in outputs]
+        engine.backward(outputs[-1].sum())
         engine.step()
     return found
 

@@ -209,6 +209,7 @@ def test_blocks_do_not_nest_and_take_no_step():
         assert "blocks do not nest" in said_by(engine.coalesce_grad_reduction().__enter__)
         assert "call it outside" in said_by(engine.allreduce_gradients)
     with engine.coalesce_grad_reduction():
+        engine.backward(engine(*batch(0, 2)))
         assert "It is illegal to call Engine.step() inside coalesce_grad_reduction()" in said_by(engine.step)
         # Programs look for this word in all of them, as DeepSpeed's have it.
         assert "no_sync" in said_by(engine.step)

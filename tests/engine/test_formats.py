@@ -211,6 +211,7 @@ def test_a_wrong_hyperparameter_leaves_the_engine_usable():
         engine.step()
     assert all(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
     optimizer.param_groups[0]["lr"] = 1e-2
+    engine.backward(engine(*batch(0, 2)))
     engine.step()
     assert engine.was_step_applied()
 

@@ -68,12 +68,12 @@ def test_a_class_of_an_adapter_and_a_scheduler_of_torch() -> None:
     net, settings = make_net(), config(1, 1)
     del settings["optimizer"]
     optimizer = OfAnAdapter(net.parameters(), 0.5)
+    with pytest.raises(RuntimeError, match=r"OfAnAdapter\.step\(\): it updates nothing itself"):
+        optimizer.step()
     schedule = LambdaLR(optimizer, lambda count: 1 / (1 + count))
     engine, *_ = zero.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=settings)
     step(engine, 0)
     assert engine.get_lr() == [0.25]
-    with pytest.raises(RuntimeError, match=r"OfAnAdapter\.step\(\): it updates nothing itself"):
-        optimizer.step()
     engine.destroy()
 
 

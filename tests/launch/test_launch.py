@@ -53,8 +53,11 @@ def test_two_ranks_and_their_environment(zero, script):
         assert rank[:5] == [str(number), "2", str(number), "2", "127.0.0.1"]
         assert rank[6] == str(max(1, cores // 2))
         assert rank[7:] == ["--lr", "1", "a b", "--num_gpus", "9", "x$$y ${local_rank}"]
-    # One line of ours, and nothing of torch's.
-    assert ended.stderr == f"zero run: OMP_NUM_THREADS={max(1, cores // 2)} for each rank ({cores} cores, 2 ranks)\n"
+    # Two lines of ours, and nothing of torch's.
+    assert ended.stderr.splitlines() == [
+        f"zero run: OMP_NUM_THREADS={max(1, cores // 2)} for each rank ({cores} cores, 2 ranks)",
+        "zero run: warning: 2 ranks ran, and none called zero.initialize(): nothing was shared out by zero",
+    ]
 
 
 def test_address_port_threads_and_temporary_folder_of_the_user(zero, tmp_path, script):

@@ -376,7 +376,7 @@ def breakdown() -> tuple[str, bool]:
 
 def test_the_breakdowns_tell_of_the_host(pool):
     said, placed = pool.run(1, breakdown)[0]
-    assert "of that waiting for updates: " in said
+    assert " (waiting for updates " in said
     assert "off the device on rank 0 (MiB) | masters: " in said
     assert placed, "what rests on the host must not count as the device's"
 

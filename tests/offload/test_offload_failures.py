@@ -62,7 +62,7 @@ def failing(stage: int, places: dict[str, Any], ranks: tuple[int, ...], apart: b
     if dist.get_rank() in ranks:
         fail_at_second(engine)
     first = next(filter(lambda text: text != "nothing", (said_by(step, engine, number) for number in range(1, 4))))
-    later = [said_by(engine, *share(2)), said_by(engine.step)]
+    later = [said_by(engine, *share(2)), said_by(step, engine, 3)]
     if dist.get_rank() in ranks and stage < 3:
         later.append(said_by(lambda: [param.sum() for param in net.parameters()]))
     engine.destroy()

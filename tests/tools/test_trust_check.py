@@ -31,9 +31,11 @@ from zero.engine.check.compare import Yardstick, judge
 from zero.engine.check.plain import PlainEngine, Step
 from zero.engine.check.recording import Outcome, Recorder
 from zero.engine.check.runs import Kind, Run
+from zero.engine.check.script import _clips
 from zero.launch.args.check import OPTIONS, add_arguments, request
 
 ROOT = Path(__file__).parents[2]
+CLIPS = "torch.nn.utils.clip_grad_norm_(p, 1)"
 BF16 = {"bf16": {"enabled": True}}
 FORMS = {
     "AdamW, clipped": {"gradient_clipping": 0.5},
@@ -262,6 +264,20 @@ def test_a_model_that_is_built_cut_is_whole_in_a_plain_run():
     assert all(torch.equal(*pair) for pair in zip(built.parameters(), make_net().parameters(), strict=True))
 
 
+def test_step_of_the_optimizer_of_a_plain_run_is_a_whole_step():
+    settings = load(config(0, 1, accumulation=2), 1)
+    engine = make_plain(make_net(), None, None, settings, Kind.PLAIN)
+    schedule = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    for number in range(2):
+        assert engine.global_steps == 0
+        engine.backward(engine(*share(number)), tokens=10)
+        engine.optimizer.step()
+    assert (engine.global_steps, engine.micro_steps) == (1, 2)
+    assert not any(torch.equal(*pair) for pair in zip(before, engine.module.parameters(), strict=True))
+    schedule.step()
+
+
 # --- the command --------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -351,7 +367,7 @@ def test_a_script_with_two_engines(command):
     ("text", "options", "args", "said"),
     [
         (SCRIPT, (), ("1",), "the script ended after 1 of 3 optimizer steps; --steps says how many are wanted"),
-        ("import time; time.sleep(600)", ("--timeout", "0.5"), (), "not done after 0.5 s (--timeout)"),
+        (f"import time; time.sleep(600); {CLIPS}", ("--timeout", "0.5"), (), "not done after 0.5 s (--timeout)"),
         *longer(("pass", (), (), "the script ended without a call of zero.initialize, and it printed nothing")),
     ],
 )
@@ -360,6 +376,24 @@ def test_a_script_that_gives_nothing_to_compare(command, text, options, args, sa
     assert ended.returncode == 1
     assert said in ended.stderr
     assert "there is nothing to compare with" in ended.stderr
+    assert ended.stderr.count("script.py:1: torch.nn.utils.clip_grad_norm_ and the like find no") == (CLIPS in text)
+
+
+@pytest.mark.parametrize(
+    ("call", "lines"),
+    [
+        (CLIPS, [2]),
+        ("clip_grad_value_(p, 1)", [2]),
+        ("nn.utils.clip_grad_norm_(p, 1)", [2]),
+        ("accelerator.clip_grad_norm_(p, 1)", []),
+        ("torch.nn.utils.clip_grad_norm_", []),
+        ("(", []),
+    ],
+)
+def test_calls_that_clip_nothing_are_found(tmp_path, call, lines):
+    script = tmp_path / "script.py"
+    script.write_text(f"import torch\n{call}")
+    assert _clips(script) == lines
 
 
 def test_options_behind_the_script_are_pointed_out():

@@ -48,9 +48,9 @@ def hash_spans(flat: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 @torch.no_grad()
 def hash_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The hash of any dense tensor, int64 [] on its device; copies it. Its dtype and shape do not count."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    own = data.new_zeros(-(-data.numel() // WORD) * WORD)
-    own[: data.numel()] = data
+    flat = tensor.detach().reshape(-1)  # whose elements may lie apart
+    own = torch.zeros(-(-flat.nbytes // WORD) * WORD, dtype=torch.uint8, device=flat.device)
+    own[: flat.nbytes].view(flat.dtype).copy_(flat)
     return hash_spans(own, [Span(0, own.numel())])[0]
 
 

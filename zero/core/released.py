@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zero.core.torch_private import without_torch_function
+from zero.log import log_once
 
 # Questions about metadata, and new tensors like one.
 _QUERIES = frozenset(
@@ -81,6 +84,12 @@ _ARRANGE = frozenset(
         Tensor.view,
     }
 )
+_GRAD = Tensor.grad.__get__
+UNCLIPPED = (
+    "torch.nn.utils.clip_grad_norm_ and the like find no gradients in param.grad and clip nothing, at any stage; set "
+    "gradient_clipping in the JSON; engine.get_global_grad_norm() has the norm after step()"
+)
+"""What to know of torch's functions that clip gradients."""
 
 
 class Released:
@@ -90,6 +99,8 @@ class Released:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer for metadata; raise RuntimeError, naming the parameter, for everything that reads or writes values."""
         if func in _METADATA:
+            if func == _GRAD and sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+                log_once(logging.WARNING, UNCLIPPED)
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad and not _among((args[0], kwargs), Released):

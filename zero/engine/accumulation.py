@@ -35,8 +35,8 @@ class Accumulation:
     """The micro-batches of the running optimizer step, and the batch sizes.
 
     config: the configuration with the batch sizes of now. boundary: as the user set it, None to count micro-steps from
-    `start`. rounds: backward passes that the reducer had seen when the last step ended. samples: of the running step,
-    over all ranks.
+    `start`. rounds: backward passes that the reducer had seen when the last optimizer step ended. samples: of the
+    running step, over all ranks.
 
     A micro-batch ends with its `step()`. Programs that set the boundary by hand may leave out those that are none, as
     Accelerate does; so there the backward counts its micro-batch, and the forward behind it begins another one if the
@@ -50,6 +50,7 @@ class Accumulation:
         self._block = Block.NONE
         self._running = Running.NEW
         self._counted = False  # the running micro-batch, by its backward
+        self._seen = 0  # backward passes that the reducer had seen at the last `step()`, or exception
         self._sharded: ShardedModule | None = sharded
         self._optimizer = optimizer
         self._status = status
@@ -185,6 +186,12 @@ class Accumulation:
             raise RuntimeError(
                 f"It is illegal to call Engine.step() {self._block.value}; leave the block first, as with no_sync"
             )
+        if self.idle and not (self.boundary and self.pending()):
+            raise RuntimeError(
+                "step() without a backward since the last step(), so there is no gradient for it: call "
+                "engine.backward(loss) before each step(), once per micro-batch (loss.backward() does not count where "
+                "it reaches no parameter of this engine). engine.step() and optimizer.step() are the same: call one"
+            )
         self.samples = config.train_batch_size
         if not config.managed_gradient_accumulation:
             self._block = Block.STEPPING
@@ -195,6 +202,7 @@ class Accumulation:
             yield boundary
             self._status.micro_steps += not self._counted
             self._end_micro_batch(boundary)
+            self._seen = reducer.rounds
             if self._block is Block.COALESCED:
                 self._block = Block.NONE
             if boundary:
@@ -203,6 +211,11 @@ class Accumulation:
             if self._block is Block.STEPPING:
                 self._block = Block.NONE
             self._tell_reducer()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there was no backward since the last `step()`."""
+        return self._sharded.reducer.rounds == self._seen
 
     def begin_forward(self) -> None:
         """A forward that builds a graph begins, perhaps that of another micro-batch."""
@@ -214,14 +227,16 @@ class Accumulation:
     def restart(self) -> None:
         """Count the micro-batches of this step from the first again: their gradients are gone, and a mean needs all."""
         self._running, self._counted = Running.NEW, False
-        self._status.micro_steps, self.rounds = self.start, self._sharded.reducer.rounds
+        self._status.micro_steps = self.start
+        self.rounds = self._seen = self._sharded.reducer.rounds
         if self._block is Block.COALESCED:
             self._block = Block.NONE  # what it had reduced is gone, and the block may be repeated
         self._tell_reducer()
 
     def resume(self) -> None:
         """Begin a step at the counters of now, which come from a checkpoint."""
-        self.start, self.rounds, self.samples = self._status.micro_steps, self._sharded.reducer.rounds, 0
+        self.start, self.samples = self._status.micro_steps, 0
+        self.rounds = self._seen = self._sharded.reducer.rounds
         self._running, self._counted = Running.NEW, False
         self._tell_reducer()
 

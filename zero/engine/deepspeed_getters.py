@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zero.core.mixed_precision import DTYPES
-from zero.engine.progress import momentum_of
 
 
 def _key(path: str, meaning: str = "") -> Callable[[Any], Any]:
@@ -204,7 +203,9 @@ class DeepSpeedGetters:
 
     def get_mom(self) -> list[Any]:
         """The momentum, or Adam's betas, of each parameter group."""
-        return momentum_of(self.optimizer.param_groups) if self.optimizer else []
+        groups = self.optimizer.param_groups if self.optimizer else []
+        key = "betas" if all("betas" in group for group in groups) else "momentum"
+        return [group.get(key) for group in groups]
 
     def get_type(self) -> list[str]:
         """The optimizer's name, once per parameter group."""

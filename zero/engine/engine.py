@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -86,6 +87,9 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
         self._training = TrainingStep(sharded, optimizer, device, recomputing, self._accumulation, self._saving, status)
+        if optimizer is not None:
+            this = weakref.ref(self)  # through the engine, in front of whose methods a recorder may stand
+            optimizer.whole_step = lambda: this().step()
         self._sharded: ShardedModule | None = sharded  # last: from here on there is something to let go of
 
     forward = _method_of("_training", TrainingStep.forward)
@@ -131,9 +135,10 @@ class Engine(DeepSpeedGetters, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary, update the model and step the scheduler.
 
-        After an exception that came before the first weight was changed the engine is as after one in `backward`.
-        After a later one the weights are half updated, and all that the engine still does is `destroy()`. Inside
-        `GatheredParameters` of parameters that are cut it raises on all ranks, and may be called again outside.
+        Raises RuntimeError, and changes nothing, where there was no backward since the last step. After an exception
+        that came before the first weight was changed the engine is as after one in `backward`. After a later one the
+        weights are half updated, and all that the engine still does is `destroy()`. Inside `GatheredParameters` of
+        parameters that are cut it raises on all ranks, and may be called again outside.
         """
         self._status.check_not_destroyed()
         self._training.step(self.lr_scheduler, lr_kwargs or {})
@@ -227,6 +232,7 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._undo_parts()
             failed = optimizer is not None and optimizer.failure is not None
             sharded.dissolve(failed or sharded.mesh.watchdog.broken)
+            self._progress.log_end()
         finally:
             sharded.mesh.watchdog.close()
             self._status.destroyed = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
+from zero.launch.contract import INITIALIZED
 from zero.log import rank_zero, set_level
 from zero.optim.make import make_shard_optimizer, shard_optimizer_of
 from zero.optim.optimizer import ZeroOptimizer
@@ -111,6 +115,9 @@ def initialize(
 
 
 def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, port: int) -> None:
+    if INITIALIZED in os.environ:  # started by `zero run`, which looks for this sign that we were called
+        with contextlib.suppress(OSError):
+            Path(os.environ[INITIALIZED]).touch()
     if required is False:
         refuse_alone(port)
         return
@@ -224,5 +231,6 @@ def _make_optimizer(
             "'optimizer' (without torch_adam, maximize and the like), give a zero.FusedOptimizer, or use device 'cpu'"
         )
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
-    optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, make_loss_scaler(settings))
+    scaler = make_loss_scaler(settings)
+    optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, scaler, client)
     return optimizer, optimizer.param_groups

@@ -6,27 +6,51 @@ import contextlib
 import logging
 import math
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
+from zero.engine.heard import mean_loss
 from zero.engine.status import Status
 from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger, rank_zero
 from zero.memory.host_bytes import HostBytes
+from zero.optim.norm import Told
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
 MIB = 2**20
-_WAITS = "of that waiting for updates"  # the last in its line
+_WAITS = "waiting for updates"  # in whatever phase it was
+
+
+@dataclass
+class Tally:
+    """Optimizer steps, their samples and tokens over all ranks, and the seconds of each phase.
+
+    since: the time.perf_counter() from which it counts.
+    """
+
+    since: float | None = None
+    steps: int = 0
+    samples: int = 0
+    tokens: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Progress:
-    """Logs on rank 0: `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON."""
+    """Logs on rank 0: `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON.
+
+    Without a wait for the device that the step does not have anyway: what it says of a step was read with the norm.
+    """
 
     def __init__(
         self,
@@ -41,8 +65,10 @@ class Progress:
         self._optimizer = optimizer
         self._status = status
         self._device = device
-        self._every = config.steps_per_print if sharded.mesh.data.rank == 0 else math.inf
-        self._seconds: dict[str, float] = {}
+        self._speaks = sharded.mesh.global_rank == 0 and not math.isinf(config.steps_per_print)
+        self._phases: deque[tuple[str, Any, Any]] = deque()  # name, begin and end of those not counted yet
+        self._recent, self._all = Tally(), Tally()  # since the last line, and since the first forward
+        self._end = weakref.finalize(self, _log_end, self._all)  # at the end of the process, if not before
         self._logged: dict[str, Any] = {}  # by `log`, to be shown at the end of the line of a step
 
     def state_nbytes(self) -> StateBytes:
@@ -96,35 +122,35 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`, if asked to; a GPU is waited for at both ends then, which costs."""
-        if not self._config.wall_clock_breakdown:
+        """Count the time inside towards `name`: that of a GPU, which is not waited for, or of the host."""
+        if not self._speaks:
             yield
             return
-        self._synchronize()
-        start = time.perf_counter()
+        if self._recent.since is None:
+            self._recent.since = self._all.since = time.perf_counter()
+        self._count_phases()
+        start = self._now()
         try:
             yield
         finally:
-            self._synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._phases.append((name, start, self._now()))
 
-    def log_step(self) -> None:
-        """Log the optimizer step that has just ended, if it is its turn."""
-        config, status, groups = self._config, self._status, self._optimizer.param_groups
-        seconds = self._optimizer.waited()
-        if seconds is not None and config.wall_clock_breakdown:
-            self._seconds[_WAITS] = self._seconds.pop(_WAITS, 0.0) + seconds
-        if math.isinf(self._every) or status.global_steps % int(self._every):
+    def log_step(self, told: Mapping[int, Told], samples: int) -> None:
+        """Count the optimizer step that has just ended, of so many samples, and log it, if it is its turn."""
+        if not self._speaks:
             return
-        text = "step=%d, skipped=%d, lr=%s, mom=%s"
-        lr = [group.get("lr") for group in groups]
-        text = ", ".join([text, *(part.replace("%", "%%") for part in self._logged_parts())])
-        logger.info(text, status.global_steps, status.skipped_steps, lr, momentum_of(groups))
-        if config.wall_clock_breakdown:
-            parts = " | ".join(f"{name}: {1e3 * spent / self._every:.2f}" for name, spent in self._seconds.items())
-            logger.info("time (ms per step over %d steps) | %s", int(self._every), parts)
-            self._seconds.clear()
-        if config.memory_breakdown:
+        self._count_phases()
+        if (seconds := self._optimizer.waited()) is not None:
+            self._spent(_WAITS, seconds)
+        for tally in (self._recent, self._all):
+            tally.steps += 1
+            tally.samples += samples
+            tally.tokens += sum(each.tokens for each in told.values())
+        if self._status.global_steps % int(self._config.steps_per_print) or not logger.isEnabledFor(logging.INFO):
+            return
+        logger.info("%s", " | ".join(self._parts(mean_loss(told))))
+        self._recent = Tally(since=time.perf_counter())
+        if self._config.memory_breakdown:
             parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in self.state_nbytes()._asdict().items())
             logger.info("model state on rank 0 (MiB) | %s", parts)
             host = self.host_nbytes()
@@ -133,9 +159,54 @@ class Progress:
                 parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in kinds.items())
                 logger.info("off the device on rank 0 (MiB) | %s", parts)
 
-    def _synchronize(self) -> None:
+    def log_end(self) -> None:
+        """Log the whole run in one line; once, and by itself where the program ends without asking for it."""
+        self._count_phases()
+        self._end()
+
+    def _parts(self, loss: float | None) -> list[str]:
+        """Of the line of a step: those that there are."""
+        status, optimizer, recent = self._status, self._optimizer, self._recent
+        seconds = time.perf_counter() - recent.since
+        done, what = (recent.tokens, "tokens") if recent.tokens else (recent.samples, "samples")
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+        parts = {
+            f"step {status.global_steps}": True,
+            f"loss {loss or 0:.4g}": loss is not None,
+            f"norm {optimizer.grad_norm:.3g}": True,
+            f"lr {' to '.join(f'{lr:.3g}' for lr in dict.fromkeys(rates[:1] + rates[-1:]))}": bool(rates),
+            f"loss scale {optimizer.loss_scale:g}": self._config.scales_loss,
+            f"skipped {status.skipped_steps}": status.skipped_steps > 0,
+            f"loss not finite {status.not_finite}": status.not_finite > 0,
+            f"{_short(done / seconds)} {what}/s": True,
+            f"{_short(1e3 * seconds / recent.steps)} ms/step": True,
+            self._memory(): True,
+            _shares(recent.seconds, seconds): self._config.wall_clock_breakdown,
+        }
+        return [*(text for text, there in parts.items() if there), *self._logged_parts()]
+
+    def _memory(self) -> str:
+        """The most that the GPU held so far, or what the process holds of the machine's memory now."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            return f"GPU memory {_bytes(torch.cuda.max_memory_allocated(self._device))}"
+        return f"memory {_bytes(psutil.Process().memory_info().rss)}"
+
+    def _spent(self, name: str, seconds: float) -> None:
+        for tally in (self._recent, self._all):
+            tally.seconds[name] = tally.seconds.get(name, 0.0) + seconds
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _count_phases(self) -> None:
+        """Of those that have ended, on a GPU too, in their order."""
+        while self._phases and (isinstance(end := self._phases[0][2], float) or end.query()):
+            name, start, _ = self._phases.popleft()
+            self._spent(name, end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3)
 
 
 def _kept(name: Any, value: Any) -> Any:
@@ -147,7 +218,27 @@ def _kept(name: Any, value: Any) -> Any:
     return value.detach().clone()
 
 
-def momentum_of(groups: list[dict[str, object]]) -> list[object]:
-    """The momentum, or Adam's betas, of each parameter group."""
-    key = "betas" if all("betas" in group for group in groups) else "momentum"
-    return [group.get(key) for group in groups]
+def _log_end(tally: Tally) -> None:
+    if not tally.steps:
+        return
+    seconds = time.perf_counter() - tally.since
+    shares = f": {_shares(tally.seconds, seconds)}" if tally.seconds else ""
+    took = f"{seconds:.1f} s" if seconds < 600 else str(timedelta(seconds=round(seconds)))
+    logger.info("%s", f"{tally.steps:,} step(s), {tally.samples:,} samples in {took}{shares}")
+
+
+def _shares(spent: Mapping[str, float], whole: float) -> str:
+    """The phases in percent of `whole` seconds, and what is left of it, as the loading of data."""
+    waits = spent.get(_WAITS)
+    phases = {name: seconds for name, seconds in spent.items() if name != _WAITS}
+    phases["other"] = max(0.0, whole - sum(phases.values()))
+    texts = [f"{name} {seconds / whole:.0%}" for name, seconds in phases.items()]
+    return ", ".join(texts) + ("" if waits is None else f" ({_WAITS} {waits / whole:.0%})")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.0f} MiB" if nbytes < 10 * 1024 * MIB else f"{nbytes / MIB / 1024:,.1f} GiB"

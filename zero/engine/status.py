@@ -8,7 +8,7 @@ from zero.optim.optimizer import ZeroOptimizer
 class Status:
     """Shared by the parts of an engine. Counters are those of the run, over all ranks alike.
 
-    step_applied: whether the last step changed parameters.
+    step_applied: whether the last step changed parameters. not_finite: steps of this engine with a loss of inf or NaN.
     half_updated: why the weights are those of no step; only `destroy()` is left then.
     half_loaded: the same after a load that was broken off; another load repairs it.
     """
@@ -16,6 +16,7 @@ class Status:
     def __init__(self, optimizer: ZeroOptimizer | None) -> None:
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.step_applied = False
+        self.not_finite = 0
         self.half_updated: str | None = None
         self.half_loaded: str | None = None
         self.destroyed = False

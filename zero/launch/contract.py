@@ -14,3 +14,5 @@ WRITE_ERROR = 74
 """The exit status where the output cannot be written for another reason; EX_IOERR of sysexits.h."""
 NO_CONNECTION = 255
 """The exit status of an ssh that has no connection, or no longer one."""
+INITIALIZED = "ZERO_INITIALIZED"
+"""The variable with the path of a file that a rank makes in `zero.initialize`; the launcher looks whether it did."""

@@ -26,40 +26,55 @@ LIMBS = 6
 
 
 class RankFlags(enum.IntFlag):
-    """What a rank tells the others with its part of the norm."""
+    """What is the case on a rank."""
 
     LATE_GRADIENTS = 1  # gradients have come that are not reduced yet
     GATHERED_PARAMETERS = 2  # GatheredParameters holds units that are cut
+    LOSS = 4  # it knows the loss
+
+
+class Told(NamedTuple):
+    """What a rank tells the others with its part of the norm.
+
+    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 where there is none. Those may be fp64
+    tensors [] on the device of the units until then, which are read where the norm is, without another wait.
+    """
+
+    flags: RankFlags = RankFlags(0)
+    loss: float | torch.Tensor = 0.0
+    tokens: float | torch.Tensor = 0.0
+    batch: float | torch.Tensor = 0.0
 
 
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, and the flags of each (global) rank."""
+    """L2 norm of the reduced gradients over all units and ranks, and what each (global) rank tells."""
 
     value: float
-    flags: dict[int, RankFlags]
+    told: dict[int, Told]
 
     def ranks(self, flag: RankFlags) -> list[int]:
         """The global ranks that have set it."""
-        return [rank for rank, flags in self.flags.items() if flag in flags]
+        return [rank for rank, told in self.told.items() if flag in told.flags]
 
 
-def global_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. The `flags` of every rank reach all with it.
+def global_norm(units: Sequence[Unit], mesh: Mesh, told: Told) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. What every rank tells reaches all with it.
 
     Every rank squares its 1/world_size span of each unit in fp64, whether its shard is that span or, where
     gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
     numbers in the same order.
     """
+    *parts, flags, loss, tokens, batch = _numbers([*(_squares(unit, mesh) for unit in units), *told])
     own = 0.0
-    for squares in _numbers([_squares(unit, mesh) for unit in units]):
+    for squares in parts:
         own += squares
-    values = torch.tensor([own, float(flags)], dtype=torch.float64, device=_device(units))
+    values = torch.tensor([own, flags, loss, tokens, batch], dtype=torch.float64, device=_device(units))
     rows = comm.gather_scalars(values, mesh.data).tolist()
     total = 0.0
     for place in mesh.by_span:
         total += rows[place][0]
     # A NaN compares false.
-    return Norm(math.sqrt(total) if total >= 0 else math.nan, _flags(mesh, [word for _, word in rows]))
+    return Norm(math.sqrt(total) if total >= 0 else math.nan, _told(mesh, rows))
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -70,8 +85,8 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
-def exact_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. The `flags` of every rank reach all with it.
+def exact_norm(units: Sequence[Unit], mesh: Mesh, told: Told) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. What every rank tells reaches all with it.
 
     The same bits however gradients are cut or ordered: squares of fp32 numbers are exact in fp64; relative to the
     largest gradient of all they are cut to a fixed number of bits behind the point, and integers add up without
@@ -80,10 +95,11 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, flags: RankFlags) -> Norm:
     """
     device = _device(units)
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
-    largest = torch.tensor([largest_of(parts), float(flags)], dtype=torch.float64, device=device)
+    largest = torch.tensor(_numbers([largest_of(parts), *told]), dtype=torch.float64, device=device)
+    rows = comm.gather_scalars(largest, mesh.data).tolist()
+    of_ranks = _told(mesh, rows)
     # As Python numbers, where NaN has to be looked for: max() would pass it over.
-    bounds, words = zip(*comm.gather_scalars(largest, mesh.data).tolist(), strict=True)
-    of_ranks = _flags(mesh, words)
+    bounds = [row[0] for row in rows]
     if any(math.isnan(value) for value in bounds):
         return Norm(math.nan, of_ranks)
     bound = max(bounds)
@@ -149,8 +165,10 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
     return torch.stack([high.to(torch.int64).sum(), low.to(torch.int64).sum()])
 
 
-def _flags(mesh: Mesh, words: Sequence[float]) -> dict[int, RankFlags]:
-    return {rank: RankFlags(int(word)) for rank, word in zip(mesh.data.ranks, words, strict=True)}
+def _told(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, Told]:
+    """What stands behind the first number of each row."""
+    pairs = zip(mesh.data.ranks, rows, strict=True)
+    return {rank: Told(RankFlags(int(flags)), *rest) for rank, (_, flags, *rest) in pairs}
 
 
 def _device(units: Sequence[Unit]) -> torch.device:

@@ -13,7 +13,7 @@ import torch
 
 from zero.core.sharded_module import ShardedModule
 from zero.log import rank_zero
-from zero.optim.norm import RankFlags, clip_factor, exact_norm, global_norm
+from zero.optim.norm import RankFlags, Told, clip_factor, exact_norm, global_norm
 from zero.optim.scaler import LossScaler
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.updates import UnitUpdater
@@ -29,6 +29,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     `param_groups` hold the module's parameters and the hyperparameters; change those at will, schedulers of
     torch do. `overflow` tells whether the last step was skipped because a gradient was not finite.
+
+    whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
+    script handed over, whose own `step()` raises as long as there is an engine.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         clipping: float,
         check_overflow: bool,
         loss_scaler: LossScaler | None = None,
+        client: torch.optim.Optimizer | None = None,
     ) -> None:
         self.shard_optimizer = shard_optimizer
         self.loss_scaler = loss_scaler or LossScaler()
@@ -50,6 +54,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._mean = 1.0
         self._updating = False
         self._updater: UnitUpdater | None = None
+        self.whole_step: Callable[[], None] | None = None
+        if client is not None:
+            client.register_step_pre_hook(_refusal(weakref.ref(self)))
         super().__init__(groups, dict(shard_optimizer.defaults))
 
     def bind(self, sharded: ShardedModule, mean: float) -> None:
@@ -174,23 +181,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if wait:
             self.finish()
-        self._sharded = self._updater = None
+        self._sharded = self._updater = self.whole_step = None
         if wait:
             self.shard_optimizer.forget()
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
+        """The same as `engine.step()`, for training loops that have the optimizer at hand."""
+        if closure is not None:
+            raise ValueError("step() takes no closure: the gradients are reduced before it is called")
+        if self.whole_step is None:
+            raise RuntimeError("this optimizer is not attached to an engine")
+        self.whole_step()
+
+    step.hooked = True  # torch runs the hooks of a step around `update`, so not also around this
+
+    @torch.optim.Optimizer.profile_hook_step
+    @torch.no_grad()
+    def update(self, told: Told) -> dict[int, Told]:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
 
         Skipped, with `overflow` set and the parameter named, when a gradient is inf or NaN. The gradients are
-        used up either way. Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
+        used up either way. Returns what all ranks told with the norm, this one `told`.
+        Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
-        if closure is not None:
-            raise ValueError("step() takes no closure: the gradients are reduced before it is called")
         sharded = self._sharded
-        if sharded is None:
-            raise RuntimeError("this optimizer is not attached to an engine")
+        self._opt_called = True  # a scheduler would warn that it is stepped before this is
         if self.away:
             raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
@@ -200,13 +216,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
         flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
-        norm = norm_of(sharded.trained, sharded.mesh, flags)
+        told = told._replace(flags=told.flags | flags)
+        norm = norm_of(sharded.trained, sharded.mesh, told)
         if ranks := norm.ranks(RankFlags.GATHERED_PARAMETERS):
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
         if norm.ranks(RankFlags.LATE_GRADIENTS):
             sharded.reducer.end(force=True)
-            norm = norm_of(sharded.trained, sharded.mesh, RankFlags(0))
+            norm = norm_of(sharded.trained, sharded.mesh, told)
         self.grad_norm = norm.value * factor
         self.overflow = self._check_overflow and not math.isfinite(self.grad_norm)
         if self.overflow:
@@ -216,6 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sharded.reducer.drop()
             self.loss_scaler.update(False)
         sharded.reducer.scale = self.loss_scale
+        return norm.told
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what earlier micro-batches of this step accumulated."""
@@ -244,3 +262,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._updating = True
         self._updater.run(self.param_groups, factor)
         self._updating = False
+
+
+def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:
+    """The hook before the step of an optimizer that was handed over: it would see no gradient, and change nothing."""
+
+    def refuse(client: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        made = ours()
+        if made is not None and made.whole_step is not None:
+            raise RuntimeError(
+                f"{type(client).__name__}.step() of the optimizer that initialize() was given: it has no gradients and "
+                "no state any more; call engine.step(), or step() of the optimizer that initialize() returned"
+            )
+
+    return refuse

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -85,6 +86,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         self.optimizer = optimizer
         if optimizer is None:
             return
+        # The script's call is of a whole step, as with the engine; our own is of the class's.
+        optimizer.step = types.MethodType(lambda _, closure=None: self.step(), optimizer)
         masters = {param: self.masters[name] for name, param in self.module.named_parameters()}
         for group in optimizer.param_groups:
             trained = [param for param in group["params"] if param.requires_grad]
@@ -109,7 +112,9 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         with torch.autocast(self.device.type, dtype=self._dtype):
             return self.module(*inputs, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: Any = 0
+    ) -> torch.Tensor:
         """See `Engine.backward`."""
         steps = self.gradient_accumulation_steps()
         (loss if scale_wrt_gas else loss * steps).backward(retain_graph=retain_graph)
@@ -259,7 +264,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def _update(self) -> Values:
         """One step of the optimizer; returns how far rounding of the gradient would move it, in a run that follows."""
         ends = [self._tried(factor) for factor in (1 - _NUDGE, 1 + _NUDGE)] if self._lead is not None else []
-        self.optimizer.step()
+        type(self.optimizer).step(self.optimizer)
         after = self.weights()
         return {name: sum((end[name] - value).abs() for end in ends) for name, value in after.items() if ends}
 
@@ -269,7 +274,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         groups = [dict(group) for group in self.optimizer.param_groups]
         state = {param: copy.deepcopy(own) for param, own in self.optimizer.state.items()}
         self._put({name: grad * factor for name, grad in grads.items()})
-        self.optimizer.step()
+        type(self.optimizer).step(self.optimizer)
         after = self.weights()
         self._put(grads)
         self._set(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import os
@@ -13,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from zero.core.released import UNCLIPPED
 from zero.engine.check.assigned import environment
 from zero.engine.check.compare import Failed, compare_runs
 from zero.engine.check.recording import Outcome, load
@@ -20,6 +22,7 @@ from zero.engine.check.runs import Run
 from zero.launch.args.check import CheckRequest
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _GRACE = 20  # seconds for the launcher to end its ranks
 
 
@@ -27,6 +30,8 @@ def run(request: CheckRequest) -> int:
     """Do what `zero check` was asked to and print the table; the exit status is 0 when all is well."""
     if request.stray_options:
         say(f"{', '.join(request.stray_options)} behind the script: given to it; options of zero check go before it")
+    for line in _clips(Path(request.script)):
+        say(f"{request.script}:{line}: {UNCLIPPED}")
     with tempfile.TemporaryDirectory(prefix="zero-check-") as folder:
         train = functools.partial(_outcome, request, Path(folder))
         try:
@@ -41,6 +46,17 @@ def run(request: CheckRequest) -> int:
 def say(text: str) -> None:
     """One line of the check's own, on stderr."""
     print(f"zero check: {text}", file=sys.stderr, flush=True)
+
+
+def _clips(script: Path) -> list[int]:
+    """The lines of a script that call a function of torch.nn.utils which clips gradients."""
+    try:
+        calls = [node.func for node in ast.walk(ast.parse(script.read_bytes())) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError):
+        return []  # its run says what is wrong with it
+    # Methods of the same name, as of Accelerate, are not meant.
+    names = [(ast.unparse(func).rpartition("utils."), func.lineno) for func in calls]
+    return sorted(line for (owner, _, name), line in names if name in _CLIPPING and owner in ("", "torch.nn.", "nn."))
 
 
 def _outcome(request: CheckRequest, folder: Path, one: Run, lead: Outcome | None) -> Outcome:

@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "in the ranks, `import deepspeed` gives zero: for programs that were written for DeepSpeed"
     parser.add_argument("--as-deepspeed", "--as_deepspeed", action="store_true", help=about)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would run, and start nothing")
-    parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong, in the ranks too")
     deepspeed_args.add_arguments(parser)
     add_host_arguments(parser)
     # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.

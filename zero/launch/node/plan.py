@@ -18,6 +18,7 @@ from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visi
 from zero.launch.job import node_of, note_of_files
 from zero.launch.messages import listed
 from zero.launch.node import bind
+from zero.log import VARIABLE
 
 THREADS = "OMP_NUM_THREADS"
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -92,6 +93,7 @@ def plan(request: Request, gpus: int) -> Plan:
         check_port(port)
     if request.quiet:
         notes.clear()
+        shared[VARIABLE] = "warning"
     return Plan(here.world, here.node, request.master_addr or "127.0.0.1", port, shared, tuple(notes), bound)
 
 

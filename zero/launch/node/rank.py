@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from zero.launch.contract import INITIALIZED
 from zero.launch.node.client import Attempt
 from zero.launch.node.outcome import Failure
 from zero.launch.process.process import Command, Process
@@ -41,6 +42,11 @@ class Rank(Process):
         """Send its group the signal."""
         self._send(number, group=True)
 
+    @property
+    def initialized(self) -> bool:
+        """Whether it, or what it has started, called `zero.initialize`."""
+        return (self._folder / INITIALIZED).exists()
+
     def close(self) -> None:
         """Nothing: it was asked, and is killed next."""
 
@@ -69,6 +75,7 @@ def environment(attempt: Attempt, local: int, run_id: str, max_restarts: int, fo
         # Rank 0 has the store, and not this process: with gloo a restart would read the addresses of dead ranks there.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),  # of torch.distributed.elastic's `record`
+        INITIALIZED: str(folder / INITIALIZED),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
 

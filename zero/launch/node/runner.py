@@ -98,12 +98,19 @@ class Node:
             ranks = self._ranks(attempt, shared, folder / f"attempt_{number}")
             RankGroup(ranks, self).run()
             if rendezvous.over and self.stopped_by is None:
+                self._warn_of_none(attempt, ranks)
                 return 0
             self.descendants.end(_GRACE_CUT_OFF if self.cut_off else _GRACE)
             outcome = rendezvous.outcome
             if self.stopped_by is not None or outcome is None or not outcome.restart:
                 return self._ended()
             self._say_outcome()
+
+    def _warn_of_none(self, attempt: Attempt, ranks: Sequence[Rank]) -> None:
+        """Say, on the first host, that ranks which have ended well did not train together by zero."""
+        count = attempt.world.size
+        if attempt.node == 0 and count > 1 and not (self._request.no_python or any(rank.initialized for rank in ranks)):
+            self._say(f"warning: {count} ranks ran, and none called zero.initialize(): nothing was shared out by zero")
 
     def _wait(self, ready: Callable[[], object]) -> object:
         """What `ready` returns once that is something; None where a signal or the end of the job comes first."""

@@ -1,0 +1,95 @@
+"""What the engine hears of a step besides its gradients, and what it warns of then: losses, tokens, the first batch.
+
+It stays on the device until the step reads the norm of the gradients, and travels to the other ranks with that, so that
+nothing is waited for and no message is sent for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero.core.hashing import hash_of, hash_tensor
+from zero.core.mesh import Mesh
+from zero.core.tensors import tensors_in
+from zero.core.torch_private import untransformed
+from zero.engine.status import Status
+from zero.log import log_once, rank_zero
+from zero.optim.norm import RankFlags, Told
+from zero.watchdog.hang_report import ranks_text
+
+_BELOW = (1 << 53) - 1  # of a hash as many bits as fp64 holds exactly
+
+
+class Heard:
+    """The running optimizer step of one rank."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, status: Status) -> None:
+        self._status = status
+        self._device = device
+        self._loss: torch.Tensor | None = None
+        self._tokens: float | torch.Tensor = 0.0
+        self._batch: float | torch.Tensor = 0.0
+        self._awaits_batch = mesh.data.size > 1
+
+    @untransformed
+    def batch(self, inputs: Any) -> None:
+        """The inputs of a training forward; those of the first one are hashed."""
+        if not self._awaits_batch:
+            return
+        self._awaits_batch = False
+        found = [each for each in tensors_in(inputs) if type(each) is torch.Tensor and each.layout is torch.strided]
+        hashes = [hash_tensor(each).to(self._device) for each in found if each.numel() and not each.is_meta]
+        if hashes:
+            self._batch = hash_of(torch.stack(hashes)).bitwise_and(_BELOW).double()
+
+    def backward(self, loss: torch.Tensor, share: float, tokens: float | torch.Tensor = 0.0) -> None:
+        """A backward of `loss`, of which `share` counts towards the loss of the step, over `tokens` tokens."""
+        part = loss.detach().to(self._device, torch.float64).reshape(()) * share
+        self._loss = part if self._loss is None else self._loss + part
+        if isinstance(tokens, torch.Tensor):
+            tokens = tokens.detach().to(self._device, torch.float64).reshape(())
+        self._tokens = self._tokens + tokens
+
+    def told(self) -> Told:
+        """All that was heard since `forget`, for the other ranks."""
+        if self._loss is None:
+            return Told(batch=self._batch)
+        return Told(RankFlags.LOSS, self._loss, self._tokens, self._batch)
+
+    def forget(self, done: bool) -> None:
+        """The step is over, or `done` is False and its gradients are gone."""
+        self._loss, self._tokens = None, 0.0
+        if done:
+            self._batch = 0.0
+
+    def judge(self, told: Mapping[int, Told]) -> None:
+        """Warn of what the ranks have told with the step that is just counted; rank 0 alone speaks."""
+        status = self._status
+        losses = {rank: each.loss for rank, each in told.items() if RankFlags.LOSS in each.flags}
+        if bad := {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}:
+            status.not_finite += 1
+            if math.log10(status.not_finite).is_integer():
+                count = "" if status.not_finite == 1 else f", in {status.not_finite} steps so far"
+                text = "the loss of step %d is %s on %s%s; torch.autograd.set_detect_anomaly(True) names what made it"
+                rank_zero(logging.WARNING, text, status.global_steps, next(iter(bad.values())), ranks_text(bad), count)
+        alike: dict[float, list[int]] = {}
+        for rank, each in told.items():
+            alike.setdefault(each.batch, []).append(rank)
+        alike.pop(0.0, None)
+        if same := next((ranks for ranks in alike.values() if len(ranks) > 1), None):
+            log_once(
+                logging.WARNING,
+                f"{ranks_text(same)} were fed the same first batch, so they compute the same and not more; give each "
+                "rank its part: initialize(training_data=...), engine.deepspeed_io(...), or torch's DistributedSampler",
+            )
+
+
+def mean_loss(told: Mapping[int, Told]) -> float | None:
+    """The loss of a step over all ranks that know theirs; None where none does."""
+    losses = [float(each.loss) for each in told.values() if RankFlags.LOSS in each.flags]
+    return sum(losses) / len(losses) if losses else None
