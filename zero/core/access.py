@@ -57,7 +57,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | Iterable[nn.Parameter],
+        params: torch.Tensor | Iterable[torch.Tensor],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -165,7 +165,7 @@ def _changed(owner: Owner, version: int) -> bool:
     return owner.param._version not in (version, owner.unit.buffer.versions[owner.index])
 
 
-def _tensors(params: nn.Parameter | Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def _tensors(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):
         return [params]
     if isinstance(params, nn.Module) or not isinstance(params, Iterable):

@@ -27,7 +27,7 @@ from zero.utils.trained import require_trained, trained_param
 
 
 @torch.no_grad()
-def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The exact value of a trained parameter, fp32: the master where it is kept in 16 bit."""
     trained, what = trained_param(param), "safe_get_full_fp32_param"
     if trained is None:
@@ -38,7 +38,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the exact value by `value`, any floating dtype; the 16-bit parameter follows at once."""
     what = "safe_set_full_fp32_param"
     trained = require_trained(param, what)
@@ -49,7 +49,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 
 
 @torch.no_grad()
-def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | int | float | None:
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | int | float | None:
     """State `optim_state_key` under torch's name (exp_avg, exp_avg_sq, momentum_buffer, sum, ...), fp32.
 
     Before the first step it is what that step begins with. "step" is an int: how many steps the parameter's unit
@@ -66,7 +66,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
 
 
 @torch.no_grad()
-def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor | float, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor | float, optim_state_key: str) -> None:
     """Replace a state; in bf16 or 8-bit it is rounded to nearest. "step" sets that of the parameter's whole unit."""
     what = "safe_set_full_optimizer_state"
     trained = require_trained(param, what)
@@ -80,7 +80,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
 
 @torch.no_grad()
-def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient as the next step would take it, fp32, before clipping: averaged over ranks and micro-batches.
 
     It may be read from the first `backward()` of a step to `step()`; None outside of that. Before the accumulation
@@ -95,7 +95,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient, in the units of `safe_get_full_grad`; later micro-batches add to it.
 
     Raises RuntimeError where there is none to replace: before a backward, after the step.

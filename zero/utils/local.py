@@ -17,7 +17,7 @@ from zero.utils.trained import require_trained, trained_param
 
 
 @torch.no_grad()
-def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's piece of the exact value."""
     trained = trained_param(param)
     if trained is None:
@@ -27,7 +27,7 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's piece of the exact value by `value`; the 16-bit parameter follows at once.
 
     A collective, unlike the other local ones: the other ranks may hold the parameter whole, and must not see the
@@ -46,7 +46,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(
-    param: torch.nn.Parameter, optim_state_key: str
+    param: torch.Tensor, optim_state_key: str
 ) -> torch.Tensor | int | float | None:
     """This rank's piece of a state; keys and numbers as in `safe_get_full_optimizer_state`."""
     trained, what = trained_param(param), "safe_get_local_optimizer_state"
@@ -58,7 +58,7 @@ def safe_get_local_optimizer_state(
 
 @torch.no_grad()
 def safe_set_local_optimizer_state(
-    param: torch.nn.Parameter, value: torch.Tensor | float, optim_state_key: str
+    param: torch.Tensor, value: torch.Tensor | float, optim_state_key: str
 ) -> None:
     """Replace this rank's piece of a state. A number ("step") must be set to the same on all ranks."""
     what = "safe_set_local_optimizer_state"
@@ -71,7 +71,7 @@ def safe_set_local_optimizer_state(
 
 
 @torch.no_grad()
-def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's piece of the averaged gradient, as in `safe_get_full_grad`; None before a backward.
 
     Raises RuntimeError while gradients are still those of this rank alone: stages 0 and 1 before the boundary.
@@ -84,7 +84,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's piece of the averaged gradient.
 
     Raises RuntimeError where there is none, or none that is reduced yet.
