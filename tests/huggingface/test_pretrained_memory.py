@@ -1,6 +1,6 @@
 """The promise: `from_pretrained` at stage 3 brings weights in without a copy of the model on any rank.
 
-What grows is private memory (RssAnon, sampled), by a shard, a parameter twice (whole, and on its way to the others), and
+What grows is private memory (RssAnon, sampled): a shard, a parameter twice (whole, and on its way to the others), and
 what the allocator keeps: less than a shard and one unit of the engine, which is a decoder block.
 """
 
