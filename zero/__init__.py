@@ -7,6 +7,7 @@ Names are looked up when they are first used, so `import zero` costs next to not
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -60,9 +61,19 @@ else:  # to a type checker every name would be there
             return getattr(importlib.import_module(_HOMES[name]), name)
         if name in _MODULES:
             return importlib.import_module(f"zero.{name}")
-        raise AttributeError(f"module 'zero' has no attribute '{name}'")
+        from zero.deepspeed_names import instead
+
+        raise AttributeError(f"module 'zero' has no attribute '{name}'{instead(f'deepspeed.{name}')}")
 
 
 def __dir__() -> list[str]:
     """Every public name, also those not yet imported."""
     return sorted(__all__)
+
+
+def _print_errors_once() -> None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank of `zero run` or torchrun
+        importlib.import_module("zero.errors").install()
+
+
+_print_errors_once()

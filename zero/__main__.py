@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from zero.launch.args import check as check_args
 from zero.launch.args import checkpoint as checkpoint_args
@@ -15,7 +17,32 @@ from zero.launch.contract import CLOSED_PIPE
 from zero.plan import command as plan_command
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; leaves with the usage of the command that was meant where they are wrong."""
+    parser, commands = _parser()
+    _complete(parser)
+    if not words:
+        parser.print_help()
+        parser.exit()
+    first = words[0]
+    if not first.startswith("-") and first not in commands.choices:
+        from zero.config.errors import did_you_mean
+
+        run = f"; did you mean 'zero run {first}'?" if os.path.exists(first) else did_you_mean(first, commands.choices)
+        parser.error(f"there is no command {first!r}{run} There are: {', '.join(commands.choices)}")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        from zero.config.errors import did_you_mean
+
+        command = commands.choices[args.command]
+        flag = unknown[0].partition("=")[0]
+        near = did_you_mean(flag, re.findall(r"--[\w-]+", command.format_help())) if flag.startswith("-") else "."
+        command.error(f"there is no option {flag}{near} `zero {args.command} --help` lists them")
+    return args
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and those of the commands."""
     parser = argparse.ArgumentParser(
         prog="zero", description="ZeRO for PyTorch: run a script, describe its config, look around.", allow_abbrev=False
     )
@@ -40,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "print the memory that a model takes per rank, or the groups of ranks along each axis"
     plan_command.add_arguments(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
     checkpoint_args.add_commands(commands)
-    return parser
+    return parser, commands
 
 
 def _add_report(commands) -> None:
@@ -65,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the one of this process) and return the exit status."""
     try:
         try:
-            parser = _parser()
-            _complete(parser)
-            return _command(parser.parse_args(argv))
+            return _command(_parsed(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # so that a closed pipe shows here, and not when Python ends, which says so
     except BrokenPipeError:

@@ -225,7 +225,7 @@ def test_wrong_arguments(arguments, message):
         ({"type": "LBFGS"}, "optimizer.type: 'LBFGS' cannot run on shards: it needs a closure"),
         (
             {"type": "RMSprop", "params": {"momentun": 1}},
-            "optimizer.params: torch.optim.RMSprop refuses {'momentun': 1}",
+            "optimizer.params: torch.optim.RMSprop has no argument 'momentun'; did you mean 'momentum'?",
         ),
     ],
 )

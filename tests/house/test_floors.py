@@ -25,6 +25,8 @@ MAX_FUNCTION_LINES = 60
 # Lower may not import higher, and neighbours on a floor may not import each other.
 FLOORS = {
     "zero.log": 0,
+    "zero.errors": 1,
+    "zero.deepspeed_names": 0,
     "zero.config": 1,
     "zero.plan": 1,
     "zero.launch": 1,
@@ -90,7 +92,15 @@ STEPS_OF_CORE = {
     "zero.core.values": 12,
 }
 COMPILED = ("zero._cpu", "zero._cuda")
-WITHOUT_TORCH = ("zero.log", "zero.config", "zero.plan", "zero.launch", "zero.__main__")
+WITHOUT_TORCH = (
+    "zero.log",
+    "zero.deepspeed_names",
+    "zero.errors",
+    "zero.config",
+    "zero.plan",
+    "zero.launch",
+    "zero.__main__",
+)
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
 TORCH_FREE = (
     "zero.watchdog.hang_report",

@@ -50,7 +50,7 @@ def others(name: str, outcome: dict[str, tuple[int | None, str]]) -> list[tuple[
         if rank != CASES[name].rank:
             code, said = outcome[f"{name}-{rank}"]
             assert code == 1, f"{name}-{rank}: {code}\n{said}"
-            errors = [line for line in said.splitlines() if line.startswith("RuntimeError: ")]
+            errors = [line for line in said.splitlines() if line.startswith("zero.errors.Parted: ")]
             assert errors, said
             found.append((rank, said, errors[-1]))
     return found
@@ -138,4 +138,4 @@ def test_a_slow_rank_is_asked_where_it_is_and_waited_for(outcome: dict[str, tupl
     for rank in (0, 1):
         assert re.search(rf"rank {rank} has waited for the .*; .*rank 2: computing in forward", said[rank][1])
     assert "rank 2 is waited for by ranks 0, 1" in said[2][1]
-    assert "RuntimeError" not in "".join(text for _, text in said)
+    assert "Parted" not in "".join(text for _, text in said)

@@ -88,6 +88,15 @@ def test_ranks_that_wait_for_different_units_are_told_what_to_do() -> None:
     assert remedy not in hang_report(view(replace(other, waits="outcome of writing")), WAITS)
 
 
+def test_one_rank_in_a_save_while_others_train_is_told_what_may_be_wrong() -> None:
+    saving = Record(2, phase=Phase.SAVE, steps=7, number=56)
+    text = hang_report(view(waiting(1), saving), WAITS)
+    assert "rank 2: computing in save_checkpoint() after 7 steps" in text
+    assert "save_checkpoint() was called on some ranks only" in text
+    assert "different numbers of batches" in text
+    assert "batches" not in hang_report(view(waiting(1), replace(saving, phase=Phase.STEP)), WAITS)
+
+
 def test_a_report_stays_short_at_any_world_size() -> None:
     odd = [Record(rank, steps=rank, number=1) for rank in range(1, 1024)]
     assert len(hang_report(view(*odd), WAITS)) < 1000
@@ -122,7 +131,10 @@ def test_a_rank_that_failed_ends_the_wait_of_others_only_if_it_has_not_sent_its_
     went_on = Record(2, number=56, error="ValueError: bad")
     assert cause(view(waiting(1), went_on), 57) == ""
     ended = Record(2, number=56, phase=Phase.ENDED)
-    assert cause(view(waiting(1), ended), 57) == "rank 2 has ended its program after 0 steps"
+    why = cause(view(waiting(1), ended), 57)
+    assert why.startswith("rank 2 has ended its program after 0 steps; perhaps ranks had different numbers of batches")
+    died = replace(ended, error="ValueError: bad")
+    assert cause(view(waiting(1), died), 57) == "rank 2 has ended its program with ValueError: bad after 0 steps"
     assert cause(view(waiting(1), ended), 56) == "", "it has ended well; somebody else is slow"
 
 

@@ -136,13 +136,24 @@ def find(folder: Path, tag: str | None) -> tuple[Path, Index] | None:
         return place, read_index(place)
     except Damaged as error:
         asked = f"'{LATEST}' in {folder}" if tag is None else f"tag '{tag}' in {folder}"
-        whole = []
-        for other in tags(folder):
-            with contextlib.suppress(Damaged, OSError):
-                read_index(folder / other)
-                whole.append(f"'{other}'")
-        others = ", ".join(whole) or "none"
-        raise Damaged(f"{asked}: {error}. Whole checkpoints there: {others}; pass one of them as `tag`") from None
+        raise Damaged(f"{asked}: {error}. {_whole(folder)}") from None
+
+
+def without_latest(folder: Path) -> str:
+    """What is to be said where nothing is asked for and there is no `latest`, and so nothing is loaded."""
+    return f"{folder} has no file '{LATEST}'; nothing is loaded" + (f". {_whole(folder)}" if folder.exists() else "")
+
+
+def _whole(folder: Path) -> str:
+    """A sentence that names the whole checkpoints of a folder and says how to load one."""
+    names = []
+    for tag in tags(folder):
+        with contextlib.suppress(Damaged, OSError):
+            read_index(folder / tag)
+            names.append(f"'{tag}'")
+    if names:
+        return f"Whole checkpoints there: {', '.join(names)}; pass one of them as `tag`"
+    return "No checkpoint there is whole, so there is nothing to go on from: begin anew, or load from another folder"
 
 
 def _check_kind(folder: Path) -> None:

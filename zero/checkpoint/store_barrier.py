@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zero.errors import Parted
 from zero.log import logger
-from zero.watchdog.hang_report import cause, ranks_text
+from zero.watchdog.hang_report import SAVES, cause, ranks_text
 from zero.watchdog.status_store import STOPPED
 from zero.watchdog.watchdog import Watchdog
 
@@ -27,7 +28,7 @@ SURE = 3.0  # seconds for which there must be a reason to give up
 KINDS = {"ValueError": ValueError, "RuntimeError": RuntimeError, "OSError": OSError}
 
 
-class Lost(RuntimeError):
+class Lost(Parted):
     """What this rank has found out by itself: others may not know, or may have decided otherwise."""
 
 
@@ -116,7 +117,7 @@ class StoreBarrier:
                     f"rank {rank}, {phase}: the store of the process group is gone ({store.failed}), and rank 0 "
                     "with it, unless a launcher keeps it"
                 )
-            why = cause(store.view(), sys.maxsize) if in_call and store.records.read_at > began else ""
+            why = cause(store.view(), sys.maxsize, SAVES) if in_call and store.records.read_at > began else ""
             since = (since or now) if why else 0.0
             if why and now - since > SURE:
                 raise Lost(f"rank {rank}, {phase}, waits for {ranks_text(missing)} in vain: {why}")
@@ -131,7 +132,8 @@ class StoreBarrier:
                 )
             if silent > SAYS and now - logged > SAYS:
                 logged = now + AGAIN - SAYS
-                logger.log(logging.WARNING, "rank %d, %s: %s made no progress for %.0f s", rank, phase, who, silent)
+                text = f"rank {rank}, {phase}: {who} made no progress for {silent:.0f} s"
+                logger.log(logging.WARNING, "%s%s", text, f"; perhaps {SAVES}" if in_call else "")
         return received
 
 

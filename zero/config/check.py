@@ -1,8 +1,9 @@
 """Makes a `Config` of plain values; one error lists everything that is wrong with them."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,14 +20,20 @@ from zero.config.walk import Walk, problem_line
 
 
 def load(
-    source: str | PathLike | Mapping, world_size: int, *, filled: bool = True, stand_ins: Collection[str] = ()
+    source: str | PathLike | Mapping,
+    world_size: int,
+    *,
+    filled: bool = True,
+    stand_ins: Collection[str] = (),
+    checks: Mapping[str, Callable[[str, Mapping[str, Any]], list[str]]] = MappingProxyType({}),
 ) -> Config:
     """Read and check a config for `world_size` data-parallel ranks.
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
     Hugging Face has not filled in yet: "auto" counts as not given, and where no batch size is given, the micro-batch
-    is 1. `stand_ins` are sections that the script replaces by objects of its own.
+    is 1. `stand_ins` are sections that the script replaces by objects of its own. `checks`: by section, what finds
+    problems of its `type` and `params` that are not known here, where there is no torch.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -34,6 +41,9 @@ def load(
     walk = Walk()
     file = walk.section(config.values, File)
     errors = [*config.errors, *walk.errors, *_optimizer(file)]
+    for name, check in checks.items():
+        section = getattr(file, name)
+        errors += check(section.type, section.params) if section is not None and name not in stand_ins else []
     errors += _autos(walk.autos, stand_ins) if filled else []
     batch = None
     if not any(line.startswith((TRAIN, MICRO, STEPS)) for line in errors):

@@ -3,12 +3,23 @@
 import copy
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.config.errors import ConfigError, dotted, show
 
+# What Python's parser says is wrong, in other words: also what is to be done.
+_BROKEN = {
+    "Expecting ',' delimiter": "a comma or a closing bracket is missing here",
+    "Expecting ':' delimiter": "a ':' is missing here, between a key and its value",
+    "Expecting value": 'this is no value; JSON has numbers, true, false, null, "text", [...] and {...}',
+    "Expecting property name enclosed in double quotes": "a key in double quotes is missing here",
+    "Unterminated string starting at": "the text that begins here has no closing quote",
+    "Extra data": "the object ends before this; take away what follows, or a closing bracket too many",
+}
+_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|[\[\]{}]')
 EXPECTED = "the path of a JSON or hjson file, or a dict"
 
 
@@ -72,15 +83,33 @@ def _parse(text: str, name: str) -> Any:
     try:
         return hjson.loads(text, object_pairs_hook=_Object)
     except hjson.HjsonDecodeError as error:
-        line = f"line {error.lineno} column {error.colno}: {error.msg}{_as_json(strict, error.pos)}"
-        raise ConfigError([line], name) from error
+        raise ConfigError([_problem(text, strict, error)], name) from error
 
 
-def _as_json(strict: json.JSONDecodeError, later: int) -> str:
-    """Where the text stopped being JSON if hjson failed later: a quoteless word, such as True, takes its line along."""
-    if strict.pos >= later or strict.doc[strict.pos :].lstrip().startswith(("#", "//", "/*")):
-        return ""
-    return f" (it is no JSON from line {strict.lineno} column {strict.colno} on: {strict.msg})"
+def _problem(text: str, strict: json.JSONDecodeError, error: Any) -> str:
+    """Where the text stops being JSON, or hjson where that got further by more than a quoteless word, such as True."""
+    if error.pos >= len(text.rstrip()) and (opened := _open(text)):
+        line, bracket = opened[-1]
+        missing = "".join({"{": "}", "[": "]"}[each] for _, each in reversed(opened))
+        return (
+            f"line {len(text.splitlines())}: the file ends too early: '{missing}' is missing, the first of it for the "
+            f"'{bracket}' of line {line}"
+        )
+    as_hjson = strict.doc[strict.pos :].lstrip().startswith(("#", "//", "/*"))
+    first = error if as_hjson or error.pos <= strict.pos else strict
+    return f"line {first.lineno} column {first.colno}: {_BROKEN.get(first.msg, first.msg)}"
+
+
+def _open(text: str) -> list[tuple[int, str]]:
+    """The brackets that nothing closes, each with its line; empty where others are closed than were opened."""
+    opened: list[tuple[int, str]] = []
+    for found in _TOKEN.finditer(text):
+        bracket = found[0]
+        if bracket in "{[":
+            opened.append((text.count("\n", 0, found.start()) + 1, bracket))
+        elif bracket in "}]" and (not opened or opened.pop()[1] != {"}": "{", "]": "["}[bracket]):
+            return []
+    return opened
 
 
 def _plain(value: Any, path: tuple, repeats: list[str]) -> Any:

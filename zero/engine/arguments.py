@@ -6,6 +6,10 @@ And what of them all ranks must have in common.
 from __future__ import annotations
 
 import argparse
+import copy
+import json
+import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
@@ -14,8 +18,14 @@ import torch
 from torch import nn
 
 from zero.config import Config
+from zero.config.errors import show
+from zero.config.override import override
+from zero.config.read import read
+from zero.config.unavailable import lookup
 from zero.core.deferred_param import DeferredParam
 from zero.core.owner import owner_of
+from zero.launch.contract import CONFIG, SETS
+from zero.log import log_once
 from zero.optim.lr import build_scheduler
 
 Groups = list[dict[str, Any]]
@@ -54,13 +64,53 @@ def resolve_config(
         "args.zero_config": getattr(args, "zero_config", None),
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
-    _, source = only_one("initialize()", **sources)
+    name, source = only_one("initialize()", **sources)
+    file, sets = os.environ.get(CONFIG), json.loads(os.environ.get(SETS, "[]"))
+    flags = " ".join([f"--config {file}"] * (file is not None) + [f"--set {text}" for text in sets])
+    if source is None and flags:
+        return _with_sets(file, sets) if sets else file
     if source is None:
         raise ValueError(
             "initialize() needs a configuration: pass config=<path or dict>, "
-            "or args with zero_config (see zero.add_config_arguments)"
+            "or args with zero_config (see zero.add_config_arguments), or start with `zero run --config FILE`"
         )
+    if flags:
+        log_once(logging.WARNING, f"the configuration is {name} of initialize(), and not {flags} of zero run")
     return source
+
+
+def _with_sets(file: str | None, sets: list[str]) -> dict[str, Any]:
+    """The values of a file with those of --set in place of its own, which are named."""
+    values = read(file).values if file is not None else {}
+    for text in sets:
+        before = copy.deepcopy(values)
+        path = override(values, text)
+        old, new = lookup(before, path), lookup(values, path)
+        over = f", and not {show(old)} as in {file}" if old not in (None, new) else ""
+        log_once(logging.INFO, f"{path} is {show(new)} by --set of zero run{over}")
+    return values
+
+
+_KINDS = {"model": nn.Module, "optimizer": torch.optim.Optimizer, "configuration": (Mapping, str, PathLike)}
+
+
+def check_places(args: Any, model: Any, optimizer: Any, model_parameters: Any) -> None:
+    """Raise ValueError for arguments of `initialize` that stand in each other's places, and where there is no model."""
+    taken = {
+        "`args`, the first argument, is the script's parsed command line": (args, ()),
+        "`model` is a torch.nn.Module": (model, ("model",)),
+        "`optimizer` is an optimizer or a callable": (optimizer, ("optimizer", "configuration")),
+        "`model_parameters` is model.parameters() or parameter groups": (model_parameters, ()),
+    }
+    for what, (value, kinds) in taken.items():
+        found = next((kind for kind, types in _KINDS.items() if isinstance(value, types)), None)
+        if found is not None and found not in kinds:
+            raise ValueError(
+                f"initialize(): {what}, and got a {type(value).__name__}, which is the {found}; name the arguments, "
+                "as in initialize(model=model, config=config)"
+            )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
 
 
 def only_one(caller: str, **arguments: Any) -> tuple[str, Any]:

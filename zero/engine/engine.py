@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
 from zero.data import Loader
+from zero.deepspeed_names import instead
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
@@ -296,4 +297,5 @@ class Engine(DeepSpeedGetters, nn.Module):
                 if hasattr(type(module), name):
                     raise  # of a property that fails, which says itself what is wrong
                 who = f"'{type(self).__name__}' object (and its module {type(module).__name__})"
-                raise AttributeError(f"{who} has no attribute '{name}'", name=name, obj=self) from None
+                text = f"{who} has no attribute '{name}'{instead(f'engine.{name}')}"
+                raise AttributeError(text, name=name, obj=self) from None

@@ -29,6 +29,7 @@ from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.data import Loader
 from zero.engine.arguments import (
     Groups,
+    check_places,
     client_optimizer,
     description,
     make_scheduler,
@@ -42,7 +43,8 @@ from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.launch.contract import INITIALIZED
 from zero.log import rank_zero, set_level
-from zero.optim.make import make_shard_optimizer, shard_optimizer_of
+from zero.optim.lr import schedule_problems
+from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard_optimizer_of
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.plan.formats import Formats
@@ -50,6 +52,8 @@ from zero.plan.order import Limits
 from zero.plan.sharding import Sharding
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
+
+_CHECKS = {"optimizer": optimizer_type_problems, "scheduler": schedule_problems}
 
 
 def initialize(
@@ -86,8 +90,7 @@ def initialize(
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"initialize() needs model=<torch.nn.Module>; got {type(model).__name__}")
+    check_places(args, model, optimizer, model_parameters)
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     data = data_ranks(mesh_param, device_mesh, mpu)
@@ -131,7 +134,7 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
 
 
 def _load(source: Any, world_size: int, stand_ins: list[str], assigned: AssignedRun | None) -> Config:
-    settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins)
+    settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
         settings = load(assigned.config(settings), world_size, filled=False)
     if settings.log_level is not None:

@@ -6,6 +6,8 @@ SILENCE = 6
 """Seconds without a heartbeat, after which whoever should give one counts as lost."""
 INTERRUPT, TERMINATE = b"I", b"T"
 """What a node is asked to do on its stdin: as at a SIGINT, as at a SIGTERM."""
+CONFIG, SETS = "ZERO_CONFIG", "ZERO_SET"
+"""The variables with --config and, as a JSON list, --set of `zero run`, for `initialize` in the ranks."""
 LOST = 129
 """The exit status of a node whose launcher, or network, is gone; as if it had been hung up on."""
 CLOSED_PIPE = 128 + 13

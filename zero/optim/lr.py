@@ -326,34 +326,55 @@ def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None 
         type: one of `schedules()`: ours by name, else `torch.optim.lr_scheduler.<type>`.
         params: keyword arguments of the schedule, as they stand in the JSON.
     """
-    cls = _OURS.get(type) or _torch_schedules().get(type)
-    if cls is None:
-        near, known = did_you_mean(str(type), schedules()), ", ".join(schedules())
-        raise ValueError(f"scheduler.type: unknown schedule {type!r}{near} There are: {known}")
     params = params or {}
-    _check_names(type, cls, params)
+    if lines := schedule_problems(type, params):
+        raise ValueError("\n".join(lines))
     try:
-        return cls(_torch_optimizer(optimizer), **params)
+        return _class(type)(_torch_optimizer(optimizer), **params)
     except ScheduleError as error:
         raise ValueError(f"scheduler.params.{error}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"scheduler.params: {type} did not accept {params!r}: {error}") from error
 
 
-def _check_names(kind: str, cls: type, params: Mapping[str, Any]) -> None:
-    """Raise for a key that the schedule does not have, and for one that it needs and did not get."""
+def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
+    """What is wrong with type and parameters of the JSON section `scheduler`, as far as no optimizer is needed."""
+    cls = _class(kind)
+    if cls is None:
+        near, known = did_you_mean(str(kind), schedules()), ", ".join(schedules())
+        return [f"scheduler.type: unknown schedule {kind!r}{near} There are: {known}"]
     signature = list(inspect.signature(cls).parameters.values())[1:]  # the first is the optimizer
     names = [parameter.name for parameter in signature]
+    lines = [
+        f"scheduler.params.{key}: {kind} has no such parameter (got {value!r}){did_you_mean(key, names)} "
+        f"It has: {', '.join(names)}"
+        for key, value in params.items()
+        if key not in names
+    ]
+    given = ", ".join(params) or "none"
+    lines += [
+        f"scheduler.params.{parameter.name}: {kind} needs it; given: {given}"
+        for parameter in signature
+        if parameter.default is inspect.Parameter.empty and parameter.name not in params
+    ]
+    types = get_type_hints(cls, include_extras=True) if cls in _OURS.values() else {}
     for key, value in params.items():
-        if key not in names:
-            raise ValueError(
-                f"scheduler.params.{key}: {kind} has no such parameter (got {value!r}){did_you_mean(key, names)} "
-                f"It has: {', '.join(names)}"
-            )
-    for parameter in signature:
-        if parameter.default is inspect.Parameter.empty and parameter.name not in params:
-            names = ", ".join(params) or "none"
-            raise ValueError(f"scheduler.params.{parameter.name}: {kind} needs it; given: {names}")
+        try:
+            _check_value(key, types.get(key, Any), value)
+        except ScheduleError as error:
+            lines.append(f"scheduler.params.{error}")
+    return lines
+
+
+def _check_value(name: str, kind: Any, value: Any) -> None:
+    """Raise ScheduleError for no value of this kind; how many parameter groups there are is not known here."""
+    if kind not in (PerGroup, PerGroupOrOwn):
+        _checked(name, kind, value)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _checked(f"{name}[{index}]", NotNegative, item)
+    elif value is not None or kind == PerGroup:
+        _checked(name, NotNegative, value)
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
@@ -373,6 +394,10 @@ def _torch_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside a wrapper, or the object itself."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) and not isinstance(optimizer, Optimizer) else optimizer
+
+
+def _class(kind: str) -> type | None:
+    return _OURS.get(kind) or _torch_schedules().get(kind)
 
 
 def _torch_schedules() -> dict[str, type]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,43 @@ NOT_ELEMENTWISE = {
     "Muon": "it orthogonalizes whole matrices",
     "SparseAdam": "it needs sparse gradients, and gradients here are dense",
 }
+# Those of DeepSpeed that torch does not have, by their names in small letters.
+_LAYERWISE = "it scales the update of each layer by norms of the whole layer"
+_COMPRESSED = "it sends messages of its own, and gradients are reduced before the optimizer sees them"
+_MUP = "it needs the widths of a model that mup has made, so hand mup's object to initialize(optimizer=...)"
+_OF_DEEPSPEED = {
+    "lamb": _LAYERWISE,
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
+}
+_CHECKED_BEFORE = ("max_grad_norm", "zero")  # arguments that rules of the config are about
+
+
+def optimizer_type_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
+    """What is wrong with type and arguments of the JSON section `optimizer` that only torch knows."""
+    refused = {name.lower(): why for name, why in NOT_ELEMENTWISE.items()} | _OF_DEEPSPEED
+    if why := refused.get(kind.lower()):
+        use = "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
+        return [f"optimizer.type: '{kind}' cannot run on shards: {why}; {use}"]
+    if kind.lower() in ARGUMENTS:
+        return []
+    classes = torch_classes()
+    if kind not in classes:
+        names = dict.fromkeys(["Adam", "AdamW", "Lion", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
+        return [f"optimizer.type: unknown optimizer '{kind}'{did_you_mean(kind, names)} Known: {', '.join(names)}"]
+    names = list(inspect.signature(classes[kind]).parameters)[1:]  # the first are the parameters
+    params = {key: value for key, value in params.items() if key not in _CHECKED_BEFORE}
+    unknown = [
+        f"optimizer.params: torch.optim.{kind} has no argument '{key}'{did_you_mean(key, names)} "
+        f"It has: {', '.join(names)}"
+        for key in params
+        if key not in names
+    ]
+    try:
+        TorchShardOptimizer(classes[kind], {key: value for key, value in params.items() if key in names})
+    except (TypeError, ValueError) as error:
+        unknown.append(f"optimizer.params: torch.optim.{kind} refuses {params}: {error}")
+    return unknown
 
 
 def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) -> ShardOptimizer:
@@ -35,18 +73,10 @@ def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) 
     if kind.lower() in ARGUMENTS:
         rank_zero(logging.INFO, "optimizer %s runs as torch's own class, because %s", kind, reason)
         kind, params = torch_arguments(kind.lower(), params)
-    if kind in NOT_ELEMENTWISE:
-        raise ValueError(
-            f"optimizer.type: '{kind}' cannot run on shards: {NOT_ELEMENTWISE[kind]}; "
-            "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
-        )
-    classes = torch_classes()
-    if kind not in classes:
-        names = dict.fromkeys(["Adam", "AdamW", "Lion", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
-        text = f"optimizer.type: unknown optimizer '{kind}'{did_you_mean(kind, names)} Known: {', '.join(names)}"
-        raise ValueError(text)
+    elif lines := optimizer_type_problems(kind, params):
+        raise ValueError("\n".join(lines))
     try:
-        return TorchShardOptimizer(classes[kind], params)
+        return TorchShardOptimizer(torch_classes()[kind], params)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer.params: torch.optim.{kind} refuses {params}: {error}") from error
 

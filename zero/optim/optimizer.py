@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zero.core.sharded_module import ShardedModule
+from zero.deepspeed_names import instead
 from zero.log import rank_zero
 from zero.optim.norm import RankFlags, Told, clip_factor, exact_norm, global_norm
 from zero.optim.scaler import LossScaler
@@ -173,6 +174,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Give all parameter groups one learning rate; a scheduler overwrites it at its next step."""
         for group in self.param_groups:
             group["lr"] = lr
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of DeepSpeed's names what to use instead."""
+        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'{instead(f'optimizer.{name}')}")
 
     def unbind(self, wait: bool = True) -> None:
         """Let go of the units and of all state; `step()` raises from now on.

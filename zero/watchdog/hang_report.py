@@ -149,6 +149,8 @@ def hang_report(view: View, waits: str) -> str:
         parts.append(f"{ranks_text(rank for _, ranks in ordered[MOST_GROUPS:] for rank in ranks)}: elsewhere")
     if any(_parted(waits, seen.record) for seen in view.others.values() if seen.silent < view.silence):
         parts.append(REMEDY)
+    if any(seen.record.phase is Phase.SAVE and not seen.record.fault for seen in view.others.values()):
+        parts.append(f"either {SAVES}, or {FEWER}")
     if view.store > view.silence:
         parts.append(store_text(view))
     elif missing := view.world - 1 - len(view.others):
@@ -160,6 +162,9 @@ REMEDY = (
     "ranks that run different blocks gather different units: make the module around these blocks a leaf "
     "(zero_optimization.leaf_module) or name it in zero.units, and generate texts with engine.generate()"
 )
+
+FEWER = "ranks had different numbers of batches, which a loader of initialize(training_data=...) gives all alike"
+SAVES = "save_checkpoint() was called on some ranks only: it is for all, so not inside of `if rank == 0:`"
 
 
 def _parted(waits: str, record: Record) -> bool:
@@ -188,16 +193,17 @@ def wanted(view: View, waits: str) -> tuple[int, ...]:
     return tuple(sorted(ranks)) or ((view.keeper,) if lost else ())
 
 
-def cause(view: View, number: int) -> str:
+def cause(view: View, number: int, perhaps: str = FEWER) -> str:
     """Why waiting for collective `number` is in vain, or "" when it may still end.
 
+    perhaps: what may be the reason where another rank has ended without an error.
     A rank that has failed or ended matters only when it has not begun that collective; else its part is sent.
     """
     for record in _faults(view):
         if not record.gave_up and record.number < number:
             return _told(record)
     if gone := [rank for rank in _ended(view) if view.others[rank].record.number < number]:
-        return f"{ranks_text(gone)} {where(view.others[gone[0]].record)}"
+        return _gone(view, gone, perhaps)
     # Who gave up has closed its connections, or is about to.
     return next((_told(record) for record in _faults(view) if record.gave_up), "")
 
@@ -220,7 +226,7 @@ def cause_of_loss(view: View, seconds: float) -> str:
     if seconds < 1.25 * view.silence and not faults:
         return ""
     if ended:
-        return f"{ranks_text(ended)} {where(view.others[ended[0]].record)}"
+        return _gone(view, ended, FEWER)
     if faults:
         return _told(faults[0])
     return store_text(view) if view.store > view.silence else UNKNOWN
@@ -267,6 +273,11 @@ def _faults(view: View) -> list[Record]:
 
 def _ended(view: View) -> list[int]:
     return sorted(rank for rank, (record, _) in view.others.items() if record.phase in (Phase.ENDED, Phase.DESTROYED))
+
+
+def _gone(view: View, ranks: list[int], perhaps: str) -> str:
+    record = view.others[ranks[0]].record
+    return f"{ranks_text(ranks)} {where(record)}" + (f"; perhaps {perhaps}" if not record.error else "")
 
 
 def _told(record: Record) -> str:

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from zero.errors import Parted
 from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
 from zero.watchdog.hang_report import Phase, clipped
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
@@ -157,8 +158,8 @@ class Watchdog:
                 detector.poke()
                 detector.explained.wait(EXPLAINS)
             if status.gave_up and detector.explained.wait(EXPLAINS):
-                return RuntimeError(status.gave_up)
-        return RuntimeError(f"rank {status.rank} could not end the {waiting.collective}: {line}")
+                return Parted(status.gave_up)
+        return Parted(f"rank {status.rank} could not end the {waiting.collective}: {line}")
 
     def _tell(self) -> None:
         if self.store is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.checkpoint.differences import Ask, Match, Wanted
-from zero.checkpoint.folder import LATEST, check_folder, find
+from zero.checkpoint.folder import check_folder, find, without_latest
 from zero.checkpoint.index import Index
 from zero.checkpoint.plain import decode
 from zero.checkpoint.reader import Reader
@@ -105,7 +105,7 @@ class CheckpointLoader:
 
         plan = ranks.find(look)
         if plan is None:
-            rank_zero(logging.WARNING, "load_checkpoint: %s has no file '%s'; nothing is loaded", load_dir, LATEST)
+            rank_zero(logging.WARNING, "load_checkpoint: %s", without_latest(Path(load_dir)))
             return None, None
         self._take(ranks, plan, not load_optimizer_states and not load_module_only, custom_load_fn)
         self._sharded.module.load_state_dict(values.extra, strict=False)

@@ -1,4 +1,4 @@
-"""The flags of DeepSpeed's launcher that are none of ours: each is taken, or refused with what to do instead."""
+"""Flags of other launchers that are none of ours: each is taken, or refused with what to do instead."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 QUIET = LEVELS[2:]
-# What DeepSpeed has to be told and is always so here.
-_ALWAYS = ("--no_local_rank", "--force_multi")
+# What DeepSpeed or torchrun has to be told and is always so here.
+_ALWAYS = ("--no_local_rank", "--force_multi", "--standalone")
+_MEETING = "the hosts of a --hostfile find each other, at --master_addr and --master_port if you give them"
 _ELASTIC = "--max_restarts N restarts the ranks, with --min_nodes M on fewer hosts when some are lost"
 _REFUSED = {
     "--save_pid": "no file with a process id is written; the shell has it in $! after `zero run ... &`",
@@ -16,6 +17,7 @@ _REFUSED = {
     "--autotuning": "there is no autotuning",
     "--elastic_training": _ELASTIC,
     "--min_elastic_nodes": _ELASTIC,
+    **dict.fromkeys(("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--rdzv_conf"), _MEETING),
     "--max_elastic_nodes": f"{_ELASTIC}; --num_nodes says how many there are at most",
 }
 _LAUNCHERS = {
@@ -29,7 +31,7 @@ class _Refused(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         """Leave with the message."""
-        parser.error(f"{option_string}: this flag of DeepSpeed's is not here: {_REFUSED[option_string]}")
+        parser.error(f"{option_string}: this flag of another launcher is not here: {_REFUSED[option_string]}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

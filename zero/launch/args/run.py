@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from zero.launch.args import deepspeed as deepspeed_args
 from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, filled, port
@@ -20,6 +21,13 @@ a hostfile, with one process for each slot of its hosts.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
 environment, as under torchrun. No --local_rank is added to the arguments of the script: read LOCAL_RANK.
 The exit status is that of the first rank that failed, or 128 + n when signal n killed it."""
+
+
+class ConfigFlags(NamedTuple):
+    """What `initialize` takes in the ranks where the script gives it no configuration."""
+
+    file: str | None = None
+    sets: tuple[str, ...] = ()  # values in place of those of the file, as "a.b=c"
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Request:
     bind_core_list: str | None = None
     quiet: bool = False
     as_deepspeed: bool = False
+    config: ConfigFlags = field(default_factory=ConfigFlags)
 
     def command(self) -> list[str]:
         """The command line of every rank."""
@@ -65,6 +74,11 @@ class Request:
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
         check_script(self.script, self.module, self.no_python)
+        if self.config.file is not None and not Path(self.config.file).is_file():
+            raise LaunchError(f"--config: there is no file {self.config.file!r} in {Path.cwd()}")
+        for text in self.config.sets:
+            if not all(text.partition("=")):
+                raise LaunchError(f"--set: got {text!r}, wanted KEY=VALUE, such as zero_optimization.stage=3")
 
 
 def check_script(script: str, module: bool, no_python: bool) -> None:
@@ -89,6 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     about = "processes per host; default: one per slot, or per visible GPU, or one on the CPU where there is none"
     parser.add_argument("--num_gpus", "--num_accelerators", type=at_least(1), metavar="N", help=about)
+    # As torchrun and accelerate launch spell it.
+    same = ("--nproc_per_node", "--nproc-per-node", "--nproc", "--num_processes")
+    parser.add_argument(*same, dest="num_gpus", type=at_least(1), help=argparse.SUPPRESS)
+    parser.add_argument("--nnodes", dest="num_nodes", type=at_least(1), help=argparse.SUPPRESS)
+    about = "the configuration that initialize() takes in a script that gives it none"
+    parser.add_argument("--config", metavar="FILE", help=about)
+    about = "a value in place of the one in that file, such as zero_optimization.stage=3; may be repeated"
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help=about)
     about = "the first N hosts of the hostfile (default: all)"
     parser.add_argument("--num_nodes", type=at_least(1), metavar="N", help=about)
     about = "address of rank 0 (default: this machine, or the first host)"
@@ -125,4 +147,6 @@ def request(parsed: argparse.Namespace) -> Request:
     script, *script_args = words[1:] if words[0] == "--" else words
     quiet = parsed.quiet or parsed.log_level in deepspeed_args.QUIET
     hosts = filled(HostFlags, parsed)
-    return filled(Request, parsed, script=script, script_args=tuple(script_args), hosts=hosts, quiet=quiet)
+    config = ConfigFlags(parsed.config, tuple(parsed.sets))
+    more = {"script": script, "script_args": tuple(script_args), "hosts": hosts, "quiet": quiet, "config": config}
+    return filled(Request, parsed, **more)

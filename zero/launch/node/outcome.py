@@ -18,6 +18,7 @@ class Failure:
     host: str | None = None  # None: this machine, the only one
     message: str | None = None  # the last that it said
     log: str | None = None  # the file of its stderr, where that stays
+    alike: bool = False  # all ranks of this host ended so, and it has been said
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,14 @@ def of(failures: Sequence[Failure], restart: str | None = None, restarts: int = 
 
 def words(failure: Failure) -> str:
     """`failure` in one line."""
-    who = f"rank {failure.rank}" if failure.host is None else f"rank {failure.rank} on host {failure.host}"
+    who = "all ranks" if failure.alike else f"rank {failure.rank}"
+    who += "" if failure.host is None else f" on host {failure.host}"
     if failure.exitcode < 0:
         number = -failure.exitcode
         why = " (the kernel does that when memory runs out)" if number == signal.SIGKILL else ""
         text = f"{who} was killed by {signal_name(number)}{why}, pid {failure.pid}"
+    elif failure.alike:
+        text = f"{who} failed, with exit code {failure.exitcode}"
     else:
         text = f"{who} failed first, with exit code {failure.exitcode} (pid {failure.pid})"
     message = f": {failure.message}" if failure.message else ""

@@ -1,6 +1,7 @@
 """From a request to the processes that will run on this machine: how many, on which port, in which environment."""
 
 import gc
+import json
 import os
 import shlex
 import sys
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from zero.launch import as_deepspeed
 from zero.launch.args.run import LaunchError, Request
+from zero.launch.contract import CONFIG, SETS
 from zero.launch.hosts import cores, selection
 from zero.launch.hosts import environment as variables
 from zero.launch.hosts.addresses import free_port, is_this_machine, port_problem
@@ -80,6 +82,10 @@ def plan(request: Request, gpus: int) -> Plan:
     if request.as_deepspeed:
         notes += [] if here.node or as_deepspeed.is_open(os.environ) else [as_deepspeed.note()]
         shared.update(as_deepspeed.variables({**os.environ, **shared}))
+    if request.config.file is not None:
+        shared[CONFIG] = os.path.abspath(request.config.file)
+    if request.config.sets:
+        shared[SETS] = json.dumps(request.config.sets)
     if here.devices is not None:
         shared[DEVICES] = ",".join(here.devices)
     ranks = len(here.world.ranks(here.node))

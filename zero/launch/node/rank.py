@@ -53,10 +53,13 @@ class Rank(Process):
     def failure(self, node: int, host: str | None) -> Failure:
         """What is known of its end, which was not a good one."""
         code = self.status if self.killed_by is None else -self.killed_by
-        message = _recorded(self._folder / "error.json")
+        message, alike = _recorded(self._folder / "error.json")
         if message is None and self.last_line:
             message = _TORCH_PREFIX.sub(b"", self.last_line).decode(errors="replace")[:_LONGEST]
-        return Failure(self.rank, code, self.pid, node, host, message, str(self.log) if self.log else None)
+        if alike is not None and host is None:
+            message = None  # it is the last thing on the screen
+        log = str(self.log) if self.log else None
+        return Failure(self.rank, code, self.pid, node, host, message, log, bool(alike))
 
 
 def environment(attempt: Attempt, local: int, run_id: str, max_restarts: int, folder: Path) -> dict[str, str]:
@@ -76,16 +79,23 @@ def environment(attempt: Attempt, local: int, run_id: str, max_restarts: int, fo
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),  # of torch.distributed.elastic's `record`
         INITIALIZED: str(folder / INITIALIZED),
+        # What torch's C++ warns of is for its developers, such as the frames in which a rank lost the store.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
 
 
-def _recorded(file: Path) -> str | None:
-    """The last line that a rank has written by torch.distributed.elastic's `record`; None where it wrote nothing."""
+def _recorded(file: Path) -> tuple[str | None, bool | None]:
+    """The last line of a rank's error in its file, and whether all ranks of this host end of that.
+
+    The file is there by zero.errors, which has printed it; or by torch.distributed.elastic's `record`, where the second
+    is None; (None, None) where it is not.
+    """
     try:
-        message = json.loads(file.read_text())["message"]
+        record = json.loads(file.read_text())
+        message = record["message"]
         text = message["message"] if isinstance(message, Mapping) else message
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return None, None
     lines = str(text).strip().splitlines()
-    return lines[-1] if lines else None
+    return lines[-1] if lines else None, record.get("alike")

@@ -7,7 +7,6 @@ __version__ = f"0.19.6+zero{_zero.__version__}"
 version = __version__
 
 _PACKAGES = ("accelerator", "checkpoint", "comm", "launcher", "ops", "runtime", "utils")
-_ONE_KIND = "zero has data parallelism only"
 
 __getattr__ = finder(
     __name__,
@@ -24,13 +23,5 @@ __getattr__ = finder(
         "logger": "deepspeed.utils.logging",
         "log_dist": "deepspeed.utils.logging",
         "dist": "deepspeed.comm:",
-    },
-    {
-        "init_inference": "engine.generate, with the engine in eval",
-        "tp_model_init": _ONE_KIND,
-        "PipelineModule": _ONE_KIND,
-        "PipelineEngine": _ONE_KIND,
-        "OnDevice": "zero.Init, or torch.device as a context",
-        "DeepSpeedHybridEngine": "engine.generate",
     },
 )

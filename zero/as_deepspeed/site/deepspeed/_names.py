@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zero.deepspeed_names import INSTEAD
 
-def finder(module: str, homes: Mapping[str, str], instead: Mapping[str, str] = {}) -> Callable[[str], Any]:
+
+def finder(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of `module`.
 
     homes: name -> the module in which it has the same name; "module:" for that module itself, "module:other" for
-    another name there. instead: name -> what to use. Raises AttributeError for every other name, ImportError in
-    `from module import name`, where Python drops the text of the former.
+    another name there. Raises AttributeError for every other name, which says what to use where that is known;
+    ImportError in `from module import name`, where Python drops the text of the former.
     """
 
     def find(name: str) -> Any:
@@ -20,7 +22,7 @@ def finder(module: str, homes: Mapping[str, str], instead: Mapping[str, str] = {
             home, colon, other = homes[name].partition(":")
             found = importlib.import_module(home)
             return found if colon and not other else getattr(found, other or name)
-        why = instead.get(name, "docs/deepspeed.md says what there is")
+        why = INSTEAD.get(f"{module}.{name}", "docs/deepspeed.md says what there is")
         caller = sys._getframe(1)
         imported = caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
         error = ImportError if imported else AttributeError

@@ -7,4 +7,4 @@ from deepspeed._names import finder
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 PDSH_MAX_FAN_OUT = 1024
 
-__getattr__ = finder(__name__, {}, {"main": "the command `zero run`"})
+__getattr__ = finder(__name__, {})

@@ -12,5 +12,4 @@ __getattr__ = finder(
         "zero_to_fp32": "deepspeed.utils.zero_to_fp32:",
         "RepeatingLoader": "zero",
     },
-    {"groups": "torch.distributed.new_group; zero has data parallelism only", "instrument_w_nvtx": "torch.profiler"},
 )

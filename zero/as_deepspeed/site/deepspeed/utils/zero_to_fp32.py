@@ -13,8 +13,7 @@ from zero.checkpoint.weight_files import weights_at
 from zero.core.deferred_param import DeferredParam
 from zero.core.owner import owner_of
 
-_OWN_FILES = "checkpoints of zero have no such file; client state comes from engine.load_checkpoint"
-__getattr__ = finder(__name__, {}, {"get_model_state_file": _OWN_FILES, "get_optim_files": _OWN_FILES})
+__getattr__ = finder(__name__, {})
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -2,7 +2,7 @@
 
 from deepspeed._names import finder
 
-__getattr__ = finder(__name__, {}, {"AsyncIOHandle": "`offload_param` and `offload_optimizer` with device nvme"})
+__getattr__ = finder(__name__, {})
 
 
 class AsyncIOBuilder:

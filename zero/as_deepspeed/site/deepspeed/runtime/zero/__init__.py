@@ -11,9 +11,4 @@ __getattr__ = finder(
         **dict.fromkeys(("Init", "GatheredParameters", "ZeroParamStatus"), _PARTS),
         **dict.fromkeys(("register_external_parameter", "unregister_external_parameter", "TiledLinear"), "zero"),
     },
-    {
-        "MiCS_Init": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
-        "unwrap_model_for_generation": "engine.generate",
-        "TiledLinearReturnBias": "deepspeed.zero.TiledLinear",
-    },
 )

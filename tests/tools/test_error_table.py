@@ -1,0 +1,192 @@
+"""The promise: a mistake has one message, which says what to do, on stderr, and is the exit status: the table of them.
+
+Of an error that ends all ranks alike one rank speaks; of an error of one rank that rank, with its name, and those that
+waited for it say why they end, in a few lines. No frame of zero is shown. Mistakes in scripts are in tests/mistakes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Launchers
+from mistakes import ARGUMENTS, CHECKPOINTS, CONFIGS, MISTAKES, START, USE
+from nodes import environment
+
+from zero.engine.arguments import resolve_config
+from zero.launch.contract import CONFIG, SETS
+
+SHORT = ("file ends", "three sections", "model first", "meta", "not the same", "nothing whole", "full disk", "monitor")
+
+
+def made(launchers: Launchers, folder: Path, names: list[str]) -> None:
+    """Have two ranks make these mistakes, one after the other."""
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "train.py").write_text(f"{START}\n{MISTAKES[name].lines}\n")
+    words = ("run", "--num_gpus", "2", str(ROOT / "tests" / "mistakes.py"), str(folder), *names)
+    ended = launchers.run(*words, environment=environment(OMP_NUM_THREADS="1"))
+    assert ended.returncode == 0, ended.stderr
+
+
+def check(folder: Path, name: str) -> None:
+    """Message, stream and status of one of them."""
+    mistake = MISTAKES[name]
+    statuses = [json.loads((folder / f"statuses.{rank}").read_text())[name] for rank in range(2)]
+    out = [(folder / name / f"out.{rank}").read_text() for rank in range(2)]
+    # What is logged while all is well is not about the mistake.
+    logged = [(folder / name / f"err.{rank}").read_text() for rank in range(2)]
+    said = [re.sub(r"(?m)^\[zero\] .*\n", "", text) for text in logged]
+    everything = "".join(said)
+    assert out == ["", ""]
+    assert re.sub(r"(?m)^\[rank\d\]: +", "", everything).count(mistake.says) == 1, everything
+    assert "zero/engine" not in everything and "zero/core" not in everything, everything
+    if mistake.by is None:
+        assert statuses == [1, 1]
+        assert "" in said and "[rank" not in everything, everything
+        assert everything.count("Traceback") == 1
+        return
+    assert statuses[mistake.by] == 1
+    assert said[mistake.by].startswith(f"[rank{mistake.by}]: ")
+    other = said[1 - mistake.by]
+    assert mistake.also in other and "Traceback" not in other
+    assert len(other.splitlines()) <= 4, other
+
+
+def test_mistakes_in_scripts(launchers: Launchers, tmp_path: Path) -> None:
+    made(launchers, tmp_path, list(SHORT))
+    for name in SHORT:
+        check(tmp_path, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "table", [CONFIGS, ARGUMENTS, CHECKPOINTS, USE], ids=["configs", "arguments", "checkpoints", "use"]
+)
+def test_all_mistakes_in_scripts(launchers: Launchers, tmp_path: Path, table: dict) -> None:
+    made(launchers, tmp_path, list(table))
+    for name in table:
+        check(tmp_path, name)
+    assert len(MISTAKES) >= 40
+
+
+USAGE = "usage: zero run [options] script [arguments of the script]"
+WORDS = {
+    ("rn", "a.py"): (2, "zero: error: there is no command 'rn'; did you mean 'run'? There are: run, check, "),
+    ("a.py",): (2, "zero: error: there is no command 'a.py'; did you mean 'zero run a.py'? There are: "),
+    ("run", "--num_gpu", "2", "a.py"): (
+        2,
+        f"{USAGE}\nzero run: error: there is no option --num_gpu; did you mean ",
+    ),
+    ("run", "--num_gpus", "two", "a.py"): (
+        2,
+        "error: argument --num_gpus/--num_accelerators: got 'two', wanted",
+    ),
+    ("run", "--num_gpus", "2"): (2, f"{USAGE}\nzero run: error: the following arguments are required: script"),
+    ("run", "--num_gpus", "2", "b.py"): (2, "zero run: error: there is no script 'b.py' in "),
+    ("run", "--config", "b.json", "a.py"): (2, "zero run: error: --config: there is no file 'b.json' in "),
+    ("run", "--set", "stage", "a.py"): (2, "zero run: error: --set: got 'stage', wanted KEY=VALUE, such as "),
+    ("run", "--rdzv_id", "3", "a.py"): (2, "--rdzv_id: this flag of another launcher is not here: the hosts of"),
+    ("check", "--stagse", "3", "a.py"): (2, "zero check: error: there is no option --stagse; did you mean '--stages'?"),
+    ("plan", "--world", "4", "--tpp", "2"): (2, "zero plan: error: there is no option --tpp; did you mean '--tp'?"),
+    ("verify", "none"): (2, "zero verify: error: there is no folder none"),
+}
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_mistakes_in_command_lines(words: tuple[str, ...], launchers: Launchers, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("")
+    status, text = WORDS[words]
+    ended = launchers.run(*words, environment=environment(), folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert ended.stderr.count(text) == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_zero_alone_prints_its_help(launchers: Launchers, tmp_path: Path) -> None:
+    ended = launchers.run(environment=environment(), folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "start a script with one process per rank" in ended.stdout
+
+
+@pytest.fixture
+def two_ranks(launchers: Launchers, tmp_path: Path):
+    def run(text: str, *words: str) -> subprocess.CompletedProcess:
+        (tmp_path / "train.py").write_text(text)
+        words = ("run", *(words or ("--num_gpus", "2")), "train.py")
+        return launchers.run(*words, environment=environment(OMP_NUM_THREADS="1"), folder=tmp_path)
+
+    return run
+
+
+def test_the_launcher_says_that_all_ranks_failed_alike(two_ranks) -> None:
+    ended = two_ranks("import zero.config\nzero.config.load('zro.json', 2)\n")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.count("there is no file 'zro.json'") == 1
+    assert re.sub(r"(?s)^Traceback.*ConfigError: config: .*or a dict\n", "", ended.stderr) == (
+        "zero run: all ranks failed, with exit code 1\n"
+    )
+
+
+def test_the_launcher_names_the_one_rank_that_failed(two_ranks) -> None:
+    text = "import os, time, zero\nif os.environ['RANK'] == '1':\n    raise OSError(28, 'full')\ntime.sleep(60)\n"
+    ended = two_ranks(text, "--nproc_per_node", "2")
+    assert ended.returncode == 1
+    *_, error, last = ended.stderr.splitlines()
+    assert error == "[rank1]: OSError: [Errno 28] full"
+    assert re.fullmatch(r"zero run: rank 1 failed first, with exit code 1 \(pid \d+\)", last)
+    assert all(line.startswith("[rank1]: ") for line in ended.stderr.splitlines()[:-1])
+
+
+def test_what_others_were_told_of_an_error_is_the_same_error(two_ranks) -> None:
+    text = (
+        "import os, zero\n"
+        "told = {'0': ValueError('load_checkpoint: rank 1: the disk is gone'), '1': OSError('the disk is gone')}\n"
+        "raise told[os.environ['RANK']]\n"
+    )
+    said = two_ranks(text).stderr
+    assert said.count("Error: ") == 1, said
+    assert said.endswith("zero run: all ranks failed, with exit code 1\n")
+    assert "all ranks failed" not in two_ranks(text.replace("rank 1: ", "")).stderr, "another error"
+
+
+def test_a_hook_of_the_script_stays(two_ranks) -> None:
+    text = "import sys\nsys.excepthook = lambda *_: print('mine', file=sys.stderr)\nimport zero\nraise ValueError\n"
+    said = two_ranks(text).stderr
+    assert "mine" in said and "Traceback" not in said
+
+
+def test_what_the_launcher_was_given_is_taken_where_the_script_gives_nothing(monkeypatch, tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1}}')
+    monkeypatch.setenv(CONFIG, str(file))
+    assert resolve_config(None, None, None) == str(file)
+    monkeypatch.setenv(SETS, '["zero_optimization.stage=2", "fp16.enabled=true"]')
+    assert resolve_config(None, None, None) == {
+        "train_batch_size": 4,
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True},
+    }
+    assert resolve_config(None, {"train_batch_size": 2}, None) == {"train_batch_size": 2}
+
+
+@pytest.mark.long
+def test_the_winner_of_several_configurations_is_named(launchers: Launchers, tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1}}')
+    script = (
+        "import torch, zero\n"
+        "first = zero.initialize(model=torch.nn.Linear(2, 2))[0]\n"
+        "print(first.zero_optimization_stage(), first.train_batch_size())\n"
+        "print(zero.initialize(model=torch.nn.Linear(2, 2), config={'train_batch_size': 2})[0].train_batch_size())\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    words = ("run", "--config", "zero.json", "--set", "zero_optimization.stage=2", "train.py")
+    ended = launchers.run(*words, environment=environment(OMP_NUM_THREADS="1"), folder=tmp_path)
+    assert ended.stdout.split() == ["2", "4", "2"], ended.stderr
+    file = os.path.join(tmp_path, "zero.json")
+    assert f"zero_optimization.stage is 2 by --set of zero run, and not 1 as in {file}" in ended.stderr
+    assert f"the configuration is config of initialize(), and not --config {file} --set zero_opt" in ended.stderr
