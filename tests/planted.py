@@ -25,7 +25,7 @@ from zero.engine.check.compare import compare_runs
 from zero.engine.check.in_process import Copies
 from zero.engine.check.recording import Outcome
 from zero.engine.check.runs import Kind, Run
-from zero.optim.norm import Told, global_norm
+from zero.optim.norm import RankReport, global_norm
 
 STEPS = 2
 
@@ -125,9 +125,9 @@ def _after_update(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
     """Have `change(the unit's shard before the update)` run after each update."""
     update, unit = engine.optimizer.update, _unit(engine)
 
-    def wrong(told: Told) -> dict[int, Told]:
+    def wrong(report: RankReport) -> dict[int, RankReport]:
         before = unit.exact().clone()
-        everyone = update(told)
+        everyone = update(report)
         change(before)
         return everyone
 
@@ -247,8 +247,8 @@ def _unclipped(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 @_kind("the norm leaves a unit out", "SGD")
 def _norm(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    def wrong(units: Any, mesh: Any, told: Told) -> Any:
-        return global_norm([unit for unit in units if unit is not _unit(engine)], mesh, told)
+    def wrong(units: Any, mesh: Any, report: RankReport) -> Any:
+        return global_norm([unit for unit in units if unit is not _unit(engine)], mesh, report)
 
     patch.setattr("zero.optim.optimizer.global_norm", wrong)
 

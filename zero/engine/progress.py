@@ -18,13 +18,13 @@ import torch
 
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
-from zero.engine.heard import mean_loss
 from zero.engine.status import Status
+from zero.engine.step_record import mean_loss
 from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger, rank_zero
 from zero.memory.host_bytes import HostBytes
-from zero.optim.norm import Told
+from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
@@ -135,7 +135,7 @@ class Progress:
         finally:
             self._phases.append((name, start, self._now()))
 
-    def log_step(self, told: Mapping[int, Told], samples: int) -> None:
+    def log_step(self, reports: Mapping[int, RankReport], samples: int) -> None:
         """Count the optimizer step that has just ended, of so many samples, and log it, if it is its turn."""
         if not self._speaks:
             return
@@ -145,10 +145,10 @@ class Progress:
         for tally in (self._recent, self._all):
             tally.steps += 1
             tally.samples += samples
-            tally.tokens += sum(each.tokens for each in told.values())
+            tally.tokens += sum(each.tokens for each in reports.values())
         if self._status.global_steps % int(self._config.steps_per_print) or not logger.isEnabledFor(logging.INFO):
             return
-        logger.info("%s", " | ".join(self._parts(mean_loss(told))))
+        logger.info("%s", " | ".join(self._parts(mean_loss(reports))))
         self._recent = Tally(since=time.perf_counter())
         if self._config.memory_breakdown:
             parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in self.state_nbytes()._asdict().items())

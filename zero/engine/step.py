@@ -7,7 +7,7 @@ step        before the boundary the micro-batch is counted, and that is all; at 
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
                unit, the gather of parameters that stay gathered, the loss scale
-            3. the counters, and what the ranks have told with the norm: losses that are not finite, equal batches
+            3. the counters, and the ranks' reports, which came with the norm: losses that are not finite, equal batches
             4. the log
             5. the scheduler, unless the step was skipped
             6. the error of a checkpoint that was written beside the training loop, if it failed
@@ -29,14 +29,14 @@ from zero.core.hooks import as_forward
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoint.save import CheckpointSaver
-from zero.engine.heard import Heard
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
+from zero.engine.step_record import StepRecord
 from zero.log import logger
-from zero.optim.norm import Told
+from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
@@ -59,7 +59,7 @@ class TrainingStep:
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.progress = Progress(config, sharded, optimizer, status, device)
-        self.heard = Heard(sharded.mesh, device, status)
+        self.record = StepRecord(sharded.mesh, device, status)
         self.randomness = Randomness(sharded.mesh, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         self._sharded = sharded
@@ -77,7 +77,7 @@ class TrainingStep:
         micro-batches are counted from the first again. So it is in `backward`.
         """
         if self._sharded.module.training and torch.is_grad_enabled():
-            self.heard.batch((inputs, kwargs))
+            self.record.batch((inputs, kwargs))
         return self._run(self._sharded.module, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class TrainingStep:
         except BaseException:
             self._abandon()
             raise
-        self.heard.backward(loss, 1 / steps if scale_wrt_gas else 1, tokens)
+        self.record.backward(loss, 1 / steps if scale_wrt_gas else 1, tokens)
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class TrainingStep:
         """
         self._status.check()
         check_loss("scale()", loss)
-        self.heard.backward(loss, 1 / self._accumulation.config.gradient_accumulation_steps)
+        self.record.backward(loss, 1 / self._accumulation.config.gradient_accumulation_steps)
         return scaled(loss, 1, self._sharded.reducer)
 
     def step(self, scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
@@ -150,10 +150,10 @@ class TrainingStep:
         self._status.step_applied = False
         with self._accumulation.ending_micro_batch() as boundary:
             if boundary:
-                told = self._update()
+                reports = self._update()
                 self._count()
-                self.heard.judge(told)
-                self.progress.log_step(told, self._accumulation.samples)
+                self.record.warn(reports)
+                self.progress.log_step(reports, self._accumulation.samples)
                 if self._status.step_applied and scheduler is not None:
                     scheduler.step(**lr_kwargs)
         if boundary:
@@ -162,7 +162,7 @@ class TrainingStep:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""
         self._sharded.reducer.drop()
-        self.heard.forget(done=False)
+        self.record.clear(done=False)
         for param in self._sharded.module.parameters():
             param.grad = None
 
@@ -170,7 +170,7 @@ class TrainingStep:
         self._status.check()
         if self._sharded.recover():
             self._accumulation.restart()
-            self.heard.forget(done=False)
+            self.record.clear(done=False)
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
         watched, timed = self._sharded.mesh.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
@@ -189,17 +189,17 @@ class TrainingStep:
             return contextlib.nullcontext()
         return self.randomness.forward(self._status.global_steps, self._sharded.reducer.leaf.micro_batch)
 
-    def _update(self) -> dict[int, Told]:
-        """The optimizer's step; returns what all ranks told with the norm."""
+    def _update(self) -> dict[int, RankReport]:
+        """The optimizer's step; returns the reports of all ranks."""
         self._sharded.recover()
         try:
             with self._sharded.mesh.watchdog.call(Phase.STEP), self.progress.phase("step"):
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
-                told = self._optimizer.update(self.heard.told())
-                self.heard.forget(done=True)
+                reports = self._optimizer.update(self.record.report())
+                self.record.clear(done=True)
                 self.recomputing.after_step(self._sharded.mesh.data)
-                return told
+                return reports
         except HeldOpen:
             raise  # the gradients are there for the step outside of the block
         except BaseException as error:
@@ -229,7 +229,7 @@ class TrainingStep:
             if str(error) != self._sharded.mesh.watchdog.status.gave_up:  # else it is the exception on its way
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
-        self.heard.forget(done=False)
+        self.record.clear(done=False)
 
 
 def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:

@@ -26,15 +26,15 @@ LIMBS = 6
 
 
 class RankFlags(enum.IntFlag):
-    """What is the case on a rank."""
+    """Conditions of a rank, as bits."""
 
     LATE_GRADIENTS = 1  # gradients have come that are not reduced yet
     GATHERED_PARAMETERS = 2  # GatheredParameters holds units that are cut
     LOSS = 4  # it knows the loss
 
 
-class Told(NamedTuple):
-    """What a rank tells the others with its part of the norm.
+class RankReport(NamedTuple):
+    """What a rank reports to the others with its part of the norm.
 
     loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 where there is none. Those may be fp64
     tensors [] on the device of the units until then, which are read where the norm is, without another wait.
@@ -47,24 +47,24 @@ class Told(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, and what each (global) rank tells."""
+    """L2 norm of the reduced gradients over all units and ranks, and the report of each (global) rank."""
 
     value: float
-    told: dict[int, Told]
+    reports: dict[int, RankReport]
 
     def ranks(self, flag: RankFlags) -> list[int]:
         """The global ranks that have set it."""
-        return [rank for rank, told in self.told.items() if flag in told.flags]
+        return [rank for rank, report in self.reports.items() if flag in report.flags]
 
 
-def global_norm(units: Sequence[Unit], mesh: Mesh, told: Told) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. What every rank tells reaches all with it.
+def global_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. Every rank's report reaches all with it.
 
     Every rank squares its 1/world_size span of each unit in fp64, whether its shard is that span or, where
     gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
     numbers in the same order.
     """
-    *parts, flags, loss, tokens, batch = _numbers([*(_squares(unit, mesh) for unit in units), *told])
+    *parts, flags, loss, tokens, batch = _numbers([*(_squares(unit, mesh) for unit in units), *report])
     own = 0.0
     for squares in parts:
         own += squares
@@ -74,7 +74,7 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, told: Told) -> Norm:
     for place in mesh.by_span:
         total += rows[place][0]
     # A NaN compares false.
-    return Norm(math.sqrt(total) if total >= 0 else math.nan, _told(mesh, rows))
+    return Norm(math.sqrt(total) if total >= 0 else math.nan, _reports(mesh, rows))
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -85,8 +85,8 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
-def exact_norm(units: Sequence[Unit], mesh: Mesh, told: Told) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. What every rank tells reaches all with it.
+def exact_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
+    """The norm of the plain sum (no mean taken); collective. Every rank's report reaches all with it.
 
     The same bits however gradients are cut or ordered: squares of fp32 numbers are exact in fp64; relative to the
     largest gradient of all they are cut to a fixed number of bits behind the point, and integers add up without
@@ -95,9 +95,9 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, told: Told) -> Norm:
     """
     device = _device(units)
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
-    largest = torch.tensor(_numbers([largest_of(parts), *told]), dtype=torch.float64, device=device)
+    largest = torch.tensor(_numbers([largest_of(parts), *report]), dtype=torch.float64, device=device)
     rows = comm.gather_scalars(largest, mesh.data).tolist()
-    of_ranks = _told(mesh, rows)
+    of_ranks = _reports(mesh, rows)
     # As Python numbers, where NaN has to be looked for: max() would pass it over.
     bounds = [row[0] for row in rows]
     if any(math.isnan(value) for value in bounds):
@@ -165,10 +165,10 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
     return torch.stack([high.to(torch.int64).sum(), low.to(torch.int64).sum()])
 
 
-def _told(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, Told]:
+def _reports(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
     """What stands behind the first number of each row."""
     pairs = zip(mesh.data.ranks, rows, strict=True)
-    return {rank: Told(RankFlags(int(flags)), *rest) for rank, (_, flags, *rest) in pairs}
+    return {rank: RankReport(RankFlags(int(flags)), *rest) for rank, (_, flags, *rest) in pairs}
 
 
 def _device(units: Sequence[Unit]) -> torch.device:

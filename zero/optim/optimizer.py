@@ -14,7 +14,7 @@ import torch
 from zero.core.sharded_module import ShardedModule
 from zero.deepspeed_names import instead
 from zero.log import rank_zero
-from zero.optim.norm import RankFlags, Told, clip_factor, exact_norm, global_norm
+from zero.optim.norm import RankFlags, RankReport, clip_factor, exact_norm, global_norm
 from zero.optim.scaler import LossScaler
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.updates import UnitUpdater
@@ -202,11 +202,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
-    def update(self, told: Told) -> dict[int, Told]:
+    def update(self, report: RankReport) -> dict[int, RankReport]:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
 
         Skipped, with `overflow` set and the parameter named, when a gradient is inf or NaN. The gradients are
-        used up either way. Returns what all ranks told with the norm, this one `told`.
+        used up either way. Returns the reports of all ranks, which travel with the norm; this one's is `report`.
         Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
@@ -221,14 +221,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
         flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
-        told = told._replace(flags=told.flags | flags)
-        norm = norm_of(sharded.trained, sharded.mesh, told)
+        report = report._replace(flags=report.flags | flags)
+        norm = norm_of(sharded.trained, sharded.mesh, report)
         if ranks := norm.ranks(RankFlags.GATHERED_PARAMETERS):
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
         if norm.ranks(RankFlags.LATE_GRADIENTS):
             sharded.reducer.end(force=True)
-            norm = norm_of(sharded.trained, sharded.mesh, told)
+            norm = norm_of(sharded.trained, sharded.mesh, report)
         self.grad_norm = norm.value * factor
         self.overflow = self._check_overflow and not math.isfinite(self.grad_norm)
         if self.overflow:
@@ -238,7 +238,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sharded.reducer.drop()
             self.loss_scaler.update(False)
         sharded.reducer.scale = self.loss_scale
-        return norm.told
+        return norm.reports
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what earlier micro-batches of this step accumulated."""

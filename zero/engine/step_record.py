@@ -1,4 +1,4 @@
-"""What the engine hears of a step besides its gradients, and what it warns of then: losses, tokens, the first batch.
+"""What a rank records of a step besides its gradients, and what is warned of then: losses, tokens, the first batch.
 
 It stays on the device until the step reads the norm of the gradients, and travels to the other ranks with that, so that
 nothing is waited for and no message is sent for it.
@@ -19,13 +19,13 @@ from zero.core.tensors import tensors_in
 from zero.core.torch_private import untransformed
 from zero.engine.status import Status
 from zero.log import log_once, rank_zero
-from zero.optim.norm import RankFlags, Told
+from zero.optim.norm import RankFlags, RankReport
 from zero.watchdog.hang_report import ranks_text
 
 _BELOW = (1 << 53) - 1  # of a hash as many bits as fp64 holds exactly
 
 
-class Heard:
+class StepRecord:
     """The running optimizer step of one rank."""
 
     def __init__(self, mesh: Mesh, device: torch.device, status: Status) -> None:
@@ -55,22 +55,22 @@ class Heard:
             tokens = tokens.detach().to(self._device, torch.float64).reshape(())
         self._tokens = self._tokens + tokens
 
-    def told(self) -> Told:
-        """All that was heard since `forget`, for the other ranks."""
+    def report(self) -> RankReport:
+        """All since `clear`, for the other ranks."""
         if self._loss is None:
-            return Told(batch=self._batch)
-        return Told(RankFlags.LOSS, self._loss, self._tokens, self._batch)
+            return RankReport(batch=self._batch)
+        return RankReport(RankFlags.LOSS, self._loss, self._tokens, self._batch)
 
-    def forget(self, done: bool) -> None:
+    def clear(self, done: bool) -> None:
         """The step is over, or `done` is False and its gradients are gone."""
         self._loss, self._tokens = None, 0.0
         if done:
             self._batch = 0.0
 
-    def judge(self, told: Mapping[int, Told]) -> None:
-        """Warn of what the ranks have told with the step that is just counted; rank 0 alone speaks."""
+    def warn(self, reports: Mapping[int, RankReport]) -> None:
+        """Warn of what the ranks report of the step that is just counted; rank 0 alone speaks."""
         status = self._status
-        losses = {rank: each.loss for rank, each in told.items() if RankFlags.LOSS in each.flags}
+        losses = {rank: each.loss for rank, each in reports.items() if RankFlags.LOSS in each.flags}
         if bad := {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}:
             status.not_finite += 1
             if math.log10(status.not_finite).is_integer():
@@ -78,7 +78,7 @@ class Heard:
                 text = "the loss of step %d is %s on %s%s; torch.autograd.set_detect_anomaly(True) names what made it"
                 rank_zero(logging.WARNING, text, status.global_steps, next(iter(bad.values())), ranks_text(bad), count)
         alike: dict[float, list[int]] = {}
-        for rank, each in told.items():
+        for rank, each in reports.items():
             alike.setdefault(each.batch, []).append(rank)
         alike.pop(0.0, None)
         if same := next((ranks for ranks in alike.values() if len(ranks) > 1), None):
@@ -89,7 +89,7 @@ class Heard:
             )
 
 
-def mean_loss(told: Mapping[int, Told]) -> float | None:
+def mean_loss(reports: Mapping[int, RankReport]) -> float | None:
     """The loss of a step over all ranks that know theirs; None where none does."""
-    losses = [float(each.loss) for each in told.values() if RankFlags.LOSS in each.flags]
+    losses = [float(each.loss) for each in reports.values() if RankFlags.LOSS in each.flags]
     return sum(losses) / len(losses) if losses else None
