@@ -303,9 +303,7 @@ def test_port_that_is_taken():
             plan(request(master_port=port), gpus=0)
 
 
-@pytest.mark.parametrize(
-    "args", [["run", "--help"], ["--help"], ["schema"], ["run", "nope.py"], ["run", "--no_python", "true"]]
-)
+@pytest.mark.parametrize("args", [["run", "--help"], ["--help"], ["run", "nope.py"], ["run", "--no_python", "true"]])
 def test_what_starts_ranks_without_a_gpu_or_none_at_all_imports_no_torch(args):
     code = (
         "import sys\nfrom zero.__main__ import main\n"
