@@ -59,7 +59,8 @@ def looped(config: dict[str, Any], save: str | None, load: str | None) -> Any:
         return losses, state, kind
 
 
-@pytest.mark.parametrize("number", [3, *(pytest.param(each, marks=LONG) for each in (0, 1, 2))])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_loop_goes_on_bit_for_bit(door: Pool, tmp_path: Path, number: int) -> None:
     folder = str(tmp_path / "state")
     (losses, state, _), (_, elsewhere, _) = door.run(2, looped, settings(number), folder, None)

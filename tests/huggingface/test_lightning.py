@@ -135,7 +135,8 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize(("few", "count"), [([3], 3), pytest.param([0, 3], 5, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize(("few", "count"), [([3], 3), ([0, 3], 5)], ids=str)
 def test_precision_is_that_of_the_engine(pool: Any, few: list[int], count: int) -> None:
     found = pool.run(2, precisions, few, list(PRECISIONS)[:count])[0]
     exact = found["32-true"][0]

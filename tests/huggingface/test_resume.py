@@ -35,6 +35,7 @@ def test_it_resumes_at_another_number_of_ranks(door: Pool, tiny: Path, tmp_path:
     assert again == pytest.approx(losses, rel=1e-5, abs=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", STAGES)
 def test_the_best_model_is_loaded_at_the_end(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
     """Of the largest loss, so that it is not the last."""

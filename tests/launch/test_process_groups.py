@@ -12,7 +12,6 @@ import pytest
 from fake_hosts import OBEYS, TIMEOUT, Hosts, read_until, until
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import longer
 from ports import free_port
 
 from zero.launch.process.output import LineBuffer, prefixed
@@ -250,7 +249,8 @@ def test_what_an_ssh_leaves_running_is_not_waited_for(two: Hosts) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *longer(signal.SIGINT)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_program_for_all_hosts_is_interrupted_then_killed(two: Hosts, number: int) -> None:
     # The second is a process in a session of its own, as the ranks are.
     two.program(

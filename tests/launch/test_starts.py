@@ -108,6 +108,7 @@ def check(found: list[Line], wanted: list[str], total: str = "None") -> None:
     assert {line.total for line in found} == {total}
 
 
+@pytest.mark.long
 def test_torchrun(wanted: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     found = lines(begin([*torchrun, SCRIPT, "train"]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_hosts import TIMEOUT, Hosts, read_until
+from marks import longer
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_the_first_failure_in_the_order_of_the_file_is_the_status(hosts: Hosts) 
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *longer(signal.SIGTERM)])
 def test_a_signal_ends_it_everywhere(hosts: Hosts, number: int) -> None:
     # The first ends when it is asked to, the second with what is started in the background only when it is killed.
     hosts.host("n2", 'exec sh -c "$(printf %s "$1" | sed "s/echo/trap : TERM INT; sleep 970 \\& echo/")"')

@@ -174,6 +174,7 @@ def environment(tmp_path: Path) -> tuple[str, dict[str, str]]:
     return str(program), os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
+@pytest.mark.long
 def test_a_rank_may_read_what_another_has_still_to_send_when_its_program_ends(launchers, tmp_path):
     program, variables = environment(tmp_path)
     ended = launchers.run("run", "--num_gpus", "2", program, "read", "2", environment=variables)

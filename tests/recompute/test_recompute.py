@@ -189,6 +189,7 @@ def test_a_model_that_recomputes_itself(stage):
     all_same([base, *renamed])
 
 
+@pytest.mark.long
 @pytest.mark.ranks(2)
 def test_compiled_blocks():
     """Blocks, in the first step in full and whole, then selectively and whole; and parts of a compiled block."""

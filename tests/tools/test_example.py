@@ -296,6 +296,7 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
 def test_a_short_run_gives_the_same_losses_under_each_stage_and_with_offload(runs):
     _, _, (first, second, third) = runs
     printed = losses(first)
@@ -305,6 +306,7 @@ def test_a_short_run_gives_the_same_losses_under_each_stage_and_with_offload(run
     assert end < begin - 0.5, "it does not learn"
 
 
+@pytest.mark.long
 def test_a_run_says_what_it_did_and_leaves_its_curve(runs):
     whole, parted, (first, _, third) = runs
     for stage, output, folder in ((1, first, whole), (3, third, parted)):
@@ -319,6 +321,7 @@ def test_a_run_says_what_it_did_and_leaves_its_curve(runs):
         assert "sample, from the prompt b'def '" in output
 
 
+@pytest.mark.long
 def test_a_run_that_is_started_again_goes_on_with_the_same_losses(runs):
     whole, parted, (first, _, third) = runs
     assert re.search(r"goes on from \S+, after step 6", third)
