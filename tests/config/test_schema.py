@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mistakes import CONFIGS
 
 from zero.config import json_schema, load
 from zero.engine.schema import whole_schema
@@ -69,6 +70,17 @@ def test_a_wrong_file_is_rejected_with_one_message_that_says_what_is_wrong(value
     (found,) = problems(values)
     assert found.startswith(said), found
     assert "valid under any" not in found
+
+
+KNOWN = (
+    *("stage 7", "typo", "three sections", "LAMB", "OneBitAdam", "argument of torch"),
+    *("value of a schedule", "unknown schedule", "schedule lacks"),
+)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_mistakes_of_the_error_table_that_a_schema_can_know_are_rejected(name: str) -> None:
+    assert problems(eval(CONFIGS[name].lines, {"make": dict}))
 
 
 @pytest.mark.parametrize(
