@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
 from matrix_models import Base, Extra
 from models import Block, config
 from stages import build, check, inputs, one_backward
@@ -312,7 +313,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [*LOOPS[::2], *longer(*LOOPS[1::2])], ids=lambda loop: loop.__name__)
 def test_loop(pool, loop):
     check(pool, Blocks, loop)
 

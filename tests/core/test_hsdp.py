@@ -247,12 +247,13 @@ def reported(hpz: int, precision: dict[str, Any], offload: bool, checkpointing: 
     ("precision", "offload", "checkpointing"),
     [
         # 5059: loss 0 from the third step on; 5030: no step ends
-        pytest.param({"bf16": {"enabled": True}}, False, True, marks=pytest.mark.long),
+        ({"bf16": {"enabled": True}}, False, True),
         ({"bf16": {"enabled": True}}, True, False),  # 6926: the loss stays what it was, the norm 0
         ({"fp16": {"enabled": True, "initial_scale_power": 8}}, True, False),
     ],
     ids=["DeepSpeed 5059 and 5030", "DeepSpeed 6926 in bf16", "DeepSpeed 6926 in fp16"],
 )
+@pytest.mark.long
 def test_what_others_report_of_hpz(pool, precision, offload, checkpointing):
     """DeepSpeed issues 5059 (zero loss), 5030 (hang) and 6926 (stuck loss), each as its reporter trains."""
     without = pool.run(4, reported, 1, precision, offload, checkpointing)

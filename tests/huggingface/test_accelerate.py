@@ -70,6 +70,7 @@ def test_a_loop_goes_on_bit_for_bit(door: Pool, tmp_path: Path, number: int) -> 
     assert os.path.exists(f"{folder}/pytorch_model/index.json")
 
 
+@pytest.mark.long
 def test_an_optimizer_whose_state_is_offloaded_runs_fused_with_the_same_numbers(door: Pool) -> None:
     """Accelerate puts DeepSpeedCPUAdam in the place of torch's."""
     here, there = (settings(2), settings(2, offload_optimizer={"device": "cpu"}))

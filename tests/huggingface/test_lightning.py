@@ -218,6 +218,7 @@ def in_turn() -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_one_model_goes_through_all_that_a_trainer_does(pool: Any) -> None:
     ours, ddp = pool.run(2, in_turn)[0]
     assert ours == pytest.approx(ddp, rel=2e-6, abs=1e-6)
@@ -319,6 +320,7 @@ def hooks() -> list[Any]:
     return [*found, len(net.losses)]
 
 
+@pytest.mark.long
 def test_hooks_of_the_module_count(pool: Any) -> None:
     *found, after = pool.run(1, hooks)[0]
     for ours, ddp in zip(found[::2], found[1::2], strict=True):

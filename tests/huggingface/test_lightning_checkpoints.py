@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import longer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -57,17 +56,12 @@ def interrupted(number: int, folder: str, when: list[str]) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize(
-    ("world", "number", "when"),
-    [
-        (2, 3, ["seldom"]),
-        *longer(*((world, number, list(WHEN)) for world, number in ((2, 0), (2, 1), (2, 2), (2, 3), (1, 3)))),
-    ],
-)
-def test_a_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, world: int, number: int, when: list[str]) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "number"), [(2, 0), (2, 1), (2, 2), (2, 3), (1, 3)])
+def test_a_run_goes_on_bit_for_bit(pool: Any, tmp_path: Path, world: int, number: int) -> None:
     steps = EPOCHS * 8 // world
     expected = {"epoch": EPOCHS, "validation": steps // 2, "inside an epoch": steps // 3, "seldom": steps // 5}
-    assert pool.run(world, interrupted, number, str(tmp_path), when)[0] == {name: expected[name] for name in when}
+    assert pool.run(world, interrupted, number, str(tmp_path), list(WHEN))[0] == expected
 
 
 def part(number: int, epochs: int, size: int, folder: str, start: str | None) -> list[float]:
@@ -129,6 +123,7 @@ def weights_only(number: int, folder: str) -> list[str]:
     return [str(each.message) for each in said]
 
 
+@pytest.mark.long
 def test_weights_are_for_everybody(pool: Any, tmp_path: Path) -> None:
     said = pool.run(2, weights_only, 3, str(tmp_path / "best"))[0]
     assert any("the checkpoint is a file of Lightning's; the optimizer begins anew" in text for text in said)

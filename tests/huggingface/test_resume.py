@@ -27,6 +27,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     assert (tmp_path / "a" / "checkpoint-3" / "zero_to_fp32.py").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", STAGES)
 def test_it_resumes_at_another_number_of_ranks(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
     (losses, *_), _ = door.run(2, run, str(tiny), str(tmp_path / "a"), number, None, {"attention_dropout": 0.0})

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from alive import alive, only_new
-from marks import each_once
+from marks import longer
 from models import config, make_net, share, step
 from offload_cases import BOTH, CPU, HALF, OPTIMIZER, PARAMS, as_on_a_gpu, same, slow_down
 from torch import nn
@@ -305,7 +305,7 @@ def unlike(apart: bool, cases: list[int]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("half", "apart"), each_once([0, 1], [False, True]))
+@pytest.mark.parametrize(("half", "apart"), [(1, True), *longer((0, False), (0, True), (1, False))])
 def test_ways_to_train(pool, half, apart):
     """Compiled code, which is slow to make, between the memory of one device only."""
     cases = [index for index in range(half, len(TRAINED), 2) if not (apart and TRAINED[index][2] == "compiled")]

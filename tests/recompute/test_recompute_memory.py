@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import longer
 from models import share
 from recomputing import HEADS, WIDTH, make, settings, steps
 
@@ -122,7 +121,8 @@ def all_budgets(stage: int) -> list[Any]:
     return [under_budget(stage, budget) for budget in (1, 25_000, 40_000, 10**7)]
 
 
-@pytest.mark.parametrize("stage", [3, *longer(0)])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
 def test_auto_recomputes_as_little_as_fits(pool, stage):
     ranks = pool.run(2, all_budgets, stage)
     assert [[each[0] for each in rank] for rank in ranks] == [[each[0] for each in ranks[0]]] * 2
