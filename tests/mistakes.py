@@ -184,7 +184,8 @@ USE = {
         also="rank 1 has ended its program with KeyError: 'sample 17'",
     ),
     "error in a model": Mistake(
-        "engine = make(); step(engine)\nmodel[1].register_forward_pre_hook(lambda *_: 1 // (1 - rank))\nstep(engine)",
+        "engine = make(); step(engine)\n"
+        "model[1].register_forward_pre_hook(lambda *_: None if 1 // (1 - rank) else None)\nstep(engine)",
         "ZeroDivisionError: integer division or modulo by zero\n",
         by=1,
         also="rank 1 raised ZeroDivisionError: integer division or modulo by zero in forward",
