@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -93,7 +94,13 @@ def written_scripts(folder: Path) -> list[str]:
 
 def run(folder: Path, *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
     )
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
