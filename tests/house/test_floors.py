@@ -107,6 +107,8 @@ TORCH_FREE = (
     "zero.memory.host_bytes",
     "zero.recompute.activations",
     "zero.recompute.policy",
+    "zero.sizes.cost",
+    "zero.sizes.shape",
     "zero.tiled.slices",
 )
 TORCH_ON_USE = "zero.launch.node.plan"  # it counts the GPUs, and imports torch only where there can be any

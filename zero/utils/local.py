@@ -45,9 +45,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def safe_get_local_optimizer_state(
-    param: torch.Tensor, optim_state_key: str
-) -> torch.Tensor | int | float | None:
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | int | float | None:
     """This rank's piece of a state; keys and numbers as in `safe_get_full_optimizer_state`."""
     trained, what = trained_param(param), "safe_get_local_optimizer_state"
     if trained is None:
@@ -57,9 +55,7 @@ def safe_get_local_optimizer_state(
 
 
 @torch.no_grad()
-def safe_set_local_optimizer_state(
-    param: torch.Tensor, value: torch.Tensor | float, optim_state_key: str
-) -> None:
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor | float, optim_state_key: str) -> None:
     """Replace this rank's piece of a state. A number ("step") must be set to the same on all ranks."""
     what = "safe_set_local_optimizer_state"
     trained = require_trained(param, what)

@@ -1,0 +1,56 @@
+"""The promise: bytes and FLOPs of a model add up from its units, by policy, and their peak is that of a played step."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from zero.sizes.cost import POLICIES, ModelCost, UnitCost, shape_cost
+from zero.sizes.shape import shape_of
+
+UNITS = tuple(
+    UnitCost(
+        name,
+        "Block",
+        True,
+        10.0,
+        20.0,
+        dict(zip(POLICIES, (none, none - 3.0, full, 0.0), strict=True)),
+        dict(zip(POLICIES, (0.0, 2.0, 9.0, 9.0), strict=True)),
+        work,
+    )
+    for name, none, full, work in (("a", 10.0, 2.0, 3.0), ("b", 20.0, 4.0, 1.0), ("c", 8.0, 1.0, 9.0))
+)
+
+
+def played(policies: tuple[str, ...], logits: float) -> float:
+    """The most bytes alive through a forward and a backward, one unit after the other."""
+    kept = [unit.saved[policy] for unit, policy in zip(UNITS, policies, strict=True)]
+    moments = [sum(kept) + logits]
+    for place, unit in enumerate(UNITS):
+        before = UNITS[place - 1].saved["full"] if place and policies[place - 1] == "host" else 0.0
+        moments.append(sum(kept[:place]) + before + max(kept[place], unit.saved["none"]) + unit.working)
+    return max(moments)
+
+
+def test_the_peak_is_that_of_a_played_step():
+    for logits in (0.0, 30.0):
+        cost = ModelCost(UNITS, logits, 1.0, 5)
+        for chosen in product(POLICIES, repeat=3):
+            names = dict(zip("abc", chosen, strict=True))
+            assert cost.peak(names) == played(chosen, logits)
+            assert cost.peak(names, 3) == 3 * played(chosen, logits)
+    assert cost.activations("full", 2) == 14 and cost.on_host("host") == 7 and cost.on_host("full") == 0
+    assert cost.activations({"b": "full"}) == 10 + 4 + 8 and cost.recompute_flops({"b": "full"}) == 9
+    assert cost.flops == 90
+
+
+def test_a_formula_gives_the_same_of_a_shape():
+    shape = shape_of(1e12)
+    cost = shape_cost(shape, 4096)
+    assert len(cost.units) == shape.layers + 2
+    weights = shape.numel - shape.vocabulary * shape.width  # an embedding multiplies nothing
+    attention = 3.5 * 4 * 4096**2 * shape.width * shape.layers
+    assert abs(cost.flops / (6 * weights * 4096 + attention) - 1) < 1e-4  # norms' weights are no products
+    none, selective, full, host = (cost.activations(policy) for policy in POLICIES)
+    assert none > selective > full == cost.on_host("host") > host == 0
+    assert 0.2 < cost.recompute_flops("full") / cost.flops < 1 / 3
