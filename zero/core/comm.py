@@ -77,7 +77,7 @@ def gather(full: torch.Tensor, axis: Axis, tag: int, rows: int = 1) -> Transfer:
     """
     if axis.size == 1:
         return Transfer((), full)
-    pending = Pending(axis.watchdog.began(tag), axis.watchdog)
+    pending = Pending(axis.watchdog.began(tag, _sent(full, axis)), axis.watchdog)
     if axis.native:
         return _gather_native(full, axis, pending, rows)
     tag = _own_tag(tag, axis)
@@ -154,7 +154,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     numel = flat.numel() // axis.size
     if axis.size == 1:
         return Inbox(flat, (flat,), ((),), (), max(1, numel), None, pairwise)
-    pending = Pending(axis.watchdog.began(tag), axis.watchdog)
+    pending = Pending(axis.watchdog.began(tag, _sent(flat, axis)), axis.watchdog)
     if axis.native and pairwise:  # the backend's own reduction adds in an order of its own
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=axis.group, async_op=True)
@@ -197,7 +197,7 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> 
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor if stride else tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
     sent = tensor.contiguous()
-    collective = axis.watchdog.begin("broadcast", unit)
+    collective = axis.watchdog.begin("broadcast", unit, sent.nbytes if axis.rank == source else 0)
     with axis.watchdog.sending(collective):
         # As bytes: not every backend knows every dtype.
         work = dist.broadcast(sent.view(-1).view(torch.uint8), group=axis.group, group_src=source, async_op=True)
@@ -217,7 +217,8 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
     flat = values.reshape(-1)
     pieces = [min(rank * numel, flat.numel()) for rank in range(axis.size + 1)]  # where each rank's elements begin
     count = pieces[axis.rank + 1] - pieces[axis.rank]
-    collective = axis.watchdog.begin("scatter")
+    others = flat.numel() - pieces[1] if axis.rank == 0 else 0
+    collective = axis.watchdog.begin("scatter", sent=others * flat.itemsize)
     with axis.watchdog.sending(collective):
         # Messages, and not the backend's scatter, whose thread would hold on to the values for a while longer. As
         # bytes: not every backend knows every dtype.
@@ -242,13 +243,18 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     if axis.size == 1:
         return values[None]
     out = torch.empty(axis.size * values.numel(), dtype=values.dtype, device=values.device)
-    collective = axis.watchdog.begin(what)
+    collective = axis.watchdog.begin(what, sent=_sent(out, axis))
     with axis.watchdog.sending(collective):
         work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
     # The caller reads the values at once. On NCCL that is where the host waits for the other ranks.
     arrive = torch.cuda.current_stream(values.device).synchronize if axis.native else None
     axis.watchdog.wait((work,), collective, arrive)
     return out.view(axis.size, -1)
+
+
+def _sent(full: torch.Tensor, axis: Axis) -> int:
+    """Bytes that leave this rank in a gather or a scatter of `full`: a part for each other rank, or those of a ring."""
+    return full.nbytes // axis.size * (axis.size - 1)
 
 
 def _own_tag(tag: int, axis: Axis) -> int:

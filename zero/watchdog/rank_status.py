@@ -9,11 +9,12 @@ from zero.watchdog.hang_report import Phase, Record, clipped
 
 
 class Collective(NamedTuple):
-    """One that this rank has begun; `number` counts them."""
+    """One that this rank has begun; `number` counts them, and `sent` are the bytes that leave this rank in it."""
 
     direction: str
     unit: str
     number: int
+    sent: int = 0
 
     def __str__(self) -> str:
         """As it stands in messages."""
@@ -46,6 +47,7 @@ class RankStatus:
     Only an update beside the training loop that fails writes `error` and `failing`, too; nothing else counts then.
 
     waiting: the wait that blocks now, or None; last: the collective begun last;
+    sent:    bytes that have left this rank for others, in messages of the engine;
     error:   the last exception that left the engine; failing: and no call has begun since;
     gave_up: why this rank gave up waiting, "" while it has not; missing: for want of whom;
     failed_wait: one that failed and is not explained yet;
@@ -57,6 +59,7 @@ class RankStatus:
         self.phase = Phase.OUTSIDE
         self.steps = 0
         self.number = 0
+        self.sent = 0
         self.last: Collective | None = None
         self.waiting: Waiting | None = None
         self.error = ""

@@ -71,17 +71,19 @@ class Watchdog:
         """Of this engine among those of its ranks, the same on all of them; 0 where nothing is sent."""
         return 0 if self.store is None else self.store.number
 
-    def began(self, tag: int) -> Collective:
+    def began(self, tag: int, sent: int) -> Collective:
         """This rank begins the collective of a message's tag: three per unit, one for each direction."""
         index, direction = divmod(tag, len(DIRECTIONS))
-        return self.begin(DIRECTIONS[direction], self.units[index] if index < len(self.units) else f"number {index}")
+        unit = self.units[index] if index < len(self.units) else f"number {index}"
+        return self.begin(DIRECTIONS[direction], unit, sent)
 
-    def begin(self, direction: str, unit: str = "") -> Collective:
-        """This rank begins a collective."""
+    def begin(self, direction: str, unit: str = "", sent: int = 0) -> Collective:
+        """This rank begins a collective, in which so many bytes leave it."""
         status = self.status
         with self._counting:  # an update that runs beside the training loop sends, too
             status.number += 1
-            status.last = collective = Collective(direction, unit, status.number)
+            status.sent += sent
+            status.last = collective = Collective(direction, unit, status.number, sent)
         if self.order is not None:
             self.order.append(collective.text)
         return collective
