@@ -1,0 +1,120 @@
+"""What one of several ranks reaches while the others do the same: started by `zero.sizes.rates.measured`.
+
+`python -m zero.report.rank_rates DIR DTYPE WIDTH FOLDER`: each rank writes a JSON object with the fields of `Rates` to
+a file in DIR. FOLDER: on the drive to be measured, "" for none.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero.core import comm
+from zero.core.joining import init_distributed
+from zero.core.mesh import Axis, local_device, make_mesh
+from zero.plan.sharding import Sharding
+from zero.report import drive, speed
+
+_SECONDS = 0.6  # of each measurement
+_TIMEOUT = 120.0  # seconds that ranks wait for each other
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AIO = 1, 8, 1 << 20  # the defaults of the section `aio`
+_SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
+_BATCH, _SEQUENCE, _HEAD = 2, 256, 64  # of the transformer block
+
+
+def run(answers: Path, dtype: str, width: int, folder: str) -> None:
+    """Join the ranks that were started together, measure, and write down what was found."""
+    init_distributed()
+    device = local_device()
+    # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
+    found = speed.measure(2 * _SECONDS, 1 << 23)
+    step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
+    rates: dict[str, Any] = {
+        "flops": {name: _flops(name, width, device) for name in dict.fromkeys(("fp32", dtype))},
+        "device_bandwidth": _copied(device, device) if device.type == "cuda" else step,
+        "host_bandwidth": step,
+        "host_link": _copied(torch.device("cpu"), device) if device.type == "cuda" else copied,
+        **dict.fromkeys(("drive_read", "drive_write", "intra_host", "inter_host", "latency"), 0.0),
+    }
+    here = dist.get_world_size() if dist.is_initialized() else 1
+    rates["host_memory"] = rates["device_memory"] = psutil.virtual_memory().total / here
+    if device.type == "cuda":
+        rates["device_memory"] = torch.cuda.get_device_properties(device).total_memory
+    if folder:
+        trial = drive.measure(Path(folder), 4 * _SECONDS, [drive.Setting(*_AIO)]).best
+        rates |= {"drive_read": trial.read * 1e9, "drive_write": trial.write * 1e9}
+    mesh = make_mesh(Sharding.of_stage(1), timeout=_TIMEOUT)
+    if mesh.data.size > 1:
+        rates |= _links(mesh.data, device)
+    mesh.watchdog.close()
+    (answers / str(mesh.global_rank)).write_text(json.dumps(rates), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _flops(dtype: str, width: int, device: torch.device) -> float:
+    """FLOP/s of forward and backward of a transformer block, with all that is no matrix product in it."""
+    kind, heads = _DTYPES[dtype], max(1, width // _HEAD)
+    layer = torch.nn.TransformerEncoderLayer(
+        heads * max(1, width // heads), heads, 4 * width, 0.0, "gelu", batch_first=True, device=device, dtype=kind
+    )
+    batch = torch.randn(_BATCH, _SEQUENCE, layer.linear2.out_features, device=device, dtype=kind, requires_grad=True)
+
+    def turn() -> None:
+        layer(batch).sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        turn()
+    return counter.get_total_flops() / _median(turn, device)
+
+
+def _copied(source: torch.device, target: torch.device) -> float:
+    """Bytes/s that leave `source`; twice as many move where it is `target`."""
+    values = torch.ones(1 << 28 if target.type == "cuda" else 1 << 25, dtype=torch.uint8, device=source)
+    there = torch.empty_like(values, device=target)
+    return values.nbytes * (2 if source == target else 1) / _median(lambda: there.copy_(values), target)
+
+
+def _links(axis: Axis, device: torch.device) -> dict[str, float]:
+    """What a rank sends per second in a gather, and what a gather takes that sends next to nothing."""
+
+    def gather(nbytes: int) -> Callable[[], None]:
+        full = torch.zeros(axis.size * nbytes, dtype=torch.uint8, device=device)
+
+        def turn() -> None:
+            comm.gather(full, axis, 0).wait()
+
+        return turn
+
+    latency = _median(gather(_SMALL), device, rounds=50)
+    seconds = _median(gather(_LARGE), device, rounds=8) - latency
+    link = (axis.size - 1) * _LARGE / max(seconds, 1e-9)
+    return {"latency": latency, "intra_host": link, "inter_host": link}
+
+
+def _median(turn: Callable[[], object], device: torch.device, rounds: int = 0) -> float:
+    """Seconds of a turn, of `rounds` (alike on all ranks), or of as many as take `_SECONDS`."""
+    turn()
+    times, end = [], time.perf_counter() + _SECONDS
+    while len(times) < rounds or (not rounds and (time.perf_counter() < end or not times)):
+        begin = time.perf_counter()
+        turn()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
