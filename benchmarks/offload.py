@@ -18,23 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from measure import Stat, machine_line, rotated, run_ranks, slowest, stat, table
 from offload_disk import disk_rates
-from offload_prediction import (
-    DEVICE,
-    DOWN,
-    DRIVE,
-    HOST,
-    UP,
-    Prediction,
-    Rates,
-    UnitSizes,
-    measure,
-    predict,
-    unit_times,
-)
+from offload_prediction import Rates, UnitSizes, measure, unit_times
 from offload_variants import OURS, TITLES, Sizes, absent, make
 
 from zero.memory.available import host_threads
 from zero.plan.formats import ITEMSIZE
+from zero.sizes.timeline import DEVICE, DOWN, DRIVE, HOST, UP, Prediction, predict
 
 GIB = 2**30
 SIZES = {"width": 512, "layers": 8, "heads": 8, "vocab": 2048, "context": 256, "batch": 2}

@@ -18,12 +18,13 @@ from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.placement import Where, place
 from zero.plan.units import ParamSpec, UnitPlan
+from zero.sizes.timeline import DEVICE, DRIVE, HOST, Pace, UnitTimes, predict
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from offload_prediction import DEVICE, DRIVE, HOST, Rates, UnitSizes, UnitTimes, measure, predict, unit_times
+from offload_prediction import Rates, UnitSizes, measure, unit_times
 
 SECONDS = st.integers(0, 50).map(float)
-UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 9), min_size=1, max_size=6)
+UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 13), min_size=1, max_size=6)
 
 
 def all_of(units: list[UnitTimes], norm: float) -> float:
@@ -37,7 +38,7 @@ def all_of(units: list[UnitTimes], norm: float) -> float:
 @given(units=UNITS, norm=SECONDS, ahead=st.integers(1, 4), slots=st.integers(1, 4))
 def test_between_the_slowest_worker_and_the_sum(units: list[UnitTimes], norm: float, ahead: int, slots: int) -> None:
     units = [unit._replace(read=0.0, update=0.0, write=0.0, up=0.0) if unit.stay else unit for unit in units]
-    found = predict(units, norm, ahead, slots)
+    found = predict(units, norm, Pace(ahead, slots))
     assert found.step >= max(found.busy.values())
     assert found.step >= found.busy["read"] + found.busy["write"], "one drive does both"
     assert found.step <= all_of(units, norm) + 1e-9
@@ -45,10 +46,10 @@ def test_between_the_slowest_worker_and_the_sum(units: list[UnitTimes], norm: fl
 
 
 @settings(deadline=None)
-@given(unit=st.builds(UnitTimes, *[SECONDS] * 9), norm=SECONDS)
+@given(unit=st.builds(UnitTimes, *[SECONDS] * 13), norm=SECONDS)
 def test_one_unit_overlaps_nothing(unit: UnitTimes, norm: float) -> None:
     """Its parameters are there from the forward to the backward, its gradient has gone before its state is read."""
-    unit = unit._replace(fetch=0.0, stay=0.0, read=0.0, write=0.0, down=unit.down + norm)
+    unit = unit._replace(fetch=0.0, stay=0.0, read=0.0, write=0.0, regather=0.0, down=unit.down + norm)
     assert predict([unit], norm).step == pytest.approx(sum(unit))  # the norm is taken while the gradient goes
 
 
@@ -82,7 +83,7 @@ def test_a_drive_is_read_while_the_host_updates() -> None:
     assert predict(units).step == 8 * 1 + 10 + 8 * 10  # the first read and all updates
     units = [UnitTimes(backward=1.0, read=10.0, update=2.0)] * 8
     assert predict(units).step == 8 * 1 + 8 * 10 + 2
-    one_slot = predict([UnitTimes(backward=1.0, read=10.0, update=10.0)] * 8, slots=1)
+    one_slot = predict([UnitTimes(backward=1.0, read=10.0, update=10.0)] * 8, pace=Pace(slots=1))
     assert one_slot.step == 8 * 1 + 8 * 20, "with one slot nothing is read ahead"
 
 

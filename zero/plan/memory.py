@@ -116,18 +116,17 @@ def in_flight_nbytes(
     travel: str | None = None,
     collected: bool = False,
     native: bool = False,
-) -> int:
-    """The most bytes of gradients on their way: the one that autograd hands over, and those between ranks.
+) -> list[int]:
+    """Bytes of gradients on their way as each unit's are complete: what autograd hands over, and those between ranks.
 
-    Sums and buffers that are kept are not among them.
+    By unit; 0 for one that is not trained. Sums and buffers that are kept are not among them.
     parts, replicas: sizes of the shard and the replica axis; `travel`: what gradients are rounded to before they are
     sent; `collected`: they come from buffers that micro-batches have added up in, in `accumulate`; `native`: NCCL adds
     up on the way; over gloo the slices of all ranks arrive.
     """
     size, sent = parts if parts > 1 else replicas, []
-    for unit in reversed(units):
-        if not is_updated(unit):
-            continue
+    trained = [index for index, unit in enumerate(units) if is_updated(unit)][::-1]
+    for unit in (units[index] for index in trained):
         dtype = travel or (accumulate if collected else unit.dtype)
         # A buffer that is whole on every rank and in fp32 takes the sum, and so is counted as that.
         stays = collected or (parts == 1 and dtype == accumulate == "fp32")
@@ -137,5 +136,7 @@ def in_flight_nbytes(
         sent.append(((0 if stays else nbytes) + (arriving if size > 1 else 0), landing))
     # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
-    windows = (sent[max(0, end - width) : end] for end in range(1, len(sent) + 1))
-    return max((sum(nbytes for nbytes, _ in window) + window[-1][1] for window in windows), default=0)
+    found = [0] * len(units)
+    for end, index in enumerate(trained, 1):
+        found[index] = sum(nbytes for nbytes, _ in sent[max(0, end - width) : end]) + sent[end - 1][1]
+    return found

@@ -136,29 +136,45 @@ def stay_whole(sizes: Sequence[int], limits: Limits) -> list[int]:
     return chosen
 
 
-def most_whole(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> int:
-    """The most that is whole at any moment of a step in which the order is known, in the measure of `nbytes`.
+class Use(NamedTuple):
+    """One use in a step: which unit, whether it was gathered for it, and the bytes of all that is whole then."""
+
+    unit: int
+    gathered: bool
+    whole: int
+
+
+def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> list[Use]:
+    """The uses of one micro-batch whose order is known: each unit in the forward, then each in the backward.
 
     anchors: the path of each unit's module; modules run in this order, then back, and what a module reads is whole
-    while modules inside of it run. Units that `stay_whole` do not count. sizes: in elements, as elsewhere.
+    while modules inside of it run. sizes: in elements, as elsewhere; nbytes: of whole units. Units that `stay_whole`
+    are not counted, and not gathered.
     """
     persistent = set(stay_whole(sizes, limits))
     forth = _nested(anchors, range(len(anchors)))
     order = [*forth, *_nested(anchors, range(len(anchors))[::-1])]
     used: list[int] = []
-    kept, ahead, most = set(persistent), set[int](), 0
+    kept, ahead, found = set(persistent), set[int](), []
     for index, unit in enumerate(order):
         turned, coming = index == len(forth), order[index:]
         for left in [other for other in used if turned or not _inside(anchors[unit], anchors[other])]:
             used.remove(left)
             if index <= len(forth) and used_again(coming, sizes, limits, left):
                 kept.add(left)
+        gathered = unit not in kept and unit not in persistent
         kept.discard(unit)
         ahead.discard(unit)
         used.append(unit)
         ahead.update(fetched_ahead(coming[1:], sizes, limits, used=used, kept=kept, travelling=ahead))
-        most = max(most, sum(nbytes[whole] for whole in {*used, *kept, *ahead} - persistent))
-    return most
+        whole = sum(nbytes[other] for other in {*used, *kept, *ahead} - persistent)
+        found.append(Use(unit, gathered, whole))
+    return found
+
+
+def most_whole(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> int:
+    """The most bytes that are whole at any of the `uses`."""
+    return max((use.whole for use in uses(anchors, sizes, nbytes, limits)), default=0)
 
 
 def _nested(anchors: Sequence[str], units: Sequence[int]) -> list[int]:

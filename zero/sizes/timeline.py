@@ -1,0 +1,181 @@
+"""The time of a step, from what each unit takes of each worker: a simulation of events.
+
+Seven things work side by side, each on one job after the other in a fixed order: the device, the link between ranks, a
+stream of copies down from the device, the host's updates, a stream of copies up to it, reads from a drive and writes to
+it. A job begins when the worker is free and all it waits for is there. So a step is a longest path through jobs, and a
+run of steps settles at the mean of the longest cycle, which no worker can undercut.
+
+What waits for what is as the engine does it: parameters are gathered some units ahead of their use, a gradient is
+reduced while the units before it compute, the norm waits for all gradients, updates go in order of the forward, and the
+next forward waits for each unit when it comes to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+_STEPS = 10  # that are simulated, the first half of them so that what follows is like any later step
+
+DEVICE, LINK, DOWN, HOST, UP, READ, WRITE = WORKERS = ("device", "link", "down", "host", "up", "read", "write")
+DRIVE = frozenset({READ, WRITE})  # one drive does both
+
+
+class UnitTimes(NamedTuple):
+    """Seconds that one unit takes in each of the things that are done with it in a step; 0 for what is not done.
+
+    forward, backward: computed on the device, in each micro-batch;
+    fetch:   of parameters that rest off the device, before each of the two; none if they rest there;
+    down:    the reduced gradient to the host;
+    stay:    the optimizer's step where the device computes it, else:
+    read, update, write: state from the drive, the step on the host, state back to the drive;
+    up:      new parameters to the device, where they rest;
+    gather, regather: parameters from other ranks before the forward, and before the backward;
+    reduce:  the gradient's sum over the ranks;
+    publish: new parameters to other ranks.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    fetch: float = 0.0
+    down: float = 0.0
+    stay: float = 0.0
+    read: float = 0.0
+    update: float = 0.0
+    write: float = 0.0
+    up: float = 0.0
+    gather: float = 0.0
+    regather: float = 0.0
+    reduce: float = 0.0
+    publish: float = 0.0
+
+
+class Prediction(NamedTuple):
+    """Seconds of one step, and how many of them each worker is busy; the device waits for the rest of them."""
+
+    step: float
+    busy: dict[str, float]
+
+    @property
+    def wait(self) -> float:
+        """Seconds of the step in which the device has nothing to do."""
+        return max(0.0, self.step - self.busy[DEVICE])
+
+
+class Pace(NamedTuple):
+    """How a step goes about its units.
+
+    ahead: how many units are fetched before their use; slots: how many units' state from the drive is in memory at
+    once; micro_batches: forwards and backwards of a step; each: whether gradients are reduced after each of them.
+    """
+
+    ahead: int = 1
+    slots: int = 4
+    micro_batches: int = 1
+    each: bool = True
+
+
+def predict(
+    units: Sequence[UnitTimes],
+    norm: float = 0.0,
+    pace: Pace = Pace(),  # noqa: B008 -- it cannot change
+    same: Sequence[Collection[str]] = (DRIVE,),
+    steps: int = _STEPS,
+) -> Prediction:
+    """Simulate steps until they are alike.
+
+    units: in order of the forward; the backward goes the other way, updates go in order of the forward.
+    norm:  seconds of the device between the backward and the first update.
+    same:  workers that share what they work with, such as cores: together they take at least the sum of their times.
+    """
+    busy = _busy(units, norm, pace)
+    run = _Run(units, norm, pace)
+    starts = [run.step() for _ in range(steps + 1)]
+    half = steps // 2
+    step = (starts[-1] - starts[half]) / (steps - half)
+    # Where two cycles are nearly as long as each other, steps become alike only slowly: the bounds hold at once.
+    shared = [sum(busy[name] for name in group) for group in same]
+    return Prediction(max(step, *busy.values(), *shared), busy)
+
+
+def _busy(units: Sequence[UnitTimes], norm: float, pace: Pace) -> dict[str, float]:
+    passes = pace.micro_batches
+    each = passes if pace.each else 1
+    return {
+        DEVICE: norm + math.fsum(passes * (unit.forward + unit.backward) + unit.stay for unit in units),
+        LINK: math.fsum(passes * (unit.gather + unit.regather) + each * unit.reduce + unit.publish for unit in units),
+        DOWN: math.fsum(each * unit.down for unit in units),
+        HOST: math.fsum(unit.update for unit in units),
+        UP: math.fsum(unit.up + 2 * passes * unit.fetch for unit in units),
+        READ: math.fsum(unit.read for unit in units),
+        WRITE: math.fsum(unit.write for unit in units),
+    }
+
+
+class _Run:
+    """Steps, one after the other; all times are seconds since the first began."""
+
+    def __init__(self, units: Sequence[UnitTimes], norm: float, pace: Pace) -> None:
+        self._units = units
+        self._norm = norm
+        self._pace = pace
+        self._free = dict.fromkeys(WORKERS, 0.0)
+        self._shown = [0.0] * len(units)  # when the parameters of the last step are where they rest
+        self._stored = [0.0] * len(units)  # when the state of the last step is where it rests
+        self._landed = [0.0] * len(units)  # when the gradient is where the update reads it
+
+    def step(self) -> float:
+        """Simulate one; returns when its forward could begin."""
+        start = self._free[DEVICE]
+        for left in reversed(range(self._pace.micro_batches)):
+            self._micro_batch(self._pace.each or not left)
+        reduced = self._free[LINK] if any(unit.reduce for unit in self._units) else 0.0
+        ready = self._do(DEVICE, self._norm, reduced)
+        for index, unit in enumerate(self._units):
+            if unit.stay:
+                self._show(index, self._do(DEVICE, unit.stay))
+            else:
+                self._update(index, unit, max(ready, self._landed[index]), ready)
+        return start
+
+    def _micro_batch(self, reduces: bool) -> None:
+        count = len(self._units)
+        uses = [(index, unit.forward, unit.gather) for index, unit in enumerate(self._units)]
+        uses += [(index, self._units[index].backward, self._units[index].regather) for index in reversed(range(count))]
+        there: list[float] = []  # when the parameters of each use are there, as far as they were asked for
+        for position, (index, seconds, _) in enumerate(uses):
+            if position == len(there):
+                there.append(self._bring(uses[position], self._free[DEVICE]))
+            begun = max(self._free[DEVICE], there[position])
+            for use in uses[len(there) : position + 1 + max(1, self._pace.ahead)]:
+                there.append(self._bring(use, begun))
+            end = self._do(DEVICE, seconds, begun)
+            if position >= count and reduces:
+                unit = self._units[index]
+                reduced = self._do(LINK, unit.reduce, end) if unit.reduce else end
+                self._landed[index] = self._do(DOWN, unit.down, reduced) if unit.down else reduced
+
+    def _bring(self, use: tuple[int, float, float], asked: float) -> float:
+        """When the parameters of a use are there, which were asked for then."""
+        index, _, gather = use
+        there, fetch = max(asked, self._shown[index]), self._units[index].fetch
+        there = self._do(UP, fetch, there) if fetch else self._shown[index]
+        return self._do(LINK, gather, max(there, asked)) if gather else there
+
+    def _update(self, index: int, unit: UnitTimes, gradient: float, begun: float) -> None:
+        before = index - max(1, self._pace.slots)
+        room = self._stored[before] if before >= 0 else 0.0
+        state = self._do(READ, unit.read, max(begun, room, self._stored[index])) if unit.read else begun
+        done = self._do(HOST, unit.update, max(state, gradient)) if unit.update else gradient
+        self._stored[index] = self._do(WRITE, unit.write, done) if unit.write else done
+        self._show(index, self._do(UP, unit.up, done) if unit.up else done)
+
+    def _show(self, index: int, done: float) -> None:
+        publish = self._units[index].publish
+        self._shown[index] = self._do(LINK, publish, done) if publish else done
+
+    def _do(self, worker: str, seconds: float, after: float = 0.0) -> float:
+        """A job of this worker, not before `after`; when it has ended."""
+        self._free[worker] = end = max(self._free[worker], after) + seconds
+        return end
