@@ -136,7 +136,7 @@ def stay_whole(sizes: Sequence[int], limits: Limits) -> list[int]:
     return chosen
 
 
-class Use(NamedTuple):
+class ForeseenUse(NamedTuple):
     """One use in a step: which unit, whether it was gathered for it, and the bytes of all that is whole then."""
 
     unit: int
@@ -144,7 +144,7 @@ class Use(NamedTuple):
     whole: int
 
 
-def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> list[Use]:
+def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> list[ForeseenUse]:
     """The uses of one micro-batch whose order is known: each unit in the forward, then each in the backward.
 
     anchors: the path of each unit's module; modules run in this order, then back, and what a module reads is whole
@@ -168,7 +168,7 @@ def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], li
         used.append(unit)
         ahead.update(fetched_ahead(coming[1:], sizes, limits, used=used, kept=kept, travelling=ahead))
         whole = sum(nbytes[other] for other in {*used, *kept, *ahead} - persistent)
-        found.append(Use(unit, gathered, whole))
+        found.append(ForeseenUse(unit, gathered, whole))
     return found
 
 

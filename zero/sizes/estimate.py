@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.config import Config, load
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.kernels.formulas import formats_of
 from zero.memory.host_bytes import HostBytes, host_bytes
-from zero.plan.formats import ITEMSIZE, Formats, resting_dtype
-from zero.plan.memory import alive_nbytes, in_flight_nbytes
-from zero.plan.order import Limits, uses
-from zero.plan.placement import Where, is_updated, place
-from zero.plan.sharding import Sharding
+from zero.plan.formats import Formats
+from zero.plan.memory import StateBytes, alive_nbytes, in_flight_nbytes
+from zero.plan.placement import Where, is_updated
 from zero.plan.units import UnitPlan, plan_units
+from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
 from zero.sizes.links import Links
 from zero.sizes.shape import Shape, shape_of
 from zero.sizes.timeline import Prediction
@@ -26,43 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 GB = 1e9
+LOSS = "<loss>"
 DEFAULT = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
-_DEVICE, _HOST, _FILE = Where.DEVICE.value, Where.HOST.value, Where.FILE.value
-
-
-class Choice(NamedTuple):
-    """A stage, where optimizer state and parameters rest, in the words of the JSON, and the mesh.
-
-    shard_size: ranks that state is cut over (`zero.shard_size`), 0 for all; secondary: those that hold a second copy of
-    the parameters (`zero_hpz_partition_size`), 1 for none.
-    """
-
-    stage: int
-    optimizer: str = _DEVICE
-    params: str = _DEVICE
-    shard_size: int = 0
-    secondary: int = 1
-
-    def __str__(self) -> str:
-        places = {_HOST: "host", _FILE: "drive"}
-        if self.optimizer == self.params != _DEVICE:
-            away = [f"optimizer and parameters on {places[self.params]}"]
-        else:
-            away = [
-                f"{what} on {places[at]}"
-                for what, at in (("optimizer", self.optimizer), ("parameters", self.params))
-                if at in places
-            ]
-        mesh = [f"HSDP {self.shard_size}"] if self.shard_size else []
-        mesh += [f"hpZ {self.secondary}"] if self.secondary > 1 else []
-        return ", ".join([str(self.stage), *away, *mesh])
-
-
-CHOICES = (
-    *(Choice(stage) for stage in range(4)),
-    *(Choice(stage, _HOST) for stage in (1, 2, 3)),
-    *(Choice(3, at, at) for at in (_HOST, _FILE)),
-)
 
 
 class DeviceBytes(NamedTuple):
@@ -92,6 +55,7 @@ class DeviceBytes(NamedTuple):
         return sum(self)
 
 
+_NOTHING = Links()
 _STATE = DeviceBytes._fields[:-2]  # kinds that are there without a micro-batch
 
 
@@ -100,7 +64,7 @@ class Row:
     """What one choice takes on each rank: on the device that computes, in host memory and in files on a drive.
 
     moments: bytes of state on the device while the backward of a unit's module runs, by the path of that, in the order
-        of the backward; "" is also the step that follows. Activations are not in them.
+        of the backward, with `LOSS` before and "" also behind it. Activations are not in them.
 
     The rest says what zero/sizes/search.py has found for a micro-batch:
 
@@ -122,10 +86,10 @@ class Row:
     accumulation: int = 1
     inputs_on_host: float = 0.0
     peak: float = 0.0
-    links: Links = Links()
+    links: Links = _NOTHING
     step: Prediction | None = None
     lacks: tuple[str, ...] = ()
-    sets: Mapping[str, Any] = MappingProxyType({})
+    sets: Mapping[str, Any] = field(default_factory=dict)
 
     def overrides(self) -> dict[str, Any]:
         """The keys of the JSON, with dots, that make a run this one."""
@@ -191,20 +155,12 @@ def estimate(
         notes.append("offload_optimizer.ratio 'auto' looks at free memory; here all state goes off the device.")
     own = own_choice(settings)
     choices = (choice._replace(shard_size=own.shard_size if choice.stage else 0) for choice in CHOICES)
-    accumulation = settings.gradient_accumulation_steps
-    rows = {
-        choice: state_row(units, settings, formats, device != "cpu", choice, accumulation)
-        for choice in dict.fromkeys([*choices, own])
-    }
+    rows = {}
+    for choice in dict.fromkeys([*choices, own]):
+        scheme = scheme_of(units, settings, choice, settings.gradient_accumulation_steps, device != "cpu")
+        rows[choice] = state_row(units, settings, formats, scheme, choice)
     what += f", in {settings.compute_dtype} with {settings.optimizer.type if settings.optimizer else 'Adam'}"
     return Estimate(what, ranks, tuple(rows.values()), rows[own], tuple(notes))
-
-
-def own_choice(settings: Config) -> Choice:
-    """The one that the configuration makes."""
-    section = settings.zero_optimization
-    places = section.offload_optimizer.device, section.offload_param.device
-    return Choice(section.stage, *places, settings.shard_size, settings.secondary_shard_size)
 
 
 def state_formats(settings: Config) -> tuple[Formats, list[str]]:
@@ -237,95 +193,62 @@ def units_of(model: nn.Module | Shape, settings: Config, formats: Formats) -> tu
     return plan_module(model, groups, settings.world_size, settings, formats.alignment)
 
 
-class Scheme(NamedTuple):
-    """How a choice cuts state, and how gradients add up.
-
-    parts, replicas: sizes of the shard and the replica axis; collected: micro-batches add up in whole buffers first;
-    accumulate, resting: dtypes of sums, on the device and off it; travel: of gradients between ranks, None for their
-    own; mirrored: the device is not the host.
-    """
-
-    sharding: Sharding
-    parts: int
-    replicas: int
-    collected: bool
-    accumulate: str
-    resting: str
-    travel: str | None
-    limits: Limits
-    placements: Sequence[Placement]
-    mirrored: bool
-
-
-def scheme_of(
-    units: Sequence[UnitPlan], settings: Config, mirrored: bool, choice: Choice, accumulation: int
-) -> Scheme:
-    """What a choice makes of the settings."""
-    section, zero = settings.zero_optimization, settings.zero
-    sharding = Sharding.of_stage(choice.stage, zero.reduce_every_micro_batch or zero.reduce == "tree")
-    parts = (choice.shard_size or settings.world_size) if sharding.optim else 1
-    accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
-    state, params = section.offload_optimizer, section.offload_param
-    ratio = 1.0 if state.ratio == "auto" else state.ratio
-    placements = place(units, parts, Where(choice.optimizer), Where(choice.params), ratio, params.max_in_cpu)
-    rounded = accumulation == 1 and (settings.world_size == 1 or mirrored) and zero.reduce != "tree" and travel is None
-    return Scheme(
-        sharding,
-        parts,
-        settings.world_size // parts,
-        accumulation > 1 and not sharding.grads,
-        accumulate,
-        resting_dtype(settings.compute_dtype, accumulate, rounded),
-        travel,
-        Limits.of_section(section),
-        placements,
-        mirrored,
-    )
-
-
-def state_row(
-    units: Sequence[UnitPlan], settings: Config, formats: Formats, mirrored: bool, choice: Choice, accumulation: int
-) -> Row:
-    """What the choice takes with so many micro-batches for a step, without activations. mirrored: as in `Scheme`."""
-    section, scheme = settings.zero_optimization, scheme_of(units, settings, mirrored, choice, accumulation)
-    parts, collected = scheme.parts, scheme.collected
+def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, scheme: Scheme, choice: Choice) -> Row:
+    """What a choice takes, which means this scheme, without activations."""
+    section = settings.zero_optimization
     trained = [unit.name for unit in units if is_updated(unit)]
 
-    def alive(formats: Formats) -> Any:
+    def alive(formats: Formats) -> StateBytes:
         return alive_nbytes(
             units,
             scheme.sharding,
-            parts,
+            scheme.parts,
             formats=formats,
-            local_gradients=trained if collected else (),
-            reduced_gradients=() if collected else trained,
-            accumulation=accumulation,
+            local_gradients=trained if scheme.collected else (),
+            reduced_gradients=() if scheme.collected else trained,
+            accumulation=scheme.accumulation,
             accumulate=scheme.accumulate,
             limits=scheme.limits,
             placements=scheme.placements,
-            mirrored=mirrored,
-            secondary=choice.secondary,
+            mirrored=scheme.mirrored,
+            secondary=scheme.secondary,
         )
 
     held, masters = alive(formats), alive(formats._replace(states=0)).optimizer
-    whole = [use.whole for use in uses_of(units, scheme)] if scheme_cuts(scheme, choice) else [0] * 2 * len(units)
     on_their_way = in_flight_nbytes(
         units,
-        parts,
+        scheme.parts,
         scheme.replicas,
         accumulate=scheme.accumulate,
         travel=scheme.travel,
-        collected=collected,
-        native=mirrored,
+        collected=scheme.collected,
+        native=scheme.mirrored,
     )
     buffers = section.offload_optimizer.buffer_count, section.offload_param.buffer_count
-    host = host_bytes(units, scheme.placements, 0, parts, formats, scheme.resting, mirrored, *buffers)
-    device = DeviceBytes(
-        held.parameters,
-        held.gradients,
-        masters,
-        held.optimizer - masters,
-        max(whole, default=0),
-        max(on_their_way, default=0),
-    )
-    return Row(choice, device, host, _moments(units, scheme, device, whole, on_their_way, accumulation))
+    host = host_bytes(units, scheme.placements, 0, scheme.parts, formats, scheme.resting, scheme.mirrored, *buffers)
+    gathered = max((use.whole for use in scheme.uses), default=0)
+    kinds = held.parameters, held.gradients, masters, held.optimizer - masters, gathered
+    device = DeviceBytes(*kinds, max(on_their_way, default=0))
+    return Row(choice, device, host, _moments(units, scheme, device, on_their_way))
+
+
+def _moments(
+    units: Sequence[UnitPlan], scheme: Scheme, device: DeviceBytes, on_their_way: Sequence[int]
+) -> dict[str, int]:
+    """See `Row`. Gradients are there from the start where earlier micro-batches have left some."""
+    rest = device.parameters + device.masters + device.moments
+    here = [
+        is_updated(unit) and at.optimizer is Where.DEVICE for unit, at in zip(units, scheme.placements, strict=True)
+    ]
+    whole = sum(unit.layout.numel for unit, counts in zip(units, here, strict=True) if counts or scheme.collected)
+    back = scheme.uses[len(units) :]
+    earlier = device.gradients if scheme.accumulation > 1 else 0
+    found, reduced = {LOSS: rest + earlier + (back[0].whole if back else 0)}, 0
+    for use in back:
+        unit = units[use.unit]
+        gradients = earlier or device.gradients * reduced // max(1, whole)
+        now = rest + gradients + use.whole + on_their_way[use.unit]
+        found[unit.anchor] = max(now, found.get(unit.anchor, 0))
+        reduced += unit.layout.numel if here[use.unit] else 0
+    found[""] = max(found.get("", 0), rest + device.gradients)
+    return found

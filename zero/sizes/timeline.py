@@ -89,14 +89,21 @@ def predict(
     norm:  seconds of the device between the backward and the first update.
     same:  workers that share what they work with, such as cores: together they take at least the sum of their times.
     """
-    busy = _busy(units, norm, pace)
-    run = _Run(units, norm, pace)
-    starts = [run.step() for _ in range(steps + 1)]
-    half = steps // 2
-    step = (starts[-1] - starts[half]) / (steps - half)
+    busy, passes = _busy(units, norm, pace), pace.micro_batches
+    step = _settled(units, norm, pace._replace(micro_batches=min(passes, 2)), steps)
+    if passes > 2:  # each further one takes what the second has added
+        step += (passes - 2) * (step - _settled(units, norm, pace._replace(micro_batches=1), steps))
     # Where two cycles are nearly as long as each other, steps become alike only slowly: the bounds hold at once.
     shared = [sum(busy[name] for name in group) for group in same]
     return Prediction(max(step, *busy.values(), *shared), busy)
+
+
+def _settled(units: Sequence[UnitTimes], norm: float, pace: Pace, steps: int) -> float:
+    """The mean step, once they are alike."""
+    run = _Run(units, norm, pace)
+    starts = [run.step() for _ in range(steps + 1)]
+    half = steps // 2
+    return (starts[-1] - starts[half]) / (steps - half)
 
 
 def _busy(units: Sequence[UnitTimes], norm: float, pace: Pace) -> dict[str, float]:
@@ -148,7 +155,7 @@ class _Run:
             if position == len(there):
                 there.append(self._bring(uses[position], self._free[DEVICE]))
             begun = max(self._free[DEVICE], there[position])
-            for use in uses[len(there) : position + 1 + max(1, self._pace.ahead)]:
+            for use in uses[len(there) : position + 1 + self._pace.ahead]:
                 there.append(self._bring(use, begun))
             end = self._do(DEVICE, seconds, begun)
             if position >= count and reduces:

@@ -1,0 +1,119 @@
+"""A stage, a placement and a mesh, which `zero plan` chooses between; and what that means for the units of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero.config import Config
+from zero.plan.formats import ITEMSIZE, resting_dtype
+from zero.plan.order import ForeseenUse, Limits, uses
+from zero.plan.placement import Placement, Where, place
+from zero.plan.sharding import Sharding
+from zero.plan.units import UnitPlan
+
+DEVICE, HOST, FILE = Where.DEVICE.value, Where.HOST.value, Where.FILE.value
+
+
+class Choice(NamedTuple):
+    """A stage, where optimizer state and parameters rest, in the words of the JSON, and the mesh.
+
+    shard_size: ranks that state is cut over (`zero.shard_size`), 0 for all; secondary: those that hold a second copy of
+    the parameters (`zero_hpz_partition_size`), 1 for none.
+    """
+
+    stage: int
+    optimizer: str = DEVICE
+    params: str = DEVICE
+    shard_size: int = 0
+    secondary: int = 1
+
+    def __str__(self) -> str:
+        places = {HOST: "host", FILE: "drive"}
+        if self.optimizer == self.params != DEVICE:
+            away = [f"optimizer and parameters on {places[self.params]}"]
+        else:
+            named = ("optimizer", self.optimizer), ("parameters", self.params)
+            away = [f"{what} on {places[at]}" for what, at in named if at in places]
+        mesh = [f"HSDP {self.shard_size}"] if self.shard_size else []
+        mesh += [f"hpZ {self.secondary}"] if self.secondary > 1 else []
+        return ", ".join([str(self.stage), *away, *mesh])
+
+
+CHOICES = (
+    *(Choice(stage) for stage in range(4)),
+    *(Choice(stage, HOST) for stage in (1, 2, 3)),
+    *(Choice(3, at, at) for at in (HOST, FILE)),
+)
+
+
+def own_choice(settings: Config) -> Choice:
+    """The one that the configuration makes."""
+    section = settings.zero_optimization
+    places = section.offload_optimizer.device, section.offload_param.device
+    return Choice(section.stage, *places, settings.shard_size, settings.secondary_shard_size)
+
+
+class Scheme(NamedTuple):
+    """What a choice means: how state is cut, in what gradients add up and travel, and which parameters are whole when.
+
+    parts, replicas: sizes of the shard and the replica axis;
+    secondary:       ranks that hold a second copy of the parameters, 1 for none;
+    cut:             whether parameters are whole only while they are used;
+    collected:       whether micro-batches add up in whole buffers first;
+    accumulate, resting: the dtypes of sums of gradients, on the device and off it;
+    travel:          of gradients between ranks, None for their own;
+    mirrored:        whether the device has memory of its own, and NCCL: it is not the host;
+    uses:            of one micro-batch, where parameters are not cut with nothing gathered.
+    """
+
+    sharding: Sharding
+    parts: int
+    replicas: int
+    secondary: int
+    cut: bool
+    accumulation: int
+    collected: bool
+    accumulate: str
+    resting: str
+    travel: str | None
+    limits: Limits
+    placements: Sequence[Placement]
+    mirrored: bool
+    uses: Sequence[ForeseenUse]
+
+
+def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accumulation: int, mirrored: bool) -> Scheme:
+    """Under the settings, whose own stage, placement, mesh and number of micro-batches do not count."""
+    section, zero = settings.zero_optimization, settings.zero
+    sharding = Sharding.of_stage(choice.stage, zero.reduce_every_micro_batch or zero.reduce == "tree")
+    parts = (choice.shard_size or settings.world_size) if sharding.optim else 1
+    cut = sharding.params and (parts > 1 or choice.params != DEVICE)
+    accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
+    state, limits = section.offload_optimizer, Limits.of_section(section)
+    ratio = 1.0 if state.ratio == "auto" else state.ratio
+    rounded = accumulation == 1 and (settings.world_size == 1 or mirrored) and zero.reduce != "tree" and travel is None
+    found = uses(
+        [unit.anchor for unit in units],
+        [sum(spec.numel for spec in unit.params) for unit in units],
+        [ITEMSIZE[unit.dtype] * unit.layout.numel for unit in units],
+        limits,
+    )
+    return Scheme(
+        sharding=sharding,
+        parts=parts,
+        replicas=settings.world_size // parts,
+        secondary=choice.secondary,
+        cut=cut,
+        accumulation=accumulation,
+        collected=accumulation > 1 and not sharding.grads,
+        accumulate=accumulate,
+        resting=resting_dtype(settings.compute_dtype, accumulate, rounded),
+        travel=travel,
+        limits=limits,
+        placements=place(
+            units, parts, Where(choice.optimizer), Where(choice.params), ratio, section.offload_param.max_in_cpu
+        ),
+        mirrored=mirrored,
+        uses=found if cut else [ForeseenUse(use.unit, False, 0) for use in found],
+    )

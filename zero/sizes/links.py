@@ -1,0 +1,188 @@
+"""What travels in a step: bytes on each link, and the seconds that each unit takes of device, links, host and drive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero.memory.host_bytes import record_nbytes, shard_nbytes
+from zero.plan.formats import ITEMSIZE, Formats
+from zero.plan.placement import Where, is_updated
+from zero.plan.units import UnitPlan
+from zero.sizes.choice import Scheme
+from zero.sizes.rates import Rates
+from zero.sizes.timeline import UnitTimes
+
+_FP32 = 4
+
+
+class Links(NamedTuple):
+    """Bytes that one rank sends in a step: to ranks of its own host, of others; between device and host; to the drive
+    and from it. As many arrive from other ranks."""
+
+    intra_host: float = 0.0
+    inter_host: float = 0.0
+    host_link: float = 0.0
+    drive: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave the process for other ranks."""
+        return self.intra_host + self.inter_host
+
+    def times(self, count: int) -> Links:
+        """So many times that."""
+        return Links(*(count * nbytes for nbytes in self))
+
+
+def sum_of(*links: Links) -> Links:
+    """All of them together."""
+    return Links(*map(sum, zip(Links(), *links, strict=True)))
+
+
+class Group(NamedTuple):
+    """Ranks that gather and reduce together: how many, how many of them share a host, and whether NCCL sends.
+
+    Gather and reduction of n bytes make each rank send n (size - 1) / size, along a ring or to each rank at once. Of a
+    ring only one rank of each host sends to another host, and the rings of a host take turns in that.
+    """
+
+    size: int
+    here: int
+    ring: bool
+
+    def links(self, nbytes: float) -> Links:
+        """Of one gather or reduction of a whole of `nbytes`."""
+        sent = nbytes * (self.size - 1) / self.size
+        if self.size <= self.here:
+            return Links(intra_host=sent)
+        away = 1 / self.here if self.ring else (self.size - self.here) / (self.size - 1)
+        return Links(intra_host=sent * (1 - away), inter_host=sent * away)
+
+
+class Groups(NamedTuple):
+    """Along each axis of a scheme: shard, replica; inside and across, of hpZ's second copy."""
+
+    shard: Group
+    replica: Group
+    inside: Group
+    across: Group
+
+
+def groups_of(scheme: Scheme, per_host: int) -> Groups:
+    """With so many ranks on each host; those of a shard, or a second copy, are consecutive."""
+
+    def along(size: int, stride: int) -> Group:
+        return Group(size, max(1, min(size, per_host // stride)), scheme.mirrored)
+
+    second = scheme.secondary
+    across = along(scheme.parts // second, second)
+    return Groups(along(scheme.parts, 1), along(scheme.replicas, scheme.parts), along(second, 1), across)
+
+
+def seconds(links: Links, rates: Rates) -> float:
+    """Of one message between ranks, its parts on both links at once."""
+    if not links.sent:
+        return 0.0
+    return rates.latency + max(over(links.intra_host, rates.intra_host), over(links.inter_host, rates.inter_host))
+
+
+def over(nbytes: float, rate: float) -> float:
+    """Seconds; nothing takes no time at any rate, and a rate that is not known is not waited for."""
+    return nbytes / rate if nbytes and rate else 0.0
+
+
+class Traffic(NamedTuple):
+    """Of one unit: bytes by link in each micro-batch, and in addition once in a step; and seconds."""
+
+    each: Links
+    once: Links
+    times: UnitTimes
+
+
+class Moves(NamedTuple):
+    """What moves and is updated in a step: units under a scheme, with these formats of state, at these rates."""
+
+    units: Sequence[UnitPlan]
+    scheme: Scheme
+    formats: Formats
+    rates: Rates
+    per_host: int
+
+    def by_unit(self) -> list[tuple[str, Traffic]]:
+        """Of each unit, by the path of its module, in the order of the forward; nothing is computed yet."""
+        groups, uses, count = groups_of(self.scheme, self.per_host), self.scheme.uses, len(self.units)
+        again = {use.unit: use.gathered for use in uses[count:]}
+        return [
+            (self.units[use.unit].anchor, self._unit(use.unit, groups, use.gathered, again[use.unit]))
+            for use in uses[:count]
+        ]
+
+    def _unit(self, index: int, groups: Groups, gathered: bool, again: bool) -> Traffic:
+        unit, scheme, rates = self.units[index], self.scheme, self.rates
+        whole, updated = ITEMSIZE[unit.dtype] * unit.layout.numel, is_updated(unit)
+        inside = groups.inside if scheme.secondary > 1 else groups.shard
+        gather = inside.links(whole) if gathered else Links()
+        regather = inside.links(whole) if again else Links()
+        reduce = self._reduction(unit, groups) if updated else []
+        publish = Links()
+        if updated and scheme.cut and scheme.secondary > 1:
+            publish = groups.across.links(whole / scheme.secondary)
+        elif updated and not gathered:
+            publish = groups.shard.links(whole)
+        down, each, once, times = self._off_device(unit, index)
+        each, once = sum_of(each, gather, regather), sum_of(once, publish)
+        reduced = sum_of(Links(host_link=down), *reduce)
+        times = times._replace(
+            gather=seconds(gather, rates),
+            regather=seconds(regather, rates),
+            reduce=sum(seconds(part, rates) for part in reduce),
+            publish=seconds(publish, rates),
+        )
+        if scheme.sharding.grads:
+            return Traffic(sum_of(each, reduced), once, times)
+        return Traffic(each, sum_of(once, reduced), times)
+
+    def _reduction(self, unit: UnitPlan, groups: Groups) -> list[Links]:
+        """The messages of zero/core/reduction.py: along shard, along replica, or the first and then the second."""
+        scheme = self.scheme
+        dtype = scheme.travel or (scheme.accumulate if scheme.collected else unit.dtype)
+        first = ITEMSIZE[dtype] * unit.layout.numel
+        sums = _FP32 * unit.layout.numel // scheme.parts
+        if scheme.parts == 1:
+            return [groups.replica.links(first), groups.replica.links(sums)]
+        if scheme.replicas == 1:
+            return [groups.shard.links(first)]
+        return [groups.shard.links(first), groups.replica.links(sums), groups.replica.links(sums)]
+
+    def _off_device(self, unit: UnitPlan, index: int) -> tuple[float, Links, Links, UnitTimes]:
+        """Copies between device, host and drive: bytes of the gradient, others in each micro-batch, and once in a step.
+
+        And the seconds of these and of the optimizer's step, which reads the gradient, and reads and writes parameter,
+        master and moments.
+        """
+        scheme, rates, placement = self.scheme, self.rates, self.scheme.placements[index]
+        link = rates.host_link if scheme.mirrored else 0.0
+        copied = 1 if scheme.mirrored else 0  # where the host is the device there is nothing to copy
+        updated, away = is_updated(unit), placement.optimizer is not Where.DEVICE
+        shown = shard_nbytes(unit, scheme.parts, unit.dtype)
+        gradient = shard_nbytes(unit, scheme.parts, scheme.resting if away else scheme.accumulate)
+        record = sum(record_nbytes(unit, 0, scheme.parts, self.formats, True))
+        filed = record if away and placement.optimizer is Where.FILE else 0
+        rests = placement.params is Where.DEVICE
+        drive = shown if placement.params is Where.FILE else 0
+        down = copied * (gradient if away else shown if not rests else 0) * updated
+        up = copied * shown * (updated and away and rests)
+        fetched = copied * shown * (not rests)
+        update = over((gradient + 2 * record) * updated, rates.host_bandwidth if away else rates.device_bandwidth)
+        times = UnitTimes(
+            fetch=over(fetched, link) + over(drive, rates.drive_read),
+            down=over(down, link),
+            stay=0.0 if away else update,
+            read=over(filed, rates.drive_read),
+            update=update if away else 0.0,
+            write=over(filed + drive * updated, rates.drive_write),
+            up=over(up, link),
+        )
+        each = Links(host_link=2 * fetched, drive=2 * drive)
+        return down, each, Links(host_link=up, drive=2 * filed + drive * updated), times

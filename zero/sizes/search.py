@@ -1,0 +1,274 @@
+"""The search of `zero plan`: rows over stage, placement, mesh, recomputation and micro-batch, the best first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zero.config import Config
+from zero.plan.formats import Formats
+from zero.plan.units import UnitPlan
+from zero.sizes.choice import CHOICES, FILE, Choice, own_choice, scheme_of
+from zero.sizes.cost import POLICIES, ModelCost, UnitCost
+from zero.sizes.estimate import GB, LOSS, Row, state_formats, state_row, units_of
+from zero.sizes.links import Links, Moves, Traffic, over, sum_of
+from zero.sizes.rates import Rates
+from zero.sizes.shape import Shape
+from zero.sizes.timeline import DEVICE, DRIVE, HOST, LINK, Pace, Prediction, UnitTimes, predict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+USABLE = 0.92  # of the device's memory: torch, CUDA and what the allocator cannot use take the rest
+_SIZES = 4  # micro-batches of each row, the largest that fit
+_STEPS = 2, 4  # that are simulated: without state off the device, whose updates reach into the next step, and with
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a plan is made for: a model and what it costs, the configuration, and machines.
+
+    settings: whose world size is the number of ranks; per_host: ranks on each host; mirrored: whether the device has
+    memory of its own and NCCL, or is the host.
+    """
+
+    model: nn.Module | Shape
+    cost: ModelCost
+    settings: Config
+    rates: Rates
+    per_host: int = 8
+    mirrored: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.settings.world_size
+
+    def on(self, ranks: int) -> Setup:
+        """The same with so many ranks."""
+        return replace(self, settings=self.settings.model_copy(update={"world_size": ranks}))
+
+    @cached_property
+    def formats(self) -> Formats:
+        """Of the optimizer's state."""
+        return state_formats(self.settings)[0]
+
+    @cached_property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """As an engine makes them."""
+        return units_of(self.model, self.settings, self.formats)
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes of the device that a run may take."""
+        return USABLE * self.rates.device_memory
+
+    @cached_property
+    def speed(self) -> float:
+        """FLOP/s in the dtype of the forward. Raises ValueError where the device has none in that."""
+        dtype = self.settings.autocast_dtype or self.settings.compute_dtype
+        if dtype not in self.rates.flops:
+            known = ", ".join(self.rates.flops)
+            raise ValueError(
+                f"{self.rates.name} computes in {known}, the configuration says {dtype}; change one of them"
+            )
+        return self.rates.flops[dtype]
+
+    @cached_property
+    def policy(self) -> str:
+        """Of recomputation, in the configuration; "auto" counts as "none", which it becomes where all fits."""
+        section = self.settings.zero.recompute
+        if not section.modules:
+            return "none"
+        on_host = self.settings.activation_checkpointing.cpu_checkpointing and section.policy == "full"
+        return "host" if on_host else section.policy if section.policy in POLICIES else "none"
+
+
+def choices_of(setup: Setup) -> list[Choice]:
+    """Stages and placements on all ranks, state cut inside of hosts (HSDP), hpZ; and the configuration's own."""
+    found, inside, ranks = list(CHOICES), setup.per_host, setup.ranks
+    if 1 < inside < ranks and ranks % inside == 0:
+        found += [Choice(stage, shard_size=inside) for stage in (1, 2, 3)] + [Choice(3, secondary=inside)]
+    return list(dict.fromkeys([*found, own_choice(setup.settings)]))
+
+
+def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: Sequence[str] = POLICIES) -> list[Row]:
+    """Rows of all choices and policies, each with several micro-batches: those that fit first, by seconds per sample.
+
+    Where `train_batch_size` is given it stays, and micro-batches are those that it can be made of; otherwise the number
+    of micro-batches for a step stays. What does not fit at any size is there with the smallest one.
+    """
+    found = []
+    for choice in choices_of(setup) if choices is None else choices:
+        search = Search(setup, choice)
+        for policy in policies:
+            found += [search.row(policy, size) for size in search.sizes(policy)]
+    return sorted(found, key=lambda row: (bool(row.lacks), row.peak if row.lacks else pace_of(row), row.peak))
+
+
+def pace_of(row: Row) -> float:
+    """Seconds for a sample of one rank."""
+    return row.step.step / (row.micro_batch * row.accumulation)
+
+
+class Line(NamedTuple):
+    """Bytes at one moment: of state, and of activations for each sample of a micro-batch."""
+
+    state: float
+    sample: float
+
+
+class Search:
+    """The rows of one choice."""
+
+    def __init__(self, setup: Setup, choice: Choice) -> None:
+        self.setup, self.choice = setup, choice
+        # By whether several micro-batches make a step: how many there are changes nothing of these.
+        self._states: dict[bool, tuple[Row, Moves, list[tuple[str, Traffic]]]] = {}
+        per_rank = setup.settings.raw.get("train_batch_size")
+        rest = per_rank % setup.ranks if isinstance(per_rank, int) else 1
+        self._samples = None if rest else per_rank // setup.ranks
+
+    def sizes(self, policy: str) -> list[int]:
+        """Micro-batches to try: powers of two, the configuration's and the largest; the smallest where none fits."""
+        most, own = self.largest(policy), self.setup.settings.train_micro_batch_size_per_gpu
+        fitting = {1 << bit for bit in range(most.bit_length())} | {own, most}
+        fitting = sorted(size for size in fitting if 0 < size <= most and not (self._samples or 0) % size)
+        return fitting[-_SIZES:] or [1]
+
+    def largest(self, policy: str) -> int:
+        """The largest micro-batch that fits; 0 where none does."""
+        if self._samples is None:
+            return self._most(policy, self._accumulation(1))
+        whole = (size for size in range(self._samples, 0, -1) if self._samples % size == 0)
+        return next((size for size in whole if size <= self._most(policy, self._accumulation(size))), 0)
+
+    def row(self, policy: str, micro_batch: int) -> Row:
+        """What so many samples in one forward of one rank take, and whether they fit."""
+        setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
+        state, _, moved = self._state(accumulation)
+        on_host = cost.on_host(policy, micro_batch)
+        links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
+        links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
+        kinds = {"activations": cost.peak(policy, micro_batch), "logits": micro_batch * cost.logits}
+        row = replace(
+            state,
+            device=state.device._replace(**{kind: int(nbytes) for kind, nbytes in kinds.items()}),
+            policy=policy,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            inputs_on_host=on_host,
+            peak=max(line.state + line.sample * micro_batch for line in self._lines(policy, accumulation)),
+            links=sum_of(*links),
+            step=self._step(policy, micro_batch, accumulation),
+            sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
+        )
+        return replace(row, lacks=tuple(_lacks(setup, row)))
+
+    def _accumulation(self, micro_batch: int) -> int:
+        """How many micro-batches make a step."""
+        given = self.setup.settings.gradient_accumulation_steps
+        return given if self._samples is None else self._samples // micro_batch
+
+    def _state(self, accumulation: int) -> tuple[Row, Moves, list[tuple[str, Traffic]]]:
+        setup, several = self.setup, accumulation > 1
+        if several not in self._states:
+            common = setup.units, setup.settings, self.choice, 1 + several, setup.mirrored
+            moves = Moves(setup.units, scheme_of(*common), setup.formats, setup.rates, setup.per_host)
+            row = state_row(moves.units, setup.settings, setup.formats, moves.scheme, self.choice)
+            self._states[several] = row, moves, moves.by_unit()
+        return self._states[several]
+
+    def _lines(self, policy: str, accumulation: int) -> list[Line]:
+        """Moments at which the most may be alive on the device; see `ModelCost.peak`."""
+        row = self._state(accumulation)[0]
+        moments = dict(row.moments)
+        lines, kept, coming = [], 0.0, 0.0
+        for unit in self.setup.cost.units:
+            alive = kept + coming + max(unit.saved[policy], unit.saved["none"]) + unit.working
+            lines.append(Line(moments.pop(unit.name, moments[LOSS]), alive))
+            kept += unit.saved[policy]
+            coming = unit.on_host(policy)
+        lines.append(Line(moments.pop(LOSS), kept + self.setup.cost.logits))
+        return lines + [Line(state, 0.0) for state in moments.values()]
+
+    def _most(self, policy: str, accumulation: int) -> int:
+        """The largest micro-batch for which there is room."""
+        setup, host = self.setup, self._state(accumulation)[0].host.memory
+        lines, away = self._lines(policy, accumulation), setup.cost.on_host(policy)
+        if setup.mirrored:
+            rooms = [(setup.room, line) for line in lines] + [(setup.rates.host_memory, Line(host, away))]
+        else:
+            rooms = [(setup.room, Line(line.state + host, line.sample + away)) for line in lines]
+        if any(line.state > room for room, line in rooms):
+            return 0
+        return min(int((room - line.state) // line.sample) for room, line in rooms if line.sample)
+
+    def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
+        setup = self.setup
+        _, moves, moved = self._state(accumulation)
+        costs = {unit.name: unit for unit in setup.cost.units}
+        times = [part.times._replace(**self._computed(costs.pop(at, None), policy, micro_batch)) for at, part in moved]
+        times += [UnitTimes(**self._computed(unit, policy, micro_batch)) for unit in costs.values()]
+        section, scheme = setup.settings.zero_optimization, moves.scheme
+        numel = sum(unit.layout.numel for unit in moves.units) // max(1, len(moves.units))
+        ahead = max(1, scheme.limits.ahead // max(1, numel)) if scheme.limits.ahead else 0
+        pace = Pace(ahead, section.offload_optimizer.buffer_count, accumulation, scheme.sharding.grads)
+        same = (DRIVE,) if setup.mirrored else (DRIVE, {DEVICE, LINK, HOST})
+        norm = over(self._state(accumulation)[0].device.gradients, setup.rates.device_bandwidth)
+        return predict(times, norm, pace, same, _STEPS[any(unit.update for unit in times)])
+
+    def _computed(self, unit: UnitCost | None, policy: str, samples: int) -> dict[str, float]:
+        """Seconds of the device. What is recomputed is written and read again, whatever its FLOPs; and inputs that go
+        to the host and come back do so beside the next unit, of which they may take longer."""
+        if unit is None:
+            return {}
+        setup = self.setup
+        away = over(samples * unit.on_host(policy), setup.rates.host_link) if setup.mirrored else 0.0
+        again = 2 * samples * (unit.saved["none"] - unit.saved[policy]) / setup.rates.device_bandwidth
+        backward = samples * (unit.backward_flops + unit.recompute_flops[policy]) / setup.speed + again
+        return {"forward": max(away, samples * unit.forward_flops / setup.speed), "backward": max(away, backward)}
+
+
+def _lacks(setup: Setup, row: Row) -> Iterator[str]:
+    """What there is too little of."""
+    host, room = row.host.memory + row.inputs_on_host, setup.room
+    peak = row.peak if setup.mirrored else row.peak + host
+    if peak > room:
+        name = "device" if setup.mirrored else "memory"
+        most = max(zip(row.device, row.device._fields, strict=True))
+        yield f"{name}: {peak / GB:,.1f} GB of {room / GB:,.1f}, of which {most[1]} {most[0] / GB:,.1f}"
+    if setup.mirrored and host > setup.rates.host_memory:
+        yield f"host: {host / GB:,.1f} GB of {setup.rates.host_memory / GB:,.1f}"
+    if row.host.files and not setup.rates.drive_read:
+        yield "drive: no rate of one is known"
+
+
+def _sets(setup: Setup, choice: Choice, policy: str, micro_batch: int, accumulation: int) -> dict[str, Any]:
+    """The keys of the JSON of a row."""
+    settings, section = setup.settings, setup.settings.zero_optimization
+    sets = {
+        "train_batch_size": micro_batch * accumulation * setup.ranks,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization.stage": choice.stage,
+        "zero_optimization.zero_hpz_partition_size": choice.secondary,
+        "zero.shard_size": choice.shard_size,
+        "zero.recompute": {},
+        "activation_checkpointing.cpu_checkpointing": policy == "host",
+    }
+    if "zero_optimization.mics_shard_size" in settings.shard_sizes:
+        sets["zero_optimization.mics_shard_size"] = -1
+    for name, place in (("offload_optimizer", choice.optimizer), ("offload_param", choice.params)):
+        sets[f"zero_optimization.{name}.device"] = place
+        if place == FILE:
+            sets[f"zero_optimization.{name}.nvme_path"] = getattr(section, name).nvme_path or "/tmp"
+    if policy != "none":
+        blocks = [unit.name for unit in setup.cost.units if unit.recomputable]
+        patterns = list(dict.fromkeys(re.sub(r"\d+$", "*", name) for name in blocks))
+        modules = settings.zero.recompute.modules or patterns
+        sets["zero.recompute"] = {"modules": modules, "policy": "full" if policy == "host" else policy}
+    return sets
