@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 import torch.distributed as dist
 
 from zero.plan.grid import DATA, Grid
@@ -12,8 +14,10 @@ _KINDS = {"tensor_model": ("tp",), "pipe": ("pp",), "data": DATA, "sequence": ("
 class GridGroups:
     """Ranks, sizes and process groups along the axes of a grid over all ranks.
 
-    A group is made when it is first asked for, of all ranks at once: a collective, so all of them must ask. Raises
-    ValueError where the grid has another number of ranks than the default process group.
+    Of tensor-parallel groups, of pipelines, of ranks with the same part of the model and other samples (data), of ranks
+    that share a sequence, and of one replica of the model: `..._rank` is this rank's place in its group,
+    `..._world_size` how many it has. A group is made when it is first asked for, of all ranks at once: a collective, so
+    all of them must ask. Raises ValueError where the grid has another number of ranks than the default process group.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -39,62 +43,18 @@ class GridGroups:
             self._made[kind] = made.get(self._ranks(kind), dist.group.WORLD)
         return self._made[kind]
 
-    def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's place among those of one tensor-parallel group."""
-        return self._rank("tensor_model")
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Ranks of a tensor-parallel group."""
-        return self._size("tensor_model")
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        """The tensor-parallel group of this rank."""
-        return self._group("tensor_model")
-
-    def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage of the pipeline."""
-        return self._rank("pipe")
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Stages of the pipeline."""
-        return self._size("pipe")
-
-    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks of this rank's pipeline."""
-        return self._group("pipe")
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank's place among those that have the same part of the model and other samples."""
-        return self._rank("data")
-
-    def get_data_parallel_world_size(self) -> int:
-        """Ranks that have the same part of the model and other samples."""
-        return self._size("data")
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that have the same part of the model and other samples."""
-        return self._group("data")
-
-    def get_sequence_parallel_rank(self) -> int:
-        """Which part of a sequence this rank has."""
-        return self._rank("sequence")
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Ranks that share a sequence."""
-        return self._size("sequence")
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that this rank shares a sequence with."""
-        return self._group("sequence")
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place among those of one replica of the model."""
-        return self._rank("model")
-
-    def get_model_parallel_world_size(self) -> int:
-        """Ranks of one replica of the model."""
-        return self._size("model")
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks of this rank's replica of the model."""
-        return self._group("model")
+    get_tensor_model_parallel_rank = partialmethod(_rank, "tensor_model")
+    get_tensor_model_parallel_world_size = partialmethod(_size, "tensor_model")
+    get_tensor_model_parallel_group = partialmethod(_group, "tensor_model")
+    get_pipe_parallel_rank = partialmethod(_rank, "pipe")
+    get_pipe_parallel_world_size = partialmethod(_size, "pipe")
+    get_pipe_parallel_group = partialmethod(_group, "pipe")
+    get_data_parallel_rank = partialmethod(_rank, "data")
+    get_data_parallel_world_size = partialmethod(_size, "data")
+    get_data_parallel_group = partialmethod(_group, "data")
+    get_sequence_parallel_rank = partialmethod(_rank, "sequence")
+    get_sequence_parallel_world_size = partialmethod(_size, "sequence")
+    get_sequence_parallel_group = partialmethod(_group, "sequence")
+    get_model_parallel_rank = partialmethod(_rank, "model")
+    get_model_parallel_world_size = partialmethod(_size, "model")
+    get_model_parallel_group = partialmethod(_group, "model")
