@@ -45,19 +45,19 @@ class Case(NamedTuple):
     step: int = 3
 
 
-CASES = {
-    "kill": Case("kill"),
-    "kill_stage_1": Case("kill", stage=1),
-    "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
+CASES = {  # those that take longest begin first
+    "slow": Case("slow"),
     "stop": Case("stop"),
     "stop_keeper": Case("stop", rank=0),
     "skip": Case("skip", step=0),
+    "kill": Case("kill"),
+    "kill_stage_1": Case("kill", stage=1),
+    "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
     "raise": Case("raise"),
     "raise_stage_1": Case("raise", stage=1),
     "raise_keeper": Case("raise", rank=0),
     "leave": Case("leave"),
     "alone": Case("alone"),
-    "slow": Case("slow"),
 }
 
 
