@@ -114,6 +114,9 @@ import gc, json, os, signal, sys, traceback
 import torch
 from checkpoint_files import engine_of, step
 import zero
+from zero.checkpoint import store_barrier
+
+store_barrier.GRACE = 1.0
 
 def save(folder, what, which):
     zero.init_distributed()

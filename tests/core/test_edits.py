@@ -100,19 +100,6 @@ def test_a_loaded_state_dict_is_exact(stage, master):
     assert all(found)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("stage", "master"), each_once([2, 3, 0], ["fp32", "remainder"]))
-def test_the_modifier_ranks_values_are_exact_everywhere(stage, master):
-    engine = start(stage, master)
-    param = engine.module.get_parameter(FILLED)
-    with zero.GatheredParameters(param, modifier_rank=1):
-        param.data.fill_(5.0 + dist.get_rank())  # past the version counters, and different on each rank
-    first = exact(engine)
-    again = exact(engine)
-    right = torch.equal(first[FILLED], torch.full_like(first[FILLED], 6.0)) if FILLED in first else True
-    assert all([right, *(torch.equal(first[name], again[name]) for name in first)])
-
-
 def through_data(master: str) -> tuple[float, float]:
     """How far the master is from what was written through `.data`, and from what it was before."""
     engine = start(1, master)

@@ -150,30 +150,6 @@ def test_it_goes_when_the_module_has_ended():
     assert all(nbytes == 0 for nbytes in seen)
 
 
-def outside() -> list[str]:
-    engine, said = engine_of(ByRoot), []
-    x = inputs(0, dist.get_rank())
-    loss = engine(x, 0)
-    readers = [lambda: engine.module.other.weight.sum(), lambda: engine.module.blocks[0].up.weight + 1]
-    for reader in readers:
-        try:
-            reader()
-            said.append("nothing")
-        except RuntimeError as error:
-            said.append(str(error))
-    engine.backward(loss)
-    engine.destroy()
-    return said
-
-
-def test_outside_of_a_forward_it_raises_with_what_to_do(pool):
-    for first, second in pool.run(2, outside):
-        assert first.startswith("parameter 'blocks.2.weight' is released; read it inside zero.GatheredParameters(...)")
-        assert second.startswith(
-            "parameter 'blocks.0.up.weight' is released; read it inside zero.GatheredParameters(...)"
-        )
-
-
 class Scaled(nn.Module):
     """Has no parameters but those of its child, which it reads without calling it; so does a method."""
 

@@ -142,7 +142,10 @@ def test_nested_blocks_lose_no_write():
     assert found["still open"]
     assert found["seen by the outer"] == found["write in read"] == [3.0]
     assert found["write in write"] == [4.0, 6.0, 9.0, 10.0]  # rank 1's on leaving its block, rank 0's after
-    assert "changed inside GatheredParameters without modifier_rank" in found["lost"]
+    assert found["lost"] == (
+        f"['{ONE}'] changed inside GatheredParameters without modifier_rank, so the change would be lost; "
+        "pass modifier_rank=0 to keep rank 0's values"
+    )
     assert found["kept"] == [1.0]
     assert found["released"]
 

@@ -130,19 +130,14 @@ def record(stage: int, accumulation: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), SPECIFICATION)
-def test_verbs(pool, stage, accumulation):
+def test_verbs_and_traffic(pool, stage, accumulation):
+    """Stages 0 to 2 move 2 Psi a step, stage 3 moves 3 Psi; each full buffer counted once."""
     first, later = SPECIFICATION[stage, accumulation]
     for found in pool.run(2, record, stage, accumulation):
         assert list(found["nbytes"]) == UNITS
         verbs = [verbs for verbs, _ in found["steps"]]
         assert verbs[0] == first
         assert verbs[1] == verbs[2] == later
-
-
-@pytest.mark.parametrize(("stage", "accumulation"), SPECIFICATION)
-def test_traffic(pool, stage, accumulation):
-    """Stages 0 to 2 move 2 Psi a step, stage 3 moves 3 Psi; each full buffer counted once."""
-    for found in pool.run(2, record, stage, accumulation):
         psi, kept = sum(found["nbytes"].values()), found["nbytes"]["<root>"]
         reductions = accumulation if stage >= 2 else 1
         for index, (_, traffic) in enumerate(found["steps"]):

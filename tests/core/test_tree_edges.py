@@ -83,9 +83,15 @@ def routed(stage: int, bf16: bool, how: str) -> list[Any]:
     return [norms, torch.cat(values).view(torch.int64).tolist()]
 
 
-@pytest.mark.parametrize("how", ["recompute", "forgotten", *longer("once", "twice")])
-def test_awkward_steps_have_the_same_bits_at_any_world_size(pool, how):
-    for stage, bf16 in ((0, False), (2, True), (3, False)):
+@pytest.mark.parametrize(
+    ("how", "stages"),
+    [
+        *(("recompute", (3,)), ("forgotten", (0, 2, 3))),
+        *longer(("recompute", (0, 2)), ("once", (0, 2, 3)), ("twice", (0, 2, 3))),
+    ],
+)
+def test_awkward_steps_have_the_same_bits_at_any_world_size(pool, how, stages):
+    for stage, bf16 in ((stage, stage == 2) for stage in stages):
         found = [result for world in (1, 2, 4) for result in pool.run(world, routed, stage, bf16, how)]
         assert all(result == found[0] for result in found), f"stage {stage}"
         if how == "recompute":

@@ -6,6 +6,7 @@ factors here are powers of two, so everything is bitwise, in bf16 as well.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ def finish(engine: Any) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
+@functools.cache
 def counted(stage: int, dtype: str) -> Any:
     engine = make(stage, dtype, 2)
     for index in range(2 * WINDOWS):

@@ -100,20 +100,6 @@ def test_counters_and_boundary():
     assert engine.lr_scheduler.last_batch_iteration == 1
 
 
-def test_boundary_set_by_hand():
-    engine = alone(accumulation=4)[0]
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
-    assert engine.global_steps == 1
-    engine.set_gradient_accumulation_boundary(False)
-    engine.backward(engine(*batch(1, 2)))
-    engine.step()
-    assert engine.global_steps == 1
-    engine.set_gradient_accumulation_boundary(None)
-    assert not engine.is_gradient_accumulation_boundary()
-
-
 def test_global_grad_norm_is_before_clipping():
     norms = []
     for clipping in (0.0, 1e-3):
@@ -161,15 +147,6 @@ def test_a_graph_from_before_the_step_is_refused_as_in_torch():
         engine.backward(loss)
 
 
-def test_changing_the_learning_rate_acts_at_once():
-    engine, optimizer, *_ = alone(optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}})
-    optimizer.param_groups[0]["lr"] = 0.0
-    before = [param.detach().clone() for param in engine.parameters()]
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
-
-
 def test_training_data_becomes_a_loader():
     data = torch.utils.data.TensorDataset(*batch(0, 10))
     loader = zero.initialize(model=make_net(), config=config(0, 1), training_data=data)[2]
@@ -178,20 +155,6 @@ def test_training_data_becomes_a_loader():
     first, second = [torch.cat([tokens for tokens, _ in loader]) for _ in range(2)]
     assert not torch.equal(first, second), "each epoch shuffles anew"
     assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, second.tolist()))
-
-
-def test_destroy_gives_the_module_back():
-    net = make_net()
-    engine = alone(net)[0]
-    engine.destroy()
-    engine.destroy()
-    with pytest.raises(RuntimeError, match="this engine was destroyed"):
-        engine(*batch(0, 2))
-    net(*batch(0, 2)).backward()
-    assert all(param.grad is not None for param in net.parameters())
-    again = alone(net)[0]
-    again.backward(again(*batch(0, 2)))
-    again.step()
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,11 @@ def test_a_host_that_does_not_answer_is_named_with_its_last_line(tmp_path: Path)
     hosts.host("n1", "echo 'n1 is slow' >&2; trap '' TERM INT; sleep 968; sleep 969")
     hosts.host("n2", "sleep 968 & sleep 969")
     # Time to start two shells, not two Pythons.
-    status, out, err = hosts.zero("run", "-H", "H", "t.py", preflight__ProbeGroup__seconds=5)
+    status, out, err = hosts.zero("run", "-H", "H", "t.py", preflight__ProbeGroup__seconds=3)
     assert (status, out) == (2, "")
     assert err.splitlines()[1:] == [
-        "  host n1: did not answer within 5 s; its last line was: n1 is slow",
-        "  host n2: did not answer within 5 s",
+        "  host n1: did not answer within 3 s; its last line was: n1 is slow",
+        "  host n2: did not answer within 3 s",
     ]
     assert hosts.nothing_left()
 

@@ -41,6 +41,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts that take each other for lost after half the time."""
+    monkeypatch.setattr("zero.launch.node.connection.SILENCE", 3)
+    monkeypatch.setattr(rendezvous, "SILENCE", 3)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT", 0.5)
+
+
 def terms(**more: float) -> Terms:
     return Terms(WORLD, secret=SECRET, **more)
 
@@ -145,7 +153,7 @@ def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_e
         assert (members[0].end.text, members[0].end.status) == ("host c is lost: it is gone, too", LOST)
 
 
-def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
+def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient):
     with met(terms(), nodes=(1,)) as (_, members):
         where = members[1]._where
         with socket.create_connection(where) as silent:
@@ -154,7 +162,7 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands():
             assert until(lambda: all(member.run_id for member in members))
             assert until(lambda: all(member.end for member in members))
             (found,) = {member.end for member in members}
-            assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 6 s", 0)
+            assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
 
 
 @pytest.mark.long
@@ -243,7 +251,7 @@ def recorded(where: tuple[str, int]) -> tuple[threading.Thread, tuple[str, int],
     return thread, server.getsockname(), sent
 
 
-def test_strangers_end_nothing_and_learn_nothing(said):
+def test_strangers_end_nothing_and_learn_nothing(said, impatient):
     with met(terms(), nodes=()) as (server, (first,)), contextlib.ExitStack() as stack:
         where = first._where
         between, there, sent = recorded(where)

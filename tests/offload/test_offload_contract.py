@@ -186,11 +186,10 @@ def differing(stage: int, places: dict[str, Any], apart: bool, bf16: bool, group
         (1, OPTIMIZER, False, False, "reads"),
         (2, HALF, True, False, "reads of rank 0"),
         (1, OPTIMIZER, True, True, "writes"),
-        (2, OPTIMIZER, False, False, "writes"),
-        (1, HALF, True, True, "collectives"),
-        (2, OPTIMIZER, False, True, "collectives"),
         (3, BOTH, False, True, "collectives"),
         (3, PARAMS, True, False, "collectives"),
+        *longer((2, OPTIMIZER, False, False, "writes"), (1, HALF, True, True, "collectives")),
+        *longer((2, OPTIMIZER, False, True, "collectives")),
     ],
 )
 def test_what_happens_between_steps(pool, stage, places, apart, bf16, group):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import longer
 from models import batch, config, make_net
 from torch import nn
 
@@ -156,7 +157,7 @@ def built(folder: str, remote: str | None, bf16: bool) -> list[Found]:
     return runs
 
 
-@pytest.mark.parametrize(("world", "remote", "bf16"), [(1, "cpu", True), (2, "nvme", True), (2, None, False)])
+@pytest.mark.parametrize(("world", "remote", "bf16"), [(2, "nvme", True), *longer((1, "cpu", True), (2, None, False))])
 def test_models_that_were_built_cut(pool, tmp_path, world, remote, bf16):
     for runs in pool.run(world, built, str(tmp_path), remote, bf16):
         check(runs)

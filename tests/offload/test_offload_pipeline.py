@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from alive import Alive, alive, only_new
+from marks import longer
 from models import batch, config, make_net
 
 import zero
@@ -183,7 +184,7 @@ def steady(stage: int, accumulation: int, steps: int) -> tuple[tuple[Alive, int]
     return (*counted, addresses)
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "accumulation"), [(2, 2), *longer((2, 1), (3, 1))])
 def test_nothing_is_allocated_in_steady_state(pool, stage, accumulation):
     for (early, taken), (late, taken_late), addresses in pool.run(2, steady, stage, accumulation, 20):
         assert taken == taken_late > 0
