@@ -143,4 +143,4 @@ def run(launchers: Launchers, words: list[str], really: bool, folder: Path) -> s
     if words[1] == "run" and not really:
         (folder / "train.py").touch()
         words = [*words[:2], "--dry-run", *words[2:]]
-    return launchers.run(*words[1:], environment=environment, folder=folder)
+    return launchers.run(*words[1:], environment=environment, folder=folder, seconds=900)

@@ -21,7 +21,8 @@ SITE = "zero/as_deepspeed/site"
 
 
 def run(*words: str, **more: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    left_out = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")  # which `make` gives relative to the tree
+    environment = {name: value for name, value in os.environ.items() if name not in left_out} | more
     done = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
