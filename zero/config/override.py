@@ -1,7 +1,8 @@
 """`--set a.b=c` of a command line: one value of a config, by its path."""
 
+import copy
 import json
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 
@@ -26,3 +27,11 @@ def override(values: MutableMapping[str, Any], text: str) -> str:
     except json.JSONDecodeError:
         values[keys[-1]] = value
     return ".".join(keys)
+
+
+def apply(values: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config in which each path of `sets` has its value. Raises ValueError, see `override`."""
+    found = copy.deepcopy(dict(values))
+    for path, value in sets.items():
+        override(found, f"{path}={json.dumps(value)}")
+    return found

@@ -13,6 +13,7 @@ from zero.sizes.shape import Shape
 
 POLICIES = ("none", "selective", "full", "host")
 """As `zero.recompute.policy`; "host" is full with `activation_checkpointing.cpu_checkpointing`."""
+LOSS = "<loss>"
 _HEAD = 128  # channels of an attention head in large models
 _FP32 = 4
 
@@ -79,17 +80,23 @@ class ModelCost:
         return micro_batch * sum(unit.on_host(policy) for unit, policy in self._chosen(policies))
 
     def peak(self, policies: str | Mapping[str, str] = "none", micro_batch: int = 1) -> float:
-        """The most bytes that activations, logits included, take on the device at any time.
+        """The most bytes that activations, logits included, take on the device at any time."""
+        return micro_batch * max(alive for _, alive in self.moments(policies))
+
+    def moments(self, policies: str | Mapping[str, str] = "none") -> list[tuple[str, float]]:
+        """Bytes alive at most while the backward of each unit runs, by its name, and while that of the loss does.
 
         While the backward of a unit runs, all that it keeps without recomputation is there, and what the units before
-        it keep; and where inputs rest on the host, that of the unit before is on its way back.
+        it keep; and where inputs rest on the host, that of the unit before is on its way back. What the root keeps is
+        there all the time.
         """
-        kept = highest = coming = 0.0
-        for unit, policy in self._chosen(policies):
-            highest = max(highest, kept + coming + max(unit.saved[policy], unit.saved["none"]) + unit.working)
+        found, kept, coming = [], 0.0, 0.0
+        for unit, policy in sorted(self._chosen(policies), key=lambda chosen: bool(chosen[0].name)):
+            alive = kept + coming + max(unit.saved[policy], unit.saved["none"]) + unit.working
+            found.append((unit.name, alive))
             kept += unit.saved[policy]
             coming = unit.on_host(policy)
-        return micro_batch * max(highest, kept + self.logits)
+        return [*found, (LOSS, kept + self.logits)]
 
     def _chosen(self, policies: str | Mapping[str, str]) -> list[tuple[UnitCost, str]]:
         whole = isinstance(policies, str)

@@ -12,10 +12,12 @@ from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.kernels.formulas import formats_of
 from zero.memory.host_bytes import HostBytes, host_bytes
 from zero.plan.formats import Formats
+from zero.plan.layout import ALIGNMENT
 from zero.plan.memory import StateBytes, alive_nbytes, in_flight_nbytes
 from zero.plan.placement import Where, is_updated
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
+from zero.sizes.cost import LOSS
 from zero.sizes.links import Links
 from zero.sizes.shape import Shape, shape_of
 from zero.sizes.timeline import Prediction
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 GB = 1e9
-LOSS = "<loss>"
+STEP = "<step>"
 DEFAULT = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
 
 
@@ -64,7 +66,7 @@ class Row:
     """What one choice takes on each rank: on the device that computes, in host memory and in files on a drive.
 
     moments: bytes of state on the device while the backward of a unit's module runs, by the path of that, in the order
-        of the backward, with `LOSS` before and "" also behind it. Activations are not in them.
+        of the backward, with `LOSS` before and the step, `STEP`, behind it. Activations are not in them.
 
     The rest says what zero/sizes/search.py has found for a micro-batch:
 
@@ -147,7 +149,7 @@ def estimate(
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)
-    units = units_of(model, settings, formats)
+    units = units_of(model, settings, formats.alignment)
     if not isinstance(model, Shape):
         what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
     section = settings.zero_optimization
@@ -175,11 +177,11 @@ def state_formats(settings: Config) -> tuple[Formats, list[str]]:
     return formats_of(kind, ARGUMENTS[kind].model_validate(section.params), settings.compute_dtype), []
 
 
-def units_of(model: nn.Module | Shape, settings: Config, formats: Formats) -> tuple[UnitPlan, ...]:
+def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNMENT) -> tuple[UnitPlan, ...]:
     """The units that an engine makes of it; the leaf modules of a module are marked. Raises ValueError."""
     if isinstance(model, Shape):
         specs = model.specs(settings.compute_dtype)
-        return plan_units(model.tree(), specs, settings.world_size, (), formats.alignment)
+        return plan_units(model.tree(), specs, settings.world_size, settings.zero.units, alignment)
     from torch import nn
 
     from zero.core.leaf import mark_leaf_modules
@@ -190,7 +192,7 @@ def units_of(model: nn.Module | Shape, settings: Config, formats: Formats) -> tu
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
     groups = [[param for param in model.parameters() if param.requires_grad]]
-    return plan_module(model, groups, settings.world_size, settings, formats.alignment)
+    return plan_module(model, groups, settings.world_size, settings, alignment)
 
 
 def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, scheme: Scheme, choice: Choice) -> Row:
@@ -250,5 +252,4 @@ def _moments(
         now = rest + gradients + use.whole + on_their_way[use.unit]
         found[unit.anchor] = max(now, found.get(unit.anchor, 0))
         reduced += unit.layout.numel if here[use.unit] else 0
-    found[""] = max(found.get("", 0), rest + device.gradients)
-    return found
+    return found | {STEP: rest + device.gradients}

@@ -12,8 +12,8 @@ from zero.config import Config
 from zero.plan.formats import Formats
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import CHOICES, FILE, Choice, own_choice, scheme_of
-from zero.sizes.cost import POLICIES, ModelCost, UnitCost
-from zero.sizes.estimate import GB, LOSS, Row, state_formats, state_row, units_of
+from zero.sizes.cost import LOSS, POLICIES, ModelCost, UnitCost
+from zero.sizes.estimate import GB, STEP, Row, state_formats, state_row, units_of
 from zero.sizes.links import Links, Moves, Traffic, over, sum_of
 from zero.sizes.rates import Rates
 from zero.sizes.shape import Shape
@@ -59,7 +59,7 @@ class Setup:
     @cached_property
     def units(self) -> tuple[UnitPlan, ...]:
         """As an engine makes them."""
-        return units_of(self.model, self.settings, self.formats)
+        return units_of(self.model, self.settings, self.formats.alignment)
 
     @cached_property
     def room(self) -> float:
@@ -115,8 +115,9 @@ def pace_of(row: Row) -> float:
 
 
 class Line(NamedTuple):
-    """Bytes at one moment: of state, and of activations for each sample of a micro-batch."""
+    """Bytes at one moment, `at` the backward of a unit: of state, and of activations for each sample."""
 
+    at: str
     state: float
     sample: float
 
@@ -142,9 +143,9 @@ class Search:
     def largest(self, policy: str) -> int:
         """The largest micro-batch that fits; 0 where none does."""
         if self._samples is None:
-            return self._most(policy, self._accumulation(1))
+            return max(0, int(self.capacity(policy, self._accumulation(1))))
         whole = (size for size in range(self._samples, 0, -1) if self._samples % size == 0)
-        return next((size for size in whole if size <= self._most(policy, self._accumulation(size))), 0)
+        return next((size for size in whole if size <= self.capacity(policy, self._accumulation(size))), 0)
 
     def row(self, policy: str, micro_batch: int) -> Row:
         """What so many samples in one forward of one rank take, and whether they fit."""
@@ -153,7 +154,8 @@ class Search:
         on_host = cost.on_host(policy, micro_batch)
         links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
         links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
-        kinds = {"activations": cost.peak(policy, micro_batch), "logits": micro_batch * cost.logits}
+        alive = max(nbytes for at, nbytes in cost.moments(policy) if at != LOSS)
+        kinds = {"activations": micro_batch * alive, "logits": micro_batch * cost.logits}
         row = replace(
             state,
             device=state.device._replace(**{kind: int(nbytes) for kind, nbytes in kinds.items()}),
@@ -183,29 +185,24 @@ class Search:
         return self._states[several]
 
     def _lines(self, policy: str, accumulation: int) -> list[Line]:
-        """Moments at which the most may be alive on the device; see `ModelCost.peak`."""
-        row = self._state(accumulation)[0]
-        moments = dict(row.moments)
-        lines, kept, coming = [], 0.0, 0.0
-        for unit in self.setup.cost.units:
-            alive = kept + coming + max(unit.saved[policy], unit.saved["none"]) + unit.working
-            lines.append(Line(moments.pop(unit.name, moments[LOSS]), alive))
-            kept += unit.saved[policy]
-            coming = unit.on_host(policy)
-        lines.append(Line(moments.pop(LOSS), kept + self.setup.cost.logits))
-        return lines + [Line(state, 0.0) for state in moments.values()]
+        """Moments at which the most may be alive on the device."""
+        states = dict(self._state(accumulation)[0].moments)
+        lines = [Line(at, states.pop(at, states[STEP]), alive) for at, alive in self.setup.cost.moments(policy)]
+        return lines + [Line(at, state, 0.0) for at, state in states.items()]
 
-    def _most(self, policy: str, accumulation: int) -> int:
-        """The largest micro-batch for which there is room."""
+    def capacity(self, policy: str, accumulation: int) -> float:
+        """Samples of a micro-batch for which there is room, with their part of one more; negative where there is none
+        for the state."""
         setup, host = self.setup, self._state(accumulation)[0].host.memory
         lines, away = self._lines(policy, accumulation), setup.cost.on_host(policy)
         if setup.mirrored:
-            rooms = [(setup.room, line) for line in lines] + [(setup.rates.host_memory, Line(host, away))]
+            rooms = [(setup.room, line) for line in lines]
+            rooms.append((setup.rates.host_memory, Line("host", host, away)))
         else:
-            rooms = [(setup.room, Line(line.state + host, line.sample + away)) for line in lines]
+            rooms = [(setup.room, Line(line.at, line.state + host, line.sample + away)) for line in lines]
         if any(line.state > room for room, line in rooms):
-            return 0
-        return min(int((room - line.state) // line.sample) for room, line in rooms if line.sample)
+            return -1.0
+        return min((room - line.state) / line.sample for room, line in rooms if line.sample)
 
     def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
         setup = self.setup

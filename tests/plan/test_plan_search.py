@@ -1,0 +1,172 @@
+"""The promise: what `zero plan` finds by search is true of its own numbers. What fits fits, the largest is the largest,
+more ranks never take more, and what travels is what the ZeRO paper says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import config
+
+from zero.config import load
+from zero.config.override import apply
+from zero.plan.formats import ITEMSIZE
+from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.cost import POLICIES, shape_cost
+from zero.sizes.links import Group, Links
+from zero.sizes.rates import DEVICES
+from zero.sizes.search import Search, Setup, candidates, choices_of, pace_of
+from zero.sizes.shape import Shape
+
+SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
+FREE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+CHOSEN = st.sampled_from([*CHOICES, Choice(3, shard_size=4), Choice(2, shard_size=4), Choice(3, secondary=4)])
+POLICY = st.sampled_from(POLICIES)
+
+
+@cache
+def setup(ranks: int = 8, memory: float = 2e9, per_host: int = 4, accumulation: int = 1, **more: Any) -> Setup:
+    values = FREE | {"gradient_accumulation_steps": accumulation} | more
+    rates = replace(DEVICES["h100"], device_memory=memory, host_memory=4e9)
+    return Setup(SHAPE, shape_cost(SHAPE, 1024), load(values, ranks), rates, per_host)
+
+
+# What fits.
+
+
+@settings(deadline=None, max_examples=60)
+@given(choice=CHOSEN, policy=POLICY, memory=st.integers(1, 400), accumulation=st.sampled_from([1, 2, 5]))
+def test_the_largest_micro_batch_fits_and_one_more_does_not(
+    choice: Choice, policy: str, memory: int, accumulation: int
+) -> None:
+    search = Search(setup(memory=memory * 1e7, accumulation=accumulation), choice)
+    most = search.largest(policy)
+    assert search.row(policy, most + 1).lacks
+    assert not most or not search.row(policy, most).lacks
+
+
+@settings(deadline=None, max_examples=60)
+@given(choice=CHOSEN, policy=POLICY, memory=st.integers(1, 400), more=st.integers(0, 100), size=st.integers(1, 64))
+def test_what_fits_fits_in_more_memory_and_a_smaller_micro_batch_too(
+    choice: Choice, policy: str, memory: int, more: int, size: int
+) -> None:
+    if not Search(setup(memory=memory * 1e7), choice).row(policy, size).lacks:
+        search = Search(setup(memory=(memory + more) * 1e7), choice)
+        assert not any(search.row(policy, smaller).lacks for smaller in (size, max(1, size // 2), 1))
+
+
+@settings(deadline=None, max_examples=40)
+@given(choice=st.sampled_from(CHOICES), policy=POLICY, power=st.integers(0, 6))
+def test_more_ranks_never_take_more(choice: Choice, policy: str, power: int) -> None:
+    """But for padding, which grows with the ranks by less than a thousandth."""
+    few, many = (Search(setup(1 << bits), choice).row(policy, 2) for bits in (power + 1, power + 2))
+    for kind, before, after in zip(few.device._fields, few.device, many.device, strict=True):
+        assert after <= before * 1.001 + 4096, kind
+    assert many.peak <= few.peak * 1.001 + 4096
+    assert many.host.memory <= few.host.memory * 1.001 + 4096
+    assert many.host.files <= few.host.files * 1.001 + 4096
+
+
+@settings(deadline=None, max_examples=40)
+@given(choice=CHOSEN, policy=POLICY, size=st.integers(1, 9))
+def test_the_peak_is_at_most_the_sum_of_kinds_and_at_least_each_of_them(choice: Choice, policy: str, size: int) -> None:
+    row = Search(setup(), choice).row(policy, size)
+    state = row.device.parameters + row.device.masters + row.device.moments
+    assert state + max(row.device.activations, row.device.logits) <= row.peak <= row.device.total
+
+
+def test_rows_are_sorted_and_have_every_choice_and_policy() -> None:
+    tight = setup(memory=4e8)
+    rows = candidates(tight)
+    assert {(row.choice, row.policy) for row in rows} == {(c, p) for c in choices_of(tight) for p in POLICIES}
+    fitting = [row for row in rows if not row.lacks]
+    assert 0 < len(fitting) < len(rows) and rows[: len(fitting)] == fitting
+    assert [pace_of(row) for row in fitting] == sorted(pace_of(row) for row in fitting)
+    for row in rows[len(fitting) :]:
+        assert row.lacks[0].startswith(("device: ", "host: ")) and row.micro_batch == 1
+
+
+def test_a_batch_that_is_given_stays() -> None:
+    given = replace(setup(), settings=load(FREE | {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 4}, 8))
+    rows = candidates(given)
+    assert {row.micro_batch * row.accumulation * 8 for row in rows} == {96}
+    assert {row.micro_batch for row in rows if row.choice.stage == 3} > {4, 12}
+    free = candidates(setup(accumulation=3))
+    assert {row.accumulation for row in free} == {3} and len({row.micro_batch for row in free}) > 4
+
+
+# What travels.
+
+
+def sent(choice: Choice, ranks: int, *, per_host: int = 64, ring: bool = True, accumulation: int = 1) -> Links:
+    values = FREE | {"bf16": {"enabled": False}, "gradient_accumulation_steps": accumulation}
+    made = Setup(SHAPE, shape_cost(SHAPE, 64), load(values, ranks), DEVICES["h100"], per_host, ring)
+    return Search(made, choice).row("none", 1).links
+
+
+def psi(ranks: int) -> list[int]:
+    """Bytes of each unit, in fp32."""
+    made = Setup(SHAPE, shape_cost(SHAPE, 64), load(FREE | {"bf16": {"enabled": False}}, ranks), DEVICES["h100"])
+    return [ITEMSIZE[unit.dtype] * unit.layout.numel for unit in made.units]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_links_carry_what_the_paper_says(ranks: int) -> None:
+    """Rajbhandari et al. 2020, section 7: 2 Psi at stages 0 to 2, 3 Psi at stage 3, of which each rank keeps 1/n.
+
+    At stage 3 here less the unit that the forward ends with, which the backward begins with, and does not gather again.
+    """
+    sizes, part = psi(ranks), (ranks - 1) / ranks
+    for stage in (0, 1, 2):
+        assert sent(Choice(stage), ranks).sent == pytest.approx(2 * sum(sizes) * part)
+    kept = 3 * sum(sizes) - sent(Choice(3), ranks).sent / (part or 1)
+    assert any(kept == pytest.approx(size) for size in sizes) or ranks == 1
+
+
+def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
+    once = {stage: sent(Choice(stage), 8).sent for stage in range(4)}
+    four = {stage: sent(Choice(stage), 8, accumulation=4).sent for stage in range(4)}
+    reduction = once[0] / 2
+    assert four[0] == pytest.approx(once[0]) and four[1] == pytest.approx(once[1])
+    assert four[2] == pytest.approx(once[2] + 3 * reduction)
+    assert four[3] == pytest.approx(4 * once[3])
+
+
+def test_a_ring_crosses_hosts_once_and_messages_to_each_rank_do_as_often_as_there_are_ranks() -> None:
+    assert Group(8, 8, True).links(80) == Links(70)
+    assert Group(8, 4, True).links(80) == Links(52.5, 17.5)
+    assert Group(8, 4, False).links(80) == pytest.approx(Links(30, 40))
+    assert Group(1, 1, True).links(80) == Links()
+
+
+def test_state_inside_of_hosts_sends_less_between_them() -> None:
+    choices = Choice(3), Choice(3, shard_size=4), Choice(3, secondary=4)
+    whole, hsdp, hpz = (sent(choice, 8, per_host=4) for choice in choices)
+    # A quarter of the gradient, summed over two hosts, against everything once around the ring.
+    assert hsdp.inter_host == pytest.approx(sum(psi(8)) / 4)
+    assert hpz.inter_host < whole.inter_host and hpz.intra_host > 0
+    offloaded = sent(Choice(3, "cpu", "cpu"), 8)
+    assert offloaded.host_link > 0 == whole.host_link and offloaded.drive == 0
+
+
+# What is set.
+
+
+@pytest.mark.parametrize("start", [{}, {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}])
+def test_every_row_makes_a_configuration_that_is_one(start: dict[str, Any]) -> None:
+    values = config(1, 8, accumulation=2, **start)
+    made = Setup(SHAPE, shape_cost(SHAPE, 64), load(values, 8), DEVICES["h100"], 4)
+    rows = candidates(made)
+    assert len(rows) > 100
+    for row in rows:
+        found = load(apply(values, row.overrides()), 8)
+        again = Search(replace(made, settings=found), row.choice).row(row.policy, row.micro_batch)
+        assert (again.peak, again.step, again.links) == (row.peak, row.step, row.links)
+        assert found.zero_optimization.stage == row.choice.stage
+        assert found.shard_size == row.choice.shard_size
+        assert found.train_micro_batch_size_per_gpu == row.micro_batch
+        assert replace(made, settings=found).policy == row.policy
