@@ -7,6 +7,7 @@ count, too.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import linecache
@@ -18,6 +19,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 
 from zero.log import logger
 
@@ -34,19 +36,55 @@ class Parted(RuntimeError):
     """This rank has given up waiting for others; the message says for which, and why."""
 
 
+class _Exit(SystemExit):
+    """What `sys.exit("text")` raises in a rank: where nothing catches it, Python asks for its `code`, to print that."""
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        """The text, and once that is printed the exit status."""
+        try:
+            sys._getframe(1)
+        except ValueError:  # it is Python that asks, and no code
+            _end(str(self.args[0]), f"{self.args[0]}\n")
+            return 1
+        return self.args[0]
+
+
 def install() -> None:
-    """Print the exception that ends this process as said above; a hook of the script's own stays."""
+    """Print what ends this process as said above: an exception, `sys.exit("text")`, an error of a command line.
+
+    A hook of the script's own stays.
+    """
     if VARIABLE in os.environ and getattr(sys.excepthook, "__module__", "") in _PYTHONS:
         sys.excepthook = _say
+        sys.exit = _exit
+        argparse.ArgumentParser.error = _refuse
+
+
+def _exit(status: Any = None) -> NoReturn:
+    raise (_Exit if isinstance(status, str) else SystemExit)(status)
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    text = f"{parser.format_usage()}{parser.prog}: error: {message}\n"
+    _end(text, text)
+    parser.exit(2)
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     try:
         text = _parted(error, trace) if isinstance(error, Parted) else shown(error)
+        _end(f"{kind.__name__}: {error}", text, isinstance(error, Parted))
+    except Exception:  # whatever keeps us from comparing: the error itself must not be lost
+        _print(_named("".join(traceback.format_exception(error))))
+
+
+def _end(message: str, text: str, parted: bool = False) -> None:
+    """Print `text`, of which this rank ends, where no other rank of this host has said the same."""
+    try:
         own = Path(os.environ[VARIABLE])
-        message = f"{kind.__name__}: {error}"
         _record(own, message, text, alike=False)
-        others = _others(own, isinstance(error, Parted))
+        others = _others(own, parted)
         alike = 0 < len(others) == _ranks_here() - 1 and all(_alike(message, other) for other in others)
         with (own.parents[1] / "said").open("a+b") as said:
             fcntl.flock(said, fcntl.LOCK_EX)  # until it is printed: then other ranks may end, and the launcher end us
@@ -57,7 +95,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
                 said.flush()
             _record(own, message, text, alike)
     except Exception:  # whatever keeps us from comparing: the error itself must not be lost
-        _print(_named("".join(traceback.format_exception(error))))
+        _print(_named(text))
 
 
 def shown(error: BaseException) -> str:

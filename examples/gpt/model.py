@@ -82,6 +82,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCAB, bias=False)
         half = shape.width // shape.heads // 2
+        self.cos: Tensor
+        self.sin: Tensor
         angles = torch.arange(shape.context)[:, None] * 10000.0 ** (-torch.arange(half) / half)
         # Not parameters and not in a checkpoint: they follow from the shape.
         self.register_buffer("cos", angles.cos(), persistent=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import matplotlib
 
@@ -15,16 +15,10 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+from zero.plan.memory import StateBytes
+
 FEW = 30
 """Up to so many steps the curve shows each as a point."""
-
-
-class Bytes(Protocol):
-    """Bytes of the three kinds of model state, on one rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
 
 
 class Point(NamedTuple):
@@ -36,7 +30,7 @@ class Point(NamedTuple):
     seconds: float
 
 
-def bytes_rows(rank: Bytes, replica: Bytes, formula: Bytes) -> list[tuple[str, int, int, int, float]]:
+def bytes_rows(rank: StateBytes, replica: StateBytes, formula: StateBytes) -> list[tuple[str, int, int, int, float]]:
     """Return (kind, this rank, one replica, formula, difference of rank and formula in %), the total last."""
     kinds = ("parameters", "gradients", "optimizer")
     columns = [[getattr(state, kind) for kind in kinds] for state in (rank, replica, formula)]
@@ -49,7 +43,7 @@ def bytes_rows(rank: Bytes, replica: Bytes, formula: Bytes) -> list[tuple[str, i
     return rows
 
 
-def bytes_table(title: str, rank: Bytes, replica: Bytes, formula: Bytes) -> str:
+def bytes_table(title: str, rank: StateBytes, replica: StateBytes, formula: StateBytes) -> str:
     """Return `bytes_rows` as a table for a terminal of 80 columns, in bytes."""
     table = Table(title=title, title_justify="left")
     table.add_column("model state, bytes")
@@ -77,9 +71,9 @@ def write_curve(path: Path, points: list[Point], validation: float, bigram: floa
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     steps = [point.step for point in points]
     losses = [point.loss for point in points]
-    few = {"marker": "."} if len(points) <= FEW else {}  # a line through a single point would not be seen
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="train, each step", **few)
-    axes.plot(steps, smooth(losses), color="tab:blue", label="train, smoothed", **few)
+    marker = "." if len(points) <= FEW else None  # a line through a single point would not be seen
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="train, each step", marker=marker)
+    axes.plot(steps, smooth(losses), color="tab:blue", label="train, smoothed", marker=marker)
     axes.axhline(validation, color="tab:green", linestyle="--", label=f"validation {validation:.3f}")
     axes.axhline(bigram, color="tab:red", linestyle=":", label=f"bigram on validation {bigram:.3f}")
     axes.set(xlabel="step", ylabel="loss, nats per byte")

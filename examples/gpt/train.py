@@ -14,6 +14,7 @@ paper, and loss.png and loss.csv in `--out`.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import textwrap
 import time
@@ -24,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from model import GPT, Shape
-from report import Bytes, Point, bytes_table, write_csv, write_curve
+from report import Point, bytes_table, write_csv, write_curve
 from text import Split, Windows, bigram_counts, bigram_loss, read_split
 from torch import Tensor
 from tqdm import tqdm
@@ -32,7 +33,7 @@ from tqdm import tqdm
 import zero
 from zero.data import RepeatingLoader
 from zero.plan.formats import is_compact
-from zero.plan.memory import formula_nbytes, replica_nbytes
+from zero.plan.memory import StateBytes, formula_nbytes, replica_nbytes
 
 DEFAULT_STEPS = 400
 """Steps of a run whose schedule has no end and that got no --steps."""
@@ -94,7 +95,7 @@ def resume(engine: Any, save: Path | None) -> list[Point]:
     return [Point(*point) for point in client["points"]]
 
 
-def train(engine: Any, loader: Any, steps: int, args: argparse.Namespace) -> tuple[list[Point], Bytes | None]:
+def train(engine: Any, loader: Any, steps: int, args: argparse.Namespace) -> tuple[list[Point], StateBytes | None]:
     """Run the optimizer steps that are left; return a point for each of the run's steps, and the last step's bytes.
 
     The bytes are those alive here after the last backward; None where no step was left.
@@ -123,7 +124,7 @@ def train(engine: Any, loader: Any, steps: int, args: argparse.Namespace) -> tup
     return points, states
 
 
-def optimizer_step(engine: Any, batches: RepeatingLoader, measure: bool) -> tuple[float, int, Bytes | None]:
+def optimizer_step(engine: Any, batches: RepeatingLoader, measure: bool) -> tuple[float, int, StateBytes | None]:
     """Run one optimizer step; return the loss of the global batch and its tokens, over all ranks.
 
     With `measure` also the bytes of model state that this rank holds when the gradients are complete.
@@ -220,7 +221,8 @@ def main(argv: list[str] | None = None) -> None:
     begin = time.perf_counter()
     args = parse(argv)
     # A terminal that cannot show a generated letter, or the frame of a table, must not end the run.
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     shape = Shape(args.width, args.layers, args.heads, args.context)
     text = read_split(args.data)
     # As many windows as fit into the text side by side: one pass of the loader is about one reading of it.

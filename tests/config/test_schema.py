@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,8 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         ({"data_types": {"grad_accum_dtype": "int8"}}, "$.data_types.grad_accum_dtype: 'int8' is not one of ['fp32'"),
         ({"zero": {"recompute": {"budget": []}}}, "$.zero.recompute.budget: [] is not of type 'integer', 'string'"),
         ({"steps_per_print": 0}, "$.steps_per_print: 0 is less than the minimum of 1"),
+        ({"amp": {"enabled": True}}, "$.amp.enabled: True is not one of [False, 'auto']"),
+        ({"sparse_gradients": True}, "$.sparse_gradients: True is not one of [False, 'auto']"),
         (optimizer("AdamX"), "$.optimizer.type: 'AdamX' is not one of ['Adadelta', 'Adagrad', 'Adam', 'Adamax', "),
         (optimizer("LBFGS"), "$.optimizer.type: 'LBFGS' is not one of"),
         (optimizer("aDamW", lrr=1), "$.optimizer.params: Additional properties are not allowed ('lrr'"),
@@ -74,13 +80,34 @@ def test_a_wrong_file_is_rejected_with_one_message_that_says_what_is_wrong(value
 
 KNOWN = (
     *("stage 7", "typo", "three sections", "LAMB", "OneBitAdam", "argument of torch"),
-    *("value of a schedule", "unknown schedule", "schedule lacks"),
+    *("value of a schedule", "unknown schedule", "schedule lacks", "not built"),
 )
+NO_JSON = ("empty file", "file ends", "no comma", "True")
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_mistakes_of_the_error_table_that_a_schema_can_know_are_rejected(name: str) -> None:
     assert problems(eval(CONFIGS[name].lines, {"make": dict}))
+
+
+@pytest.mark.long
+def test_the_program_check_jsonschema_rejects_them_all(tmp_path: Path) -> None:
+    """Ten files that are wrong by the schema, four that are no JSON, and one that is right, as a user checks them."""
+    pytest.importorskip("check_jsonschema")
+    (tmp_path / "schema.json").write_text(json.dumps(whole_schema()))
+    (tmp_path / "right.json").write_text(json.dumps(optimizer("AdamW", lr=1e-3)))
+    for name in KNOWN:
+        (tmp_path / f"{name}.json").write_text(json.dumps(eval(CONFIGS[name].lines, {"make": dict})))
+    for name in NO_JSON:
+        text = re.search(r"file\((.*)\)\)$", CONFIGS[name].lines)
+        (tmp_path / f"{name}.json").write_text(ast.literal_eval(text[1]))
+    names = [f"{name}.json" for name in (*KNOWN, *NO_JSON, "right")]
+    command = [sys.executable, "-m", "check_jsonschema", "--schemafile", "schema.json", "-o", "json", *names]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert {error["filename"] for error in told["errors"]} == {f"{name}.json" for name in KNOWN}
+    assert {error["filename"] for error in told["parse_errors"]} == {f"{name}.json" for name in NO_JSON}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch.nn.modules import module as hooks_of_torch
 import zero
 from zero import log
 from zero.core.owner import is_released, owner_of
+from zero.launch.contract import SETS
 
 
 def hooks() -> int:
@@ -122,6 +123,20 @@ def test_a_rank_holds_its_shard_only(pool):
         assert whole / 4 <= mine <= 1.1 * whole / 4 + 26 * 64  # 26 parameters, each padded to a line
     for mine, _ in pool.run(4, held_after, {"remote_device": "cpu", "pin_memory": True}):
         assert mine <= 1.1 * whole / 4 + 26 * 64
+
+
+def cut_by_launcher(stage: int) -> bool:
+    """Whether a model is cut where `zero run` got this stage, and the script says none."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(SETS, f'["zero_optimization.stage={stage}", "train_micro_batch_size_per_gpu=1"]')
+        with zero.Init():
+            model = make_net()
+    return all(is_released(param) for param in model.parameters())
+
+
+def test_the_configuration_of_the_launcher_counts(pool):
+    assert pool.run(2, cut_by_launcher, 1) == [False, False]
+    assert pool.run(2, cut_by_launcher, 3) == [True, True]
 
 
 def trained() -> list[bool]:

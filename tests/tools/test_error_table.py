@@ -132,6 +132,21 @@ def test_the_launcher_says_that_all_ranks_failed_alike(two_ranks) -> None:
     )
 
 
+def test_the_text_of_sys_exit_is_said_once(two_ranks) -> None:
+    caught = "try:\n    sys.exit('caught')\nexcept SystemExit as error:\n    assert error.code == 'caught'\n"
+    ended = two_ranks(f"import sys, zero\n{caught}sys.exit('no data')\n")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "no data\nzero run: all ranks failed, with exit code 1\n"
+
+
+@pytest.mark.long
+def test_a_wrong_command_line_of_a_script_is_said_once(two_ranks) -> None:
+    ended = two_ranks("import argparse, zero\nargparse.ArgumentParser(prog='p').parse_args(['--m'])\n")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    said = "usage: p [-h]\np: error: unrecognized arguments: --m\nzero run: all ranks failed, with exit code 2\n"
+    assert ended.stderr == said
+
+
 def test_the_launcher_names_the_one_rank_that_failed(two_ranks) -> None:
     text = "import os, time, zero\nif os.environ['RANK'] == '1':\n    raise OSError(28, 'full')\ntime.sleep(60)\n"
     ended = two_ranks(text, "--nproc_per_node", "2")

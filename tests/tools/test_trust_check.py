@@ -400,9 +400,13 @@ def test_calls_that_clip_nothing_are_found(tmp_path, call, lines):
 def test_options_behind_the_script_are_pointed_out():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert {*OPTIONS, "-h", "--help"} == {word for action in parser._actions for word in action.option_strings}
+    own = {"--config", "--set"}  # which many scripts have, too
+    assert {*OPTIONS, *own, "-h", "--help"} == {word for action in parser._actions for word in action.option_strings}
     given = request(parser.parse_args(["--steps", "2", "script.py", "--nproc", "2", "--stages=1", "--lr", "3"]))
     assert given.stray_options == ("--nproc", "--stages=1")
+    given = request(parser.parse_args(["--config", "a.json", "--set", "fp16.enabled=true", "script.py", "--config=b"]))
+    words = ["--config=a.json", "--set=fp16.enabled=true", "--", "script.py", "--config=b"]
+    assert given.command() == ["run", "--hostfile", "", *words] and not given.stray_options
 
 
 def test_a_wrong_command_line(command):

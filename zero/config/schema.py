@@ -3,14 +3,14 @@
 import ast
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from zero.config.file import File
 from zero.config.keys import sections
 from zero.config.optimizers import ARGUMENTS
-from zero.config.unavailable import Idle, Unavailable
+from zero.config.unavailable import Idle, Unavailable, enabled, given
 from zero.config.values import Section
 
 Shape = dict[str, Any]  # a JSON Schema, or a part of one
@@ -44,9 +44,19 @@ def _complete(shape: Shape, model: type[Section]) -> None:
     """Give a section's schema what pydantic does not know: descriptions, "auto", and other names."""
     properties, texts = shape["properties"], descriptions(model)
     for name, field in properties.items():
+        _switch_off(field, model.model_fields[name].metadata)
         properties[name] = or_auto({"description": texts[name], **field})
     for alias, name in model.ALIASES.items():
         properties[alias] = {**properties[name], "description": f"Another name of {name}."}
+
+
+def _switch_off(shape: Shape, marks: Iterable[Any]) -> None:
+    """Let what is an error once it is switched on be off."""
+    for mark in marks:
+        if isinstance(mark, Unavailable) and (mark.on is enabled or mark.at == "enabled"):
+            shape["properties"] = {"enabled": or_auto({"const": False})}
+        elif isinstance(mark, Unavailable) and mark.on is given and shape.get("type") == "boolean":
+            shape["const"] = False
 
 
 def _arguments(known: dict[str, Shape]) -> dict[str, Shape]:

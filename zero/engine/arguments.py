@@ -65,18 +65,27 @@ def resolve_config(
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
     name, source = only_one("initialize()", **sources)
-    file, sets = os.environ.get(CONFIG), json.loads(os.environ.get(SETS, "[]"))
-    flags = " ".join([f"--config {file}"] * (file is not None) + [f"--set {text}" for text in sets])
-    if source is None and flags:
-        return _with_sets(file, sets) if sets else file
+    file, sets = _flags()
+    if source is not None and (file or sets):
+        flags = " ".join([f"--config {file}"] * (file is not None) + [f"--set {text}" for text in sets])
+        log_once(logging.WARNING, f"the configuration is {name} of initialize(), and not {flags} of zero run")
+    source = launched_config() if source is None else source
     if source is None:
         raise ValueError(
             "initialize() needs a configuration: pass config=<path or dict>, "
             "or args with zero_config (see zero.add_config_arguments), or start with `zero run --config FILE`"
         )
-    if flags:
-        log_once(logging.WARNING, f"the configuration is {name} of initialize(), and not {flags} of zero run")
     return source
+
+
+def _flags() -> tuple[str | None, list[str]]:
+    return os.environ.get(CONFIG), json.loads(os.environ.get(SETS, "[]"))
+
+
+def launched_config() -> str | dict[str, Any] | None:
+    """The configuration of `zero run --config FILE --set KEY=VALUE`; None where it got neither."""
+    file, sets = _flags()
+    return _with_sets(file, sets) if sets else file
 
 
 def _with_sets(file: str | None, sets: list[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from zero.core.deferred_param import DeferredParam, Rest
 from zero.core.joining import init_distributed
 from zero.core.mesh import local_device, make_mesh, mesh_of_one
 from zero.core.owner import owner_of
-from zero.engine.arguments import only_one
+from zero.engine.arguments import launched_config, only_one
 from zero.engine.check.assigned import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.plan.sharding import Sharding
@@ -49,7 +49,8 @@ class Init:
     run in its forward; the engine neither trains nor cuts them, so build them without `Init`.
 
     module:        a module that was built before: it is cut in place at once, and no block is needed;
-    config_dict_or_path, config: the JSON; with a stage below 3 in it there is nothing to do;
+    config_dict_or_path, config: the JSON, default that of `zero run --config`; with a stage below 3 in it there is
+                   nothing to do;
     enabled:       False: do nothing;
     dtype:         round floating-point parameters to this dtype when the block ends. Default: as built, so that the
                    masters are exact whatever the JSON computes in; DeepSpeed takes the JSON's 16-bit dtype here;
@@ -105,6 +106,7 @@ class Init:
             return
         init_distributed()
         self._group = data_parallel_group if mpu is None else data_ranks(mpu=mpu).group
+        source = launched_config() if source is None else source
         if source is not None:
             self._configure(source)
         if module is not None and self._enabled:

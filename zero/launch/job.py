@@ -46,7 +46,6 @@ class Job:
             "--min_nodes": request.min_nodes,
             "--log_dir": request.log_dir,
             "--bind_core_list": request.bind_core_list,
-            "--config": request.config.file,
             "--heartbeat_timeout": request.hosts.heartbeat_timeout,
         }
         switches = {
@@ -61,7 +60,7 @@ class Job:
             *[*self.python(), "-u", "-m", "zero", "run", "--no_ssh"],
             # One word each, so that a value that begins with a dash is no flag.
             *(f"{flag}={value}" for flag, value in flags.items() if value is not None),
-            *(f"--set={text}" for text in request.config.sets),
+            *request.config.words(),
             *(switch for switch, on in switches.items() if on),
             *["--", request.script, *request.script_args],
         ]

@@ -1,10 +1,11 @@
 """The command line of `zero check`."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero.launch.args.hosts import filled
+from zero.launch.args.run import ConfigFlags, add_config
 from zero.launch.messages import LaunchError
 
 _ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
@@ -33,11 +34,13 @@ class CheckRequest:
     num_gpus: int | None
     timeout: float
     offload: bool = False
+    config: ConfigFlags = field(default_factory=ConfigFlags)
 
     def check(self) -> None:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
         if not Path(self.script).exists():
             raise LaunchError(f"there is no script {self.script!r}")
+        self.config.check()
 
     @property
     def stray_options(self) -> tuple[str, ...]:
@@ -48,7 +51,7 @@ class CheckRequest:
         """The arguments of the launcher for one run."""
         ranks = [] if self.num_gpus is None else ["--num_gpus", str(self.num_gpus)]
         # This machine only, also where there is a hostfile that zero run would take by itself.
-        return ["run", "--hostfile", "", *ranks, "--", self.script, *self.script_args]
+        return ["run", "--hostfile", "", *ranks, *self.config.words(), "--", self.script, *self.script_args]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help=about)
     about = "also with optimizer state and parameters in host memory, stages 1 to 3"
     parser.add_argument("--offload", action="store_true", help=about)
+    add_config(parser)
     parser.add_argument("script", help="the training script; the arguments after it are its own")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
 
 
 def request(parsed: argparse.Namespace) -> CheckRequest:
     """The request that the parsed arguments make."""
-    return filled(CheckRequest, parsed, script_args=tuple(parsed.script_args), accumulations=parsed.accumulation)
+    config = ConfigFlags(parsed.config, tuple(parsed.sets))
+    more = {"script_args": tuple(parsed.script_args), "accumulations": parsed.accumulation, "config": config}
+    return filled(CheckRequest, parsed, **more)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

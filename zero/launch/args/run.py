@@ -29,6 +29,18 @@ class ConfigFlags(NamedTuple):
     file: str | None = None
     sets: tuple[str, ...] = ()  # values in place of those of the file, as "a.b=c"
 
+    def words(self) -> list[str]:
+        """As they stand on a command line, one word each."""
+        return [*([f"--config={self.file}"] if self.file is not None else []), *(f"--set={text}" for text in self.sets)]
+
+    def check(self) -> None:
+        """Raise `LaunchError` for a file that is not there, and for what is no value of a key."""
+        if self.file is not None and not Path(self.file).is_file():
+            raise LaunchError(f"--config: there is no file {self.file!r} in {Path.cwd()}")
+        for text in self.sets:
+            if not all(text.partition("=")):
+                raise LaunchError(f"--set: got {text!r}, wanted KEY=VALUE, such as zero_optimization.stage=3")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -74,11 +86,7 @@ class Request:
         if self.module and self.no_python:
             raise LaunchError("--module and --no_python: give one of them")
         check_script(self.script, self.module, self.no_python)
-        if self.config.file is not None and not Path(self.config.file).is_file():
-            raise LaunchError(f"--config: there is no file {self.config.file!r} in {Path.cwd()}")
-        for text in self.config.sets:
-            if not all(text.partition("=")):
-                raise LaunchError(f"--set: got {text!r}, wanted KEY=VALUE, such as zero_optimization.stage=3")
+        self.config.check()
 
 
 def check_script(script: str, module: bool, no_python: bool) -> None:
@@ -107,10 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     same = ("--nproc_per_node", "--nproc-per-node", "--nproc", "--num_processes")
     parser.add_argument(*same, dest="num_gpus", type=at_least(1), help=argparse.SUPPRESS)
     parser.add_argument("--nnodes", dest="num_nodes", type=at_least(1), help=argparse.SUPPRESS)
-    about = "the configuration that initialize() takes in a script that gives it none"
-    parser.add_argument("--config", metavar="FILE", help=about)
-    about = "a value in place of the one in that file, such as zero_optimization.stage=3; may be repeated"
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help=about)
+    add_config(parser)
     about = "the first N hosts of the hostfile (default: all)"
     parser.add_argument("--num_nodes", type=at_least(1), metavar="N", help=about)
     about = "address of rank 0 (default: this machine, or the first host)"
@@ -139,6 +144,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # One argument for all words: a second one would take a "--" that belongs to the script for a mark of its own.
     about = "the training script; the arguments after it are its own"
     parser.add_argument("command_line", nargs=argparse.PARSER, metavar="script", help=about)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `ConfigFlags`."""
+    about = "the configuration that initialize() takes in a script that gives it none"
+    parser.add_argument("--config", metavar="FILE", help=about)
+    about = "a value in place of the one in that file, such as zero_optimization.stage=3; may be repeated"
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help=about)
 
 
 def request(parsed: argparse.Namespace) -> Request:
