@@ -1,9 +1,14 @@
-# Installs what tests over real nodes and under MPI run, where nobody minds. Whatever comes of it, the exit status is 0.
+# Installs what tests over real nodes, under MPI and in a browser run, where nobody minds. Whatever comes of it, the exit
+# status is 0.
 PATH=$PATH:/usr/sbin:/sbin
-missing=
-for pair in ssh:openssh-client sshd:openssh-server ip:iproute2 nsenter:util-linux mpirun:openmpi-bin; do
-    command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair#*:}"
-done
+lacking() {
+    for pair in "$@"; do
+        command -v "${pair%%:*}" >/dev/null || printf ' %s' "${pair#*:}"
+    done
+}
+nodes=$(lacking ssh:openssh-client sshd:openssh-server ip:iproute2 nsenter:util-linux mpirun:openmpi-bin)
+browser=$(lacking chromium:chromium chromedriver:chromium-driver) # by itself: some systems have no such packages
+missing=$nodes$browser
 [ -n "$missing" ] || exit 0
 
 leave() {
@@ -28,5 +33,10 @@ export DEBIAN_FRONTEND=noninteractive
 quick="-q -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o DPkg::Lock::Timeout=30"
 timeout -k 5 60 apt-get $quick update >"$log" 2>&1 </dev/null
 [ $? -ne 124 ] || leave "apt-get update: nothing came within a minute"
-timeout -k 5 180 apt-get $quick install --yes --no-install-recommends $missing >>"$log" 2>&1 </dev/null ||
-    leave "apt-get: $(grep -v '^$' "$log" | tail -n 1)"
+missing=
+for wanted in "$nodes" "$browser"; do
+    [ -z "$wanted" ] ||
+        timeout -k 5 180 apt-get $quick install --yes --no-install-recommends $wanted >>"$log" 2>&1 </dev/null ||
+        missing=$missing$wanted
+done
+[ -z "$missing" ] || leave "apt-get: $(grep -v '^$' "$log" | tail -n 1)"

@@ -61,6 +61,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     about = "ask what a run shall be like, say what memory it takes, and write its configuration"
     config_args.add_arguments(commands.add_parser("config", help=about, allow_abbrev=False))
     _add_report(commands)
+    about = "a table that stays up to date: what each rank of a run does, from its folder"
+    parser = commands.add_parser("top", help=about, description=about, allow_abbrev=False)
+    parser.add_argument("folder", metavar="DIR", help='the folder that the run writes: "zero": {"report": "DIR"}')
+    parser.add_argument("--once", action="store_true", help="print the table once as plain text, for scripts")
     about = "start ranks, let them talk, and say what this machine lacks and how to get it"
     ends = "The exit status is 1 when there is a problem. What is installed, and how fast it is, zero report says."
     commands.add_parser("doctor", help=about, description=f"{about}. {ends}", allow_abbrev=False)
@@ -78,6 +82,9 @@ def _add_report(commands) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     about = "instead measure the drive of this folder (about 20 seconds) and propose the section aio of the config"
     parser.add_argument("--io", metavar="DIR", help=about)
+    about = "instead make one HTML file of what a run has written to this folder, even if it was killed"
+    parser.add_argument("--run", metavar="DIR", help=about)
+    parser.add_argument("--out", metavar="FILE", help="with --run: the file to write (default: DIR/report.html)")
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +154,12 @@ def _schema(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        from zero.show import page
+
+        return page.command(args.run, args.out)
+    if args.out is not None:
+        return _refuse("report", "--out names the file of --run DIR; give both")
     if args.io is None:
         from zero import report
 
@@ -167,6 +180,12 @@ def _config(args: argparse.Namespace) -> int:
     from zero.sizes import questions
 
     return questions.run(args)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from zero.show import top
+
+    return top.run(args.folder, args.once)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -196,6 +215,7 @@ _COMMANDS = {
     "plan": _plan,
     "schema": _schema,
     "report": _report,
+    "top": _top,
     "config": _config,
     "doctor": _doctor,
 }

@@ -30,6 +30,7 @@ FLOORS = {
     "zero.config": 1,
     "zero.plan": 1,
     "zero.launch": 1,
+    "zero.show": 1,
     "zero.kernels": 2,
     "zero.watchdog": 2,
     "zero.memory": 3,
@@ -99,6 +100,7 @@ WITHOUT_TORCH = (
     "zero.config",
     "zero.plan",
     "zero.launch",
+    "zero.show",
     "zero.__main__",
 )
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.

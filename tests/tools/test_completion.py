@@ -14,7 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("line", "offered"),
-    [("zero re", {"report"}), ("zero run --num_", {"--num_gpus", "--num_nodes"}), ("zero report --js", {"--json"})],
+    [
+        ("zero re", {"report"}),
+        ("zero to", {"top"}),
+        ("zero report --ru", {"--run"}),
+        ("zero run --num_", {"--num_gpus", "--num_nodes"}),
+        ("zero report --js", {"--json"}),
+    ],
 )
 def test_commands_and_options_are_offered(line: str, offered: set[str], tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")

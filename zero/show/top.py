@@ -1,0 +1,78 @@
+"""`zero top DIR`: what each rank of a run does now, as a table that stays up to date or is printed once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+from zero.show.run import NoRunFolder, Rank, read
+
+_NEWEST = 2**16  # bytes of each file that are read
+_HEAD = ("rank", "step", "loss", "rate", "ms/step", "phase", "waits", "memory", "last line")
+_STEPS = 20  # newest steps, over which rate and time are taken
+
+
+def rows(folder: str) -> list[list[str]]:
+    """A row of texts for each rank, under the names of the head. Raises NoRunFolder and OSError."""
+    return [_row(rank) for rank in read(folder, newest=_NEWEST).ranks]
+
+
+def run(folder: str, once: bool) -> int:
+    """Print the table once, or keep it until Ctrl-C; returns the exit status."""
+    try:
+        if once:
+            print(_plain(rows(folder)))
+            return 0
+        return _live(folder)
+    except KeyboardInterrupt:
+        return 0
+    except ModuleNotFoundError as error:
+        text = f"{error}; pip install 'zero[report]', or --once prints the table as plain text"
+    except (NoRunFolder, OSError) as error:
+        text = str(error)
+    print(f"zero top: error: {text}", file=sys.stderr)
+    return 2
+
+
+def _row(rank: Rank) -> list[str]:
+    steps = rank.steps()[-_STEPS:]
+    last = steps[-1] if steps else {}
+    now = rank.last("phase", "end", "start")
+    seconds = sum(step["seconds"] for step in steps)
+    what = "tokens" if last.get("tokens") else "samples"
+    newest = max((event["time"] for event in rank.events if "time" in event), default=None)
+    texts = {
+        "rank": str(rank.number),
+        "step": f"{last['step']:,}" if last else "",
+        "loss": f"{last['loss']:.4g}" if last.get("loss") is not None else "",
+        "rate": f"{sum(step[what] for step in steps) / seconds:,.0f} {what}/s" if seconds else "",
+        "ms/step": f"{1e3 * seconds / len(steps):,.0f}" if steps else "",
+        "phase": now.get("status") or now.get("phase") or now.get("event", ""),
+        "waits": f"{last['waits'] / last['seconds']:.0%}" if last.get("waits") is not None and last["seconds"] else "",
+        "memory": f"{sum(last['bytes'].values()) / 2**20:,.0f} MiB" if last.get("bytes") else "",
+        "last line": "" if newest is None else f"{timedelta(seconds=max(0, round(time.time() - newest)))} ago",
+    }
+    return [texts[name] for name in _HEAD]
+
+
+def _plain(table: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(_HEAD, *table, strict=True)]
+    lines = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in (_HEAD, *table)]
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def _live(folder: str) -> int:
+    from rich.live import Live
+    from rich.table import Table
+
+    def drawn() -> Table:
+        table = Table(*_HEAD, title=folder, caption="Ctrl-C ends this table, not the run")
+        for row in rows(folder):
+            table.add_row(*row)
+        return table
+
+    with Live(drawn(), auto_refresh=False) as live:
+        while True:
+            time.sleep(1)
+            live.update(drawn(), refresh=True)
