@@ -61,10 +61,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     about = "ask what a run shall be like, say what memory it takes, and write its configuration"
     config_args.add_arguments(commands.add_parser("config", help=about, allow_abbrev=False))
     _add_report(commands)
-    about = "a table that stays up to date: what each rank of a run does, from its folder"
-    parser = commands.add_parser("top", help=about, description=about, allow_abbrev=False)
-    parser.add_argument("folder", metavar="DIR", help='the folder that the run writes: "zero": {"report": "DIR"}')
-    parser.add_argument("--once", action="store_true", help="print the table once as plain text, for scripts")
+    _add_top(commands)
     about = "start ranks, let them talk, and say what this machine lacks and how to get it"
     ends = "The exit status is 1 when there is a problem. What is installed, and how fast it is, zero report says."
     commands.add_parser("doctor", help=about, description=f"{about}. {ends}", allow_abbrev=False)
@@ -85,6 +82,13 @@ def _add_report(commands) -> None:
     about = "instead make one HTML file of what a run has written to this folder, even if it was killed"
     parser.add_argument("--run", metavar="DIR", help=about)
     parser.add_argument("--out", metavar="FILE", help="with --run: the file to write (default: DIR/report.html)")
+
+
+def _add_top(commands) -> None:
+    about = "a table that stays up to date: what each rank of a run does, from its folder"
+    parser = commands.add_parser("top", help=about, description=about, allow_abbrev=False)
+    parser.add_argument("folder", metavar="DIR", help='the folder that the run writes: "zero": {"report": "DIR"}')
+    parser.add_argument("--once", action="store_true", help="print the table once as plain text, for scripts")
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

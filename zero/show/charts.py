@@ -18,7 +18,10 @@ _COLOURS = ("#1f4e9c", "#b5460f", "#00705a", "#7b2d7b", "#5c5c00", "#8c1c3f", "#
 _TINTS = ("#c9d8f2", "#f7d3bf", "#bfe5dc", "#e6cde6", "#e3e3b3", "#f2c9d4", "#d9d9d9", "#bfe3ee")
 _DASHES = ("solid", "dashed", "dotted", "dotdash", "dashdot")
 _MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star", "cross", "x")
-_HATCHES = ("blank", "right_diagonal_line", "dot", "horizontal_line", "cross", "vertical_line", "left_diagonal_line")
+_HATCHES = (
+    "blank", "right_diagonal_line", "dot", "horizontal_line", "cross", "vertical_line", "left_diagonal_line",
+    "criss_cross", "ring", "horizontal_wave",
+)  # fmt: skip
 _MARKED = 8  # markers along one line
 _MEDIANS = 100  # points of the line through a noisy one
 
@@ -88,7 +91,7 @@ def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.nda
 def timeline(spans: Sequence[Span]) -> Any:
     """Bars in rows, the longest SPANS; one that lies in another is drawn on it, less high. One verb is one look."""
     rows = list(dict.fromkeys(span.row for span in spans))
-    chart = _figure(height=110 + 34 * len(rows), x_axis_label="milliseconds from the begin of the step")
+    chart = _figure(height=190 + 44 * len(rows), x_axis_label="milliseconds of the step")
     bars: dict[str, list[tuple[Any, ...]]] = {}
     open_: dict[str, list[Span]] = {row: [] for row in rows}
     for span in sorted(sorted(spans, key=lambda each: each.begin - each.end)[:SPANS], key=lambda each: each.begin):
@@ -97,9 +100,10 @@ def timeline(spans: Sequence[Span]) -> Any:
         bars.setdefault(span.verb, []).append((span.begin, span.end, middle - half, middle + half, span.name))
         around.append(span)
     items = []
-    for index, (verb, mine) in enumerate(bars.items()):
+    outer_first = sorted(bars.items(), key=lambda each: max(bar[2] - bar[3] for bar in each[1]))
+    for index, (verb, mine) in enumerate(outer_first):
         columns = dict(zip(("left", "right", "bottom", "top", "name"), zip(*mine, strict=True), strict=True))
-        look = {"fill_color": _TINTS[index % 8], "hatch_pattern": _HATCHES[index % 7], "hatch_scale": 8}
+        look = {"fill_color": _TINTS[index % 8], "hatch_pattern": _HATCHES[index % 10], "hatch_scale": 8}
         look |= {"line_color": "black", "line_width": 0.5, "hatch_alpha": 0.6}
         items.append((verb, [chart.quad(source=columns, **look)]))
     chart.add_tools(HoverTool(tooltips=[("", "@name"), ("ms", "@left{0.00} to @right{0.00}")]))

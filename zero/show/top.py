@@ -9,7 +9,7 @@ from datetime import timedelta
 from zero.show.run import NoRunFolder, Rank, read
 
 _NEWEST = 2**16  # bytes of each file that are read
-_HEAD = ("rank", "step", "loss", "rate", "ms/step", "phase", "waits", "memory", "last line")
+HEAD = ("rank", "step", "loss", "rate", "ms/step", "phase", "waits", "memory", "last line")
 _STEPS = 20  # newest steps, over which rate and time are taken
 
 
@@ -53,12 +53,12 @@ def _row(rank: Rank) -> list[str]:
         "memory": f"{sum(last['bytes'].values()) / 2**20:,.0f} MiB" if last.get("bytes") else "",
         "last line": "" if newest is None else f"{timedelta(seconds=max(0, round(time.time() - newest)))} ago",
     }
-    return [texts[name] for name in _HEAD]
+    return [texts[name] for name in HEAD]
 
 
 def _plain(table: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(_HEAD, *table, strict=True)]
-    lines = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in (_HEAD, *table)]
+    widths = [max(map(len, column)) for column in zip(HEAD, *table, strict=True)]
+    lines = [[text.rjust(width) for text, width in zip(row, widths, strict=True)] for row in (HEAD, *table)]
     return "\n".join("  ".join(line) for line in lines)
 
 
@@ -67,7 +67,7 @@ def _live(folder: str) -> int:
     from rich.table import Table
 
     def drawn() -> Table:
-        table = Table(*_HEAD, title=folder, caption="Ctrl-C ends this table, not the run")
+        table = Table(*HEAD, title=folder, caption="Ctrl-C ends this table, not the run")
         for row in rows(folder):
             table.add_row(*row)
         return table

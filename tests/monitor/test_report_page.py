@@ -1,0 +1,124 @@
+"""The promise: `zero report --run` makes one file of what a run folder tells, at any time; it needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import run_folders
+
+from zero.__main__ import main
+from zero.show.pays import exposed, pays
+from zero.show.run import read
+
+HEADINGS = [
+    "Overview", "Loss", "Learning rate", "Norm of the gradient", "Tokens per second", "Model FLOPs utilization (MFU)",
+    "Memory by kind", "Time of a step by phase", "Bytes sent in a step", "Logged: accuracy", "Timeline of a step",
+    "Units", "Warnings", "Configuration", "Versions", "Does parallel pay?",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("bokeh")
+    folder = run_folders.write(tmp_path_factory.mktemp("runs") / "first", range(1, 41))
+    assert main(["report", "--run", str(folder)]) == 0
+    return (folder / "report.html").read_text()
+
+
+def plain(page: str) -> str:
+    """What stands on the page beside the charts."""
+    return re.sub(r"<[^>]+>", " ", re.sub(r"(?s)<(script|style).*?</\1>", "", page))
+
+
+def test_it_has_a_part_for_all_that_the_folder_tells(page: str) -> None:
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", page) == HEADINGS
+    text = " ".join(plain(page).split())
+    assert "State ended" in text
+    assert "activations 70 70.9" in text, "the plan, and the most that was alive"
+    assert "blocks.5 1,770,000 6.752 fp32 0.5 45 0.02" in text
+    assert "torch 2.13.0" in text
+    assert "20% of a step is communication" in text
+
+
+def test_nothing_of_it_comes_from_elsewhere(page: str) -> None:
+    markup = re.sub(r"(?s)(<script[^>]*>).*?</script>", r"\1", page)
+    assert page.count("<script") >= 2
+    assert not re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#|data:)|url\(|@import""", markup)
+
+
+def test_what_a_run_says_is_text_and_no_markup(page: str) -> None:
+    assert "&lt;/script&gt;&lt;b&gt;the last one" in page
+    assert "<b>" not in re.sub(r"(?s)<script.*?</script>", "", page)
+
+
+def test_a_killed_run_has_a_page_too_and_its_torn_lines_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    folder = run_folders.write(tmp_path / "killed", range(1, 6), end=None)
+    with (folder / "rank-0.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 6, "seco')
+    (folder / "run.json").write_text('{"world"')
+    assert main(["report", "--run", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    text = plain((tmp_path / "page.html").read_text())
+    assert "not ended on rank 0, 1: killed, or going on" in text
+    assert "1 line(s) of the folder could not be read" in text
+    assert "run.json is not there or cannot be read" in text
+    assert "1 to 5, of which 0 skipped" in text
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    (tmp_path / "rank-0.jsonl").write_text("")
+    assert main(["report", "--run", str(tmp_path)]) == 0
+    assert "No step has ended yet" in (tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_goes_on_behind_a_torn_line_and_its_steps_are_the_newest(tmp_path: Path) -> None:
+    lines = [{"event": "step", "step": step, "loss": loss} for step, loss in ((1, 9.0), (2, 8.0), (2, 7.0), (3, 6.0))]
+    texts = [json.dumps(line) for line in lines]
+    texts[2] = '{"event": "step", "ste' + texts[2]
+    (tmp_path / "rank-0.jsonl").write_text("\n".join(texts) + "\n")
+    (rank,) = read(tmp_path).ranks
+    assert [(step["step"], step["loss"]) for step in rank.steps()] == [(1, 9.0), (2, 7.0), (3, 6.0)]
+    assert rank.torn == 0
+
+
+def test_a_folder_that_is_none_is_refused_with_what_was_wanted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for command in (["report", "--run", str(tmp_path)], ["top", "--once", str(tmp_path / "gone")]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert '"zero": {"report": "DIR"}' in said and str(tmp_path) in said
+    assert main(["report", "--out", "page.html"]) == 2
+    assert "--run DIR" in capsys.readouterr().err
+
+
+def test_thinning_keeps_every_spike_and_says_so() -> None:
+    pytest.importorskip("bokeh")
+    import numpy as np
+
+    from zero.show.charts import thinned
+
+    x = np.arange(100_000)
+    y = np.sin(x / 1000.0)
+    y[[777, 50_001]], y[60_000:61_000] = (9.0, -9.0), np.nan
+    at, kept = thinned(x, y, 2_000)
+    assert len(at) <= 2_000 and (np.diff(at) > 0).all()
+    assert {777, 50_001} <= set(at)
+    assert np.isnan(kept).any(), "a gap stays one"
+    assert thinned(x[:2_000], y[:2_000], 2_000)[0] is not None and len(thinned(x[:2_000], y[:2_000], 2_000)[0]) == 2_000
+
+
+def test_the_share_of_communication_is_what_nothing_hides() -> None:
+    assert exposed(run_folders.timeline(1)["spans"]) == pytest.approx(0.2)
+    gpu = [["GPU stream 7", "kernels", 0.0, 0.6], ["GPU stream 9", "gather", 0.4, 0.8], ["main", "wait gather", 0, 1.0]]
+    assert exposed(gpu) == pytest.approx(0.2), "of the streams alone: what the host waits for may be hidden"
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.05, "more ranks"), (0.3, "good part"), (0.8, "does not pay")])
+def test_the_verdict_follows_from_the_share(share: float, verdict: str, tmp_path: Path) -> None:
+    spans = [["main", "wait gather a", 0.0, share], ["main", "forward a", share, 1.0]]
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.jsonl").write_text(json.dumps({"event": "timeline", "step": 5, "spans": spans}))
+    assert verdict in " ".join(pays(read(tmp_path)))

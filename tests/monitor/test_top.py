@@ -1,0 +1,56 @@
+"""The promise: `zero top` shows what each rank does now, live, or once as plain text for scripts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import run_folders
+
+from zero.__main__ import main
+from zero.show import top
+
+
+def test_once_prints_a_row_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = run_folders.write(tmp_path, range(1, 1001), end=None)
+    assert main(["top", "--once", str(folder)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["rank", "step", "loss", "rate"]
+    step = run_folders.step(1000)
+    for rank, row in enumerate(rows):
+        words = row.split()
+        assert words[:2] == [str(rank), "1,000"]
+        assert words[4] == "tokens/s" and 15_000 < float(words[3].replace(",", "")) < 25_000
+        assert "backward" in words and words[-1] == "ago"
+    assert f"{step['loss']:.4g}" in rows[0]
+    assert f"{sum(step['bytes'].values()) / 2**20:,.0f} MiB" in rows[0]
+    assert len(rows) == 2
+
+
+def test_an_ended_rank_and_one_without_a_step_have_rows(tmp_path: Path) -> None:
+    run_folders.write(tmp_path, range(1, 4), ranks=1)
+    (tmp_path / "rank-1.jsonl").write_text(f'{{"event": "start", "time": {time.time() - 5}, "world": 2, "step": 0}}\n')
+    ended, started = (dict(zip(top.HEAD, row, strict=True)) for row in top.rows(str(tmp_path)))
+    assert (ended["phase"], ended["step"]) == ("ended", "3")
+    assert (started["phase"], started["step"], started["rate"]) == ("start", "", "")
+    assert started["last line"].startswith("0:00:0")
+
+
+def test_the_live_table_shows_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks; then somebody presses Ctrl-C."""
+    console = pytest.importorskip("rich.console")
+    run_folders.write(tmp_path, range(1, 4), end=None)
+    looks = []
+
+    def sleep(_: float) -> None:
+        if looks:
+            raise KeyboardInterrupt
+        looks.append(run_folders.write(tmp_path, range(1, 500), end=None))
+
+    shown = console.Console(record=True, width=120, force_terminal=True)
+    monkeypatch.setattr("rich.live.get_console", lambda: shown)
+    monkeypatch.setattr(top.time, "sleep", sleep)
+    assert main(["top", str(tmp_path)]) == 0
+    text = shown.export_text()
+    assert "499" in text and "tokens/s" in text
