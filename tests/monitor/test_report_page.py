@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,13 @@ def test_the_verdict_follows_from_the_share(share: float, verdict: str, tmp_path
     for rank in range(2):
         (tmp_path / f"rank-{rank}.jsonl").write_text(json.dumps({"event": "timeline", "step": 5, "spans": spans}))
     assert verdict in " ".join(pays(read(tmp_path)))
+
+
+def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    run_folders.write(tmp_path, range(1, 3))
+    monkeypatch.delitem(sys.modules, "zero.show.charts", raising=False)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    assert main(["report", "--run", str(tmp_path)]) == 2
+    assert "pip install 'zero[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
