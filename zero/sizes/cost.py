@@ -7,7 +7,8 @@ Traced from a module by zero/sizes/trace.py, or by formula from a `Shape`. All n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from zero.sizes.shape import Shape
 
@@ -16,6 +17,19 @@ POLICIES = ("none", "selective", "full", "host")
 LOSS = "<loss>"
 _HEAD = 128  # channels of an attention head in large models
 _FP32 = 4
+
+
+class Operator(NamedTuple):
+    """All runs of one operator: how many, their FLOPs, and the bytes of what they gave."""
+
+    name: str
+    count: int = 0
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+    def plus(self, other: Operator, times: int = 1) -> Operator:
+        """With those of another, so many times."""
+        return Operator(self.name, *(own + times * more for own, more in zip(self[1:], other[1:], strict=True)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,8 @@ class ModelCost:
     """Units in the order of their use.
 
     What comes after the last block (norm, head, loss) keeps nothing in `units`: it keeps `logits_saved` from forward to
-    backward, and has `logits` bytes alive at most, those included. notes: what was assumed.
+    backward, and has `logits` bytes alive at most, those included. notes: what was assumed; operators: of forward and
+    backward, by the names of units, where the model was traced.
     """
 
     units: tuple[UnitCost, ...]
@@ -58,6 +73,7 @@ class ModelCost:
     logits_saved: float
     sequence: int
     notes: tuple[str, ...] = ()
+    operators: Mapping[str, tuple[Operator, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> float:

@@ -1,0 +1,217 @@
+"""The promise: what a trace says that a model keeps and computes is what a real run keeps and computes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import zero
+from zero.config import load
+from zero.sizes.cost import POLICIES, ModelCost
+from zero.sizes.recorder import CPU_ATTENTION
+from zero.sizes.trace import trace
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples" / "gpt")]
+from live import LiveBytes
+from model import GPT, Shape
+
+BATCH, TOKENS, VOCABULARY = 2, 60, 256
+SECTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"zero": {"recompute": {"modules": ["Block"], "policy": "selective"}}},
+    "full": {"zero": {"recompute": {"modules": ["Block"]}}},
+    "host": {
+        "zero": {"recompute": {"modules": ["Block"]}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    },
+}
+
+
+def gpt() -> nn.Module:
+    return GPT(Shape(width=48, layers=3, heads=2, context=TOKENS))
+
+
+def tied() -> nn.Module:
+    model = gpt()
+    model.head.weight = model.embed.weight
+    return model
+
+
+class Relu(nn.Module):
+    """What a block gives is kept by it, and by the next one, which is given it: one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=VOCABULARY, use_cache=False))
+
+
+def inputs_of(model: nn.Module) -> Any:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS))
+    return {"input_ids": tokens, "labels": tokens} if hasattr(model, "config") else (tokens, tokens)
+
+
+def loss_of(model: Any, inputs: Any) -> torch.Tensor:
+    return model(**inputs).loss if isinstance(inputs, dict) else model(*inputs)
+
+
+def settings(policy: str, dtype: str, block: str) -> dict[str, Any]:
+    section = SECTIONS[policy]
+    if "zero" in section:
+        section = section | {"zero": {"recompute": section["zero"]["recompute"] | {"modules": [block]}}}
+    values = {"train_micro_batch_size_per_gpu": BATCH, "optimizer": {"type": "AdamW"}, **section}
+    return values | ({"bf16": {"enabled": True}} if dtype == "bf16" else {})
+
+
+def kept(model: nn.Module, policy: str, dtype: str, block: str) -> int:
+    """Bytes of what lives between the forward and the backward of the second step, and did not before."""
+    engine, inputs = zero.initialize(model=model, config=settings(policy, dtype, block))[0], inputs_of(model)
+    for _ in range(2):
+        gc.collect()
+        with LiveBytes(unit.buffer.full for unit in engine._sharded.units) as live:
+            loss = loss_of(engine, inputs)
+            gc.collect()
+            found = live.now
+        engine.backward(loss)
+        engine.step()
+        del loss
+    engine.destroy()
+    return found
+
+
+def traced(make: Any, dtype: str = "fp32", device: str = "cpu") -> ModelCost:
+    with torch.device("meta"):
+        model = make()
+    return trace(model, inputs_of(model), load(settings("none", dtype, "Block"), 1), device)
+
+
+def as_said(make: Any, dtype: str, policies: tuple[str, ...] = POLICIES) -> None:
+    """Trace a model, and run it: bytes kept, and FLOPs."""
+    cost = traced(make, dtype)
+    block = next(unit.kind for unit in cost.units if unit.recomputable)
+    for policy in policies:
+        real, said = kept(make(), policy, dtype, block), cost.activations(policy, BATCH) + BATCH * cost.logits_saved
+        assert abs(said / real - 1) < 0.01, f"{policy}, {dtype}: traced {said:,.0f}, real {real:,}"
+    assert cost.activations("none") > cost.activations("full") >= cost.activations("host")
+    model = make()
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        loss_of(model, inputs_of(model)).backward()
+    assert cost.flops * BATCH == counter.get_total_flops()
+
+
+@pytest.mark.ranks(1)
+def test_the_example_keeps_and_computes_what_a_trace_says():
+    as_said(gpt, "fp32")
+    as_said(tied, "bf16", ("none", "selective"))
+    as_said(Relu, "fp32", ("none", "full"))
+
+
+@pytest.mark.long
+@pytest.mark.ranks(1)
+def test_models_of_transformers_keep_and_compute_what_a_trace_says():
+    pytest.importorskip("transformers")
+    for make in (llama, gpt2):
+        for dtype in ("fp32", "bf16"):
+            as_said(make, dtype)
+
+
+def peak(model: nn.Module) -> int:
+    """The most bytes alive in a forward and backward, but for gradients of parameters."""
+    inputs = inputs_of(model)
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 1)  # their gradients are a few bytes
+    with LiveBytes(model.parameters()) as live:
+        loss_of(model, inputs).backward()
+    return live.peak
+
+
+def test_the_peak_is_that_of_a_real_step():
+    def frozen() -> nn.Module:
+        model = gpt()
+        for param in model.parameters():
+            param.requires_grad_(param.dim() == 1)
+        return model
+
+    assert abs(traced(frozen).peak("none", BATCH) / peak(gpt()) - 1) < 0.02
+
+
+def test_like_blocks_run_once_and_others_by_themselves():
+    shapes: list[Any] = []
+
+    class Counted(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shapes.append(self.up.weight.shape[0])
+            return x + self.down(self.up(x))
+
+    class Wide(Relu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Counted(40 if index == 7 else 20) for index in range(100))
+
+    cost = traced(Wide)
+    assert shapes.count(20) == shapes.count(40) < 10
+    assert len([unit for unit in cost.units if unit.recomputable]) == 100
+    blocks = {unit.name: unit for unit in cost.units}
+    assert blocks["blocks.7"].forward_flops == 2 * blocks["blocks.8"].forward_flops == 2 * TOKENS * 32 * 40 * 2
+    assert blocks["blocks.6"].saved == blocks["blocks.8"].saved
+
+
+def test_a_gpu_keeps_masks_of_dropout_in_bytes_and_no_scores():
+    class Dropping(Relu):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = F.dropout(self.embed(tokens), 0.5)
+            y = F.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3, dropout_p=0.5)
+            return F.cross_entropy(self.head(self.blocks[0](y.squeeze(1))).flatten(0, 1), targets.flatten())
+
+    saved = {device: traced(Dropping, "bf16", device).units[-1].saved["none"] for device in ("cpu", "cuda")}
+    # On the CPU this has scores, attention's weights beside them.
+    assert saved["cuda"] < 10 * TOKENS * 32 and saved["cpu"] > saved["cuda"] + 2 * 2 * TOKENS * TOKENS
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="'embed.weight' is not on the meta device"):
+        trace(Relu(), (torch.zeros(1, 2, dtype=torch.int64),) * 2, load({"train_batch_size": 1}, 1))
+
+    class Asking(Relu):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens, targets) if tokens.max().item() > 3 else self.embed(tokens).sum()
+
+    with pytest.raises(ValueError, match="Asking asks for values while it runs.*give --params"):
+        traced(Asking)
+    with torch.device("meta"):
+        model = Relu()
+    with pytest.raises(ValueError, match="no tensor among them"):
+        trace(model, (1, 2), load({"train_batch_size": 1}, 1))

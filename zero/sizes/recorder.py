@@ -1,0 +1,177 @@
+"""Watches operators run on the meta device: how many of each, their FLOPs, and when which storage lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from zero.sizes.cost import Operator
+
+aten = torch.ops.aten
+# torch's counter knows attention's kernels for GPUs only; the CPU's takes its tensors in the same order.
+CPU_ATTENTION: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop(grad, q, k, v)
+    ),
+}
+"""`custom_mapping` for FlopCounterMode, from shapes to FLOPs."""
+
+
+class Recorder(TorchDispatchMode):
+    """Inside the block: the operators that run, and every storage that they make.
+
+    operators: by name;
+    flops:     of all, as torch.utils.flop_counter counts;
+    made:      how many storages there were; each has its number, in order;
+    paused:    whether nothing is noted now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: dict[str, Operator] = {}
+        self.flops = 0
+        self.made = 0
+        self.paused = False
+        self._numbers: dict[int, int] = {}  # address of a storage that lives -> its number
+        self._sizes: dict[int, int] = {}  # number -> bytes
+        self._events: list[tuple[int, int]] = []  # number, and bytes that come or go
+        self._ignored: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and note it."""
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        for tensor in _tensors((args, kwargs)):
+            self._note(tensor, 0)  # made before the block
+        out = func(*args, **kwargs)
+        nbytes = sum(self._note(tensor, tensor.untyped_storage().nbytes()) for tensor in _tensors(out))
+        packet = func._overloadpacket
+        count = CPU_ATTENTION.get(packet)
+        if count is not None:
+            flops = count(*args, **kwargs)
+        else:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+        self.flops += flops
+        name = str(packet).removeprefix("aten.")
+        self.operators[name] = self.operators.get(name, Operator(name)).plus(Operator(name, 1, flops, nbytes))
+        return out
+
+    def _note(self, tensor: torch.Tensor, nbytes: int) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._numbers:
+            return 0
+        number = self._numbers[storage._cdata] = self.made
+        self.made += 1
+        self._sizes[number] = nbytes
+        self._events.append((number, nbytes))
+        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+        return nbytes
+
+    def _forget(self, address: int) -> None:
+        number = self._numbers.pop(address)
+        self._events.append((number, -self._sizes[number]))
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Of its storage; None where no operator has seen it."""
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def nbytes(self, number: int) -> int:
+        """Of this storage, 0 where it was made before the block."""
+        return self._sizes[number]
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Do not count its storage in `peak`, not even for the time before."""
+        if (number := self.number(tensor)) is not None:
+            self._ignored.add(number)
+
+    def alive(self) -> set[int]:
+        """The storages made inside that live now."""
+        return {number for number in self._numbers.values() if self._sizes[number]}
+
+    def peak(self, first: int = 0) -> int:
+        """The most bytes alive at any time, of storages from this number on."""
+        now = highest = 0
+        for number, change in self._events:
+            if number >= first and number not in self._ignored:
+                now += change
+                highest = max(highest, now)
+        return highest
+
+
+def _tensors(values: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Has the meta device run what "cuda" or "cpu" would, where functions of torch choose a kernel by the device.
+
+    That is scaled dot-product attention, whose plain form would keep scores, and dropout, whose mask takes a byte an
+    element on a GPU. The conditions are those of torch's sdp_utils. A model that asks whether all values are so is told
+    yes, and no where it asks whether any is: as with whole samples, of which nothing is padded.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._gpu = device == "cuda"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, or what the device has in its place."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is F.dropout and self._gpu:
+            return _dropout(*args, **kwargs)
+        if func is torch.Tensor.__bool__ and hasattr(args[0], "zero_answer"):
+            return args[0].zero_answer
+        out = func(*args, **kwargs)
+        if func in (torch.all, torch.Tensor.all, torch.any, torch.Tensor.any) and out.is_meta:
+            out.zero_answer = func in (torch.all, torch.Tensor.all)
+        return out
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        parts = query, key, value
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+        fused = query.dim() == 4 and query.shape[-1] == value.shape[-1]
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        grouped = query.shape[1] != key.shape[1]
+        if fused and self._gpu and half and attn_mask is None and query.shape[-1] <= 256:
+            return aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, scale=scale)[0]
+        if fused and self._gpu and not grouped:
+            return aten._scaled_dot_product_efficient_attention(
+                *parts, attn_mask, True, dropout_p, is_causal, scale=scale
+            )[0]
+        if fused and not self._gpu and dropout_p == 0.0:
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                *parts, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        return F.scaled_dot_product_attention(
+            *parts, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if training and 0 < p < 1 and not inplace:
+        return torch.native_dropout(input, p, True)[0]
+    return F.dropout(input, p, training, inplace)

@@ -1,0 +1,375 @@
+"""What a model costs, found by running it on the meta device: nothing is computed, and no memory is taken.
+
+A unit runs by itself, forward and backward, once for each policy of recomputation, by the code that the engine runs
+(zero/recompute/call.py). What its graph holds in between is what it keeps. In the run of the whole model it is a call
+that gives tensors of the right shapes, so a unit like another one costs no second run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zero.config import Config
+from zero.config.sections import ActivationCheckpointing
+from zero.core.mixed_precision import DTYPES
+from zero.plan.patterns import outermost
+from zero.recompute.call import recomputed
+from zero.recompute.saved_inputs import ALONE, InputStore, made_by_graph
+from zero.recompute.selective import Selective
+from zero.sizes.cost import POLICIES, ModelCost, Operator, UnitCost
+from zero.sizes.estimate import units_of
+from zero.sizes.recorder import DeviceKernels, Recorder
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+_META = torch.device("meta")
+
+
+def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cuda") -> ModelCost:
+    """Run forward and backward of a model on the meta device; the cost of one sample of `inputs`.
+
+    model: on the meta device; its parameters take the dtype that the configuration computes in.
+    inputs: arguments of its forward, in order or by name; tensors on whatever device, samples along their first
+    dimension. settings: as `zero.config.load` gives; of `zero.recompute` it is `products` that counts. device: "cuda"
+    or "cpu", by whose kernels is counted. Units in lists of modules, or those that `zero.units` names, are the blocks,
+    which can be recomputed. Raises ValueError for a model that is elsewhere, and for one that asks for values, which no
+    tensor has here.
+    """
+    if elsewhere := [name for name, param in model.named_parameters() if not param.is_meta]:
+        raise ValueError(f"model: parameter '{elsewhere[0]}' is not on the meta device; build the model there")
+    dtype = settings.autocast_dtype or settings.compute_dtype
+    for param in model.parameters() if dtype != "fp32" else ():
+        if param.is_floating_point():
+            param.data = param.data.to(DTYPES[dtype])
+    given = tree_map_only(torch.Tensor, partial(_on_meta, dtype=dtype), inputs)
+    tracer = _Tracer(model, settings, device)
+    positional, named = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    try:
+        with tracer.stubs():
+            return tracer.run(positional, named, _samples(given))
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ValueError(
+            f"{type(model).__name__} asks for values while it runs, which a model without memory has not: {error}; "
+            "leave out of the model's forward what depends on values, or give --params, --layers and --width"
+        ) from error
+
+
+def _on_meta(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    return tensor.to(_META, DTYPES[dtype] if tensor.is_floating_point() and dtype != "fp32" else tensor.dtype)
+
+
+def _samples(inputs: Any) -> int:
+    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not sizes:
+        raise ValueError("inputs: there is no tensor among them; wanted the arguments of the model's forward")
+    return sizes[0]
+
+
+class _Call(NamedTuple):
+    """What one call of a unit costs, of all samples of the inputs.
+
+    own: policy -> bytes of what its graph holds of the tensors that were made inside;
+    inputs, outputs: policy -> which of the tensors that came from the graph, and of those that it gave, are held;
+    out, structure: what it gave, tensors on the meta device in it.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    own: dict[str, int]
+    inputs: dict[str, tuple[bool, ...]]
+    outputs: dict[str, tuple[bool, ...]]
+    recompute_flops: dict[str, int]
+    working: int
+    operators: dict[str, Operator]
+    out: list[Any]
+    structure: TreeSpec
+
+
+class _Like(NamedTuple):
+    """A tensor but for its memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Like:
+        """What it is like."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """A new one, without a graph."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+
+
+_SCALAR = _Like(torch.Size(), (), torch.float32, True)
+
+
+class _Made(torch.autograd.Function):
+    """Tensors like others, from nothing: what a unit is given, and what it gives. Keeps `kept` for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, like: list[_Like], kept: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        """Make them; the gradients of `inputs` are made in the backward."""
+        ctx.inputs = [_Like.of(each) for each in inputs]
+        ctx.save_for_backward(*kept)
+        made = tuple(each.empty() for each in like)
+        ctx.mark_non_differentiable(*(new for new, each in zip(made, like, strict=True) if not each.requires_grad))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """For each input that wants one."""
+        wanted = zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(each.empty() if wants else None for each, wants in wanted)
+
+
+class _Tracer:
+    """One run of a model whose units are stubs."""
+
+    def __init__(self, model: nn.Module, settings: Config, device: str) -> None:
+        self._model = model
+        self._kernels = DeviceKernels(device)
+        self._every = settings.zero.recompute.products
+        self._recorder = self._outer = Recorder()
+        self._known: dict[Hashable, _Call] = {}
+        self._calls: list[tuple[str, _Call, list[int | None], list[int | None]]] = []
+        self._anchor = torch.empty(0, device=_META, requires_grad=True)  # what is made from nothing hangs on it
+        self._end = 0  # the first storage that was made after the last block had run
+        anchors = dict.fromkeys(unit.anchor for unit in units_of(model, settings) if unit.anchor)
+        self._anchors = [each for each in anchors if not any(each.startswith(f"{other}.") for other in anchors)]
+        self._blocks = _blocks(model, settings.zero.units).intersection(self._anchors)
+
+    @contextmanager
+    def stubs(self) -> Iterator[None]:
+        """Inside, units are measured and stubbed, and gradients of parameters do not stay."""
+        trained = [param for param in self._model.parameters() if param.requires_grad]
+        hooks = [param.register_post_accumulate_grad_hook(self._drop) for param in trained]
+        modules = {anchor: self._model.get_submodule(anchor) for anchor in self._anchors}
+        own = {anchor: module.__dict__.get("forward") for anchor, module in modules.items()}
+        for anchor, module in modules.items():
+            module.forward = partial(self._stub, anchor, module, module.forward)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for anchor, module in modules.items():
+                del module.forward
+                if own[anchor] is not None:
+                    module.forward = own[anchor]
+
+    def _drop(self, param: torch.Tensor) -> None:
+        self._recorder.ignore(param.grad)
+        param.grad = None
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> ModelCost:
+        """The model's own forward and backward, beside those of its units."""
+        with self._outer as recorder:
+            with self._kernels:
+                out = self._model(*args, **kwargs)
+            loss, notes = _loss(out)
+            del out
+            kept, forward_flops = recorder.alive(), recorder.flops
+            torch.autograd.backward([loss])
+        before_end = sum(recorder.nbytes(each) for each in kept if each < self._end)
+        last = sum(recorder.nbytes(each) for each in kept if each >= self._end)
+        nothing = dict.fromkeys(POLICIES, 0.0)
+        flops = forward_flops / samples, (recorder.flops - forward_flops) / samples
+        root = UnitCost(
+            "", type(self._model).__name__, False, *flops, dict.fromkeys(POLICIES, before_end / samples), nothing, 0.0
+        )
+        shapes = [leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        sequence = next((shape[1] for shape in shapes if len(shape) > 1), 1)
+        peak = recorder.peak(self._end) / samples
+        units = (*self._units(kept, samples), root)
+        return ModelCost(units, peak, last / samples, sequence, notes, self._operators(samples))
+
+    def _units(self, kept: set[int], samples: int) -> Iterator[UnitCost]:
+        """In the order of their first calls. Each storage counts once: for what holds it first, under each policy."""
+        counted = {policy: set(kept) for policy in POLICIES}
+        saved: dict[str, dict[str, float]] = {}
+        calls = defaultdict(list)
+        for anchor, call, inputs, outputs in self._calls:
+            calls[anchor].append(call)
+            sums = saved.setdefault(anchor, dict.fromkeys(POLICIES, 0.0))
+            for policy in POLICIES if anchor in self._blocks else ():
+                held = {each for each, holds in zip(inputs, call.inputs[policy], strict=True) if holds}
+                sums[policy] += call.own[policy]
+                sums[policy] += sum(map(self._outer.nbytes, held - counted[policy] - {None}))
+                counted[policy] |= held
+                counted[policy].update(each for each, holds in zip(outputs, call.outputs[policy], strict=True) if holds)
+        for anchor, each in calls.items():
+            yield UnitCost(
+                anchor,
+                type(self._model.get_submodule(anchor)).__name__,
+                anchor in self._blocks,
+                sum(call.forward_flops for call in each) / samples,
+                sum(call.backward_flops for call in each) / samples,
+                {policy: nbytes / samples for policy, nbytes in saved[anchor].items()},
+                {policy: sum(call.recompute_flops[policy] for call in each) / samples for policy in POLICIES},
+                max(call.working for call in each) / samples,
+            )
+
+    def _operators(self, samples: int) -> dict[str, tuple[Operator, ...]]:
+        tables = [(anchor, call.operators) for anchor, call, *_ in self._calls] + [("", self._outer.operators)]
+        found: dict[str, dict[str, Operator]] = {}
+        for anchor, table in tables:
+            sums = found.setdefault(anchor, {})
+            for name, operator in table.items():
+                sums[name] = sums.get(name, Operator(name)).plus(operator)
+        return {
+            anchor: tuple(
+                each._replace(flops=each.flops / samples, nbytes=each.nbytes / samples) for each in sums.values()
+            )
+            for anchor, sums in found.items()
+        }
+
+    def _stub(self, anchor: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a call of the unit gives, from nothing."""
+        leaves, structure = tree_flatten((args, kwargs))
+        block = anchor in self._blocks and torch.is_grad_enabled()
+        kind = (_kind(module), block, torch.is_grad_enabled(), str(structure), *map(_described, leaves))
+        call = self._known.get(kind)
+        if call is None:
+            self._outer.paused = True
+            call = self._known[kind] = self._measured(module, forward, leaves, structure, block)
+            self._outer.paused = False
+        inputs = [leaf for leaf in leaves if made_by_graph(leaf)]
+        # What does not come from the graph stays for the backward, whoever holds it, and so does all of what is no
+        # block: in the run of the model each storage counts once.
+        others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not made_by_graph(leaf)]
+        kept = [tensor for tensor in others if not isinstance(tensor, nn.Parameter)]
+        if not block:
+            own = torch.empty(call.own["none"], dtype=torch.uint8, device=_META)
+            kept += [own, *(each for each, holds in zip(inputs, call.inputs["none"], strict=True) if holds)]
+        else:
+            self._end = self._outer.made
+        like = [leaf for leaf in call.out if isinstance(leaf, _Like)]
+        made = list(_Made.apply(like, kept, self._anchor, *inputs)) if like else []
+        numbers = [self._outer.number(each) for each in made if each.requires_grad]
+        self._calls.append((anchor, call, [self._outer.number(each) for each in inputs], numbers))
+        return tree_unflatten([made.pop(0) if isinstance(leaf, _Like) else leaf for leaf in call.out], call.structure)
+
+    def _measured(
+        self, module: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec, block: bool
+    ) -> _Call:
+        """Run the unit under each policy."""
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            with self._kernels:  # in a recomputation, too, which does not see what surrounds the backward
+                return forward(*args, **kwargs)
+
+        run = partial(self._run, leaves, structure)
+        plain = run(computed)
+        if not block:
+            return plain
+        store = InputStore(ActivationCheckpointing(), ALONE, _META)
+        selective = Selective("", self._every)
+
+        def again(contexts: Any) -> _Call:
+            return run(lambda *args, **kwargs: recomputed(computed, args, kwargs, store, contexts, module))
+
+        again(selective.contexts)  # the first recomputation finds out which products are needed
+        runs = {"none": plain, "selective": again(selective.contexts), "full": again(None)}
+        nothing = tuple(False for _ in plain.inputs["none"])
+        inputs = {policy: each.inputs["none"] for policy, each in runs.items()}
+        extra = {policy: each.backward_flops - plain.backward_flops for policy, each in runs.items()}
+        own, outputs = (
+            {name: getattr(each, what)["none"] for name, each in runs.items()} for what in ("own", "outputs")
+        )
+        return plain._replace(
+            own=own | {"host": own["full"]},
+            inputs=inputs | {"host": nothing},
+            outputs=outputs | {"host": outputs["full"]},
+            recompute_flops=extra | {"host": extra["full"]},
+        )
+
+    def _run(self, leaves: list[Any], structure: TreeSpec, forward: Callable[..., Any]) -> _Call:
+        """Run forward and backward once, apart from the graph of the model."""
+        with Recorder() as recorder:
+            self._recorder = recorder
+            like = [_Like.of(leaf) for leaf in leaves if made_by_graph(leaf)]
+            fresh = iter(_Made.apply(like, [], self._anchor) if like else ())
+            given = [next(fresh) if made_by_graph(leaf) else leaf for leaf in leaves]
+            numbers = [recorder.number(each) for each in given if made_by_graph(each)]
+            args, kwargs = tree_unflatten(given, structure)
+            del fresh, given
+            out, form = tree_flatten(forward(*args, **kwargs))
+            del args, kwargs
+            graph = [leaf for leaf in out if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            results = [recorder.number(each) for each in graph]
+            specs = [_Like.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in out]
+            end = _Made.apply([_SCALAR], [], *graph)[0] if graph else None
+            del out, graph
+            kept, forward_flops = recorder.alive(), recorder.flops
+            if end is not None:
+                kept.discard(recorder.number(end))
+                torch.autograd.backward([end])
+        self._recorder = self._outer
+        own = sum(recorder.nbytes(each) for each in kept.difference(numbers))
+        held = sum(map(recorder.nbytes, kept))
+        return _Call(
+            forward_flops,
+            recorder.flops - forward_flops,
+            {"none": own},
+            {"none": tuple(each in kept for each in numbers)},
+            {"none": tuple(each in kept for each in results)},
+            dict.fromkeys(POLICIES, 0),
+            max(0, recorder.peak() - held),
+            recorder.operators,
+            specs,
+            form,
+        )
+
+
+def _loss(out: Any) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """What backward begins at: the loss among what a model gives; else something that takes all of it."""
+    named = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if isinstance(named, torch.Tensor):
+        return named, ()
+    if tensors and tensors[0].dim() == 0:
+        return tensors[0], ()
+    if not tensors:
+        raise ValueError("model: nothing that it gives depends on a parameter that is trained")
+    note = "The model gives no loss: what comes after its result is not counted; give it targets to have that, too."
+    return _Made.apply([_SCALAR], [], *tensors)[0], (note,)
+
+
+def _blocks(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of modules that follow each other in lists, or that the patterns name."""
+    modules = dict(model.named_modules())
+    if patterns:
+        return set(outermost("zero.units", [(name, type(each).__name__) for name, each in modules.items()], patterns))
+    lists = {name for name, each in modules.items() if isinstance(each, (nn.ModuleList, nn.Sequential))}
+    return {name for name in modules if name.rpartition(".")[0] in lists} - lists
+
+
+_NUMBERS = ("idx", "index", "number", "_id")  # ends of names of what only tells a block from its neighbours
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Equal for modules that cost the same: classes, plain attributes, and shapes of parameters and buffers."""
+    parts: list[Hashable] = []
+    for child in module.modules():
+        plain = {name: value for name, value in vars(child).items() if isinstance(value, (bool, int, float, str))}
+        parts.append((type(child), *sorted((k, v) for k, v in plain.items() if not k.endswith(_NUMBERS))))
+        parts += [(name, _described(each)) for name, each in (*child._parameters.items(), *child._buffers.items())]
+    return tuple(parts)
+
+
+def _described(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return _Like.of(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
