@@ -204,11 +204,13 @@ class _Tracer:
             calls[anchor].append(call)
             sums = saved.setdefault(anchor, dict.fromkeys(POLICIES, 0.0))
             for policy in POLICIES if anchor in self._blocks else ():
-                held = {each for each, holds in zip(inputs, call.inputs[policy], strict=True) if holds}
-                sums[policy] += call.own[policy]
-                sums[policy] += sum(map(self._outer.nbytes, held - counted[policy] - {None}))
-                counted[policy] |= held
-                counted[policy].update(each for each, holds in zip(outputs, call.outputs[policy], strict=True) if holds)
+                held, given = (
+                    {number for number, holds in zip(numbers, flags[policy], strict=True) if holds}
+                    for numbers, flags in ((inputs, call.inputs), (outputs, call.outputs))
+                )
+                sums[policy] += call.own[policy] + sum(map(self._outer.nbytes, held - counted[policy] - {None}))
+                sums[policy] -= sum(map(self._outer.nbytes, given & kept))  # the root keeps it, too
+                counted[policy] |= held | given
         for anchor, each in calls.items():
             yield UnitCost(
                 anchor,
