@@ -254,6 +254,15 @@ def test_gradients_on_their_way_by_hand() -> None:
     assert max(in_flight_nbytes((), 4, 1), default=0) == 0
 
 
+def test_the_largest_gradient_comes_before_the_messages_of_its_unit_and_the_one_of_the_first_module_with_them() -> None:
+    names, sizes = ("norm", "up"), (64, 192)
+    specs = tuple(ParamSpec(name, size, "bf16", True, 0) for name, size in zip(names, sizes, strict=True))
+    block = UnitPlan("block", "block", specs, make_layout(dict(zip(names, sizes, strict=True)), 4))
+    behind = unit("head", 1024, 4)
+    flat, both = 2 * 256, 2 * 1024 * 7 // 4
+    assert in_flight_nbytes((block, behind), 4, 1) == [both + flat + max(2 * 192, flat * 3 // 4 + 2 * 64), both + 2048]
+
+
 def test_a_second_copy_of_the_parameters_is_counted() -> None:
     units = (unit("block", 128, 4),)
     assert alive_nbytes(units, Sharding.of_stage(3), 4, secondary=2).parameters == 2 * (32 + 64)

@@ -132,11 +132,14 @@ def in_flight_nbytes(
         stays = collected or (parts == 1 and dtype == accumulate == "fp32")
         nbytes = ITEMSIZE[dtype] * unit.layout.numel
         arriving = nbytes // size if native else nbytes - nbytes // size
-        landing = ITEMSIZE[unit.dtype] * max(spec.numel for spec in unit.params)
-        sent.append(((0 if stays else nbytes) + (arriving if size > 1 else 0), landing))
+        own = 0 if stays else nbytes
+        # Autograd hands over the largest before messages begin; that of what runs first comes last, as they do.
+        sizes = [ITEMSIZE[unit.dtype] * spec.numel for spec in unit.params]
+        sent.append((own + (arriving if size > 1 else 0), own + max(sizes), sizes[0]))
     # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
     found = [0] * len(units)
     for end, index in enumerate(trained, 1):
-        found[index] = sum(nbytes for nbytes, _ in sent[max(0, end - width) : end]) + sent[end - 1][1]
+        (travels, lands, last), before = sent[end - 1], sum(each[0] for each in sent[max(0, end - width) : end - 1])
+        found[index] = before + max(lands, travels + last)
     return found
