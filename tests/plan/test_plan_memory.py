@@ -242,16 +242,30 @@ def test_gradients_on_their_way_by_hand() -> None:
     """Of the last units in the order of backward, two or three have messages on their way."""
     units = (unit("a", 256, 4), unit("b", 128, 4), unit("frozen", 999, 4, requires_grad=False), unit("c", 64, 4))
     over_gloo, landing = 1 + 3 / 4, 2 * 256
-    assert max(in_flight_nbytes(units, 4, 1), default=0) == 2 * (256 + 128) * over_gloo + landing
-    assert max(in_flight_nbytes(units, 1, 4), default=0) == 2 * (256 + 128 + 64) * over_gloo + landing
-    assert max(in_flight_nbytes(units, 4, 1, native=True), default=0) == 2 * (256 + 128) * (1 + 1 / 4) + landing
-    assert max(in_flight_nbytes(units, 4, 1, travel="fp32"), default=0) == 4 * (256 + 128) * over_gloo + landing
+    assert (
+        max((each.most for each in in_flight_nbytes(units, 4, 1)), default=0) == 2 * (256 + 128) * over_gloo + landing
+    )
+    assert (
+        max((each.most for each in in_flight_nbytes(units, 1, 4)), default=0)
+        == 2 * (256 + 128 + 64) * over_gloo + landing
+    )
+    assert (
+        max((each.most for each in in_flight_nbytes(units, 4, 1, native=True)), default=0)
+        == 2 * (256 + 128) * (1 + 1 / 4) + landing
+    )
+    assert (
+        max((each.most for each in in_flight_nbytes(units, 4, 1, travel="fp32")), default=0)
+        == 4 * (256 + 128) * over_gloo + landing
+    )
     # What was collected is counted as gradients, and so is a buffer that takes the sum.
-    assert max(in_flight_nbytes(units, 4, 1, collected=True), default=0) == 4 * (256 + 128) * 3 / 4 + landing
+    assert (
+        max((each.most for each in in_flight_nbytes(units, 4, 1, collected=True)), default=0)
+        == 4 * (256 + 128) * 3 / 4 + landing
+    )
     whole = tuple(unit(name, 64, 4, "fp32") for name in "abc")
-    assert max(in_flight_nbytes(whole, 1, 4), default=0) == 3 * 4 * 64 * 3 / 4 + 4 * 64
-    assert max(in_flight_nbytes(whole, 1, 1), default=0) == 4 * 64
-    assert max(in_flight_nbytes((), 4, 1), default=0) == 0
+    assert max((each.most for each in in_flight_nbytes(whole, 1, 4)), default=0) == 3 * 4 * 64 * 3 / 4 + 4 * 64
+    assert max((each.most for each in in_flight_nbytes(whole, 1, 1)), default=0) == 4 * 64
+    assert max((each.most for each in in_flight_nbytes((), 4, 1)), default=0) == 0
 
 
 def test_the_largest_gradient_comes_before_the_messages_of_its_unit_and_the_one_of_the_first_module_with_them() -> None:
@@ -260,7 +274,10 @@ def test_the_largest_gradient_comes_before_the_messages_of_its_unit_and_the_one_
     block = UnitPlan("block", "block", specs, make_layout(dict(zip(names, sizes, strict=True)), 4))
     behind = unit("head", 1024, 4)
     flat, both = 2 * 256, 2 * 1024 * 7 // 4
-    assert in_flight_nbytes((block, behind), 4, 1) == [both + flat + max(2 * 192, flat * 3 // 4 + 2 * 64), both + 2048]
+    assert in_flight_nbytes((block, behind), 4, 1) == [
+        (both + flat, both + flat + max(2 * 192, flat * 3 // 4 + 2 * 64)),
+        (2048, both + 2048),
+    ]
 
 
 def test_a_second_copy_of_the_parameters_is_counted() -> None:

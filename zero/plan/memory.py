@@ -107,6 +107,16 @@ def alive_nbytes(
     return StateBytes(parameters, gradients, optimizer)
 
 
+class InFlight(NamedTuple):
+    """Bytes on their way while a unit's backward computes, its own local gradient included; and the most until its end.
+
+    The second one with the gradient that autograd hands over, and with the unit's messages.
+    """
+
+    during: int
+    most: int
+
+
 def in_flight_nbytes(
     units: Sequence[UnitPlan],
     parts: int,
@@ -116,10 +126,10 @@ def in_flight_nbytes(
     travel: str | None = None,
     collected: bool = False,
     native: bool = False,
-) -> list[int]:
-    """Bytes of gradients on their way as each unit's are complete: what autograd hands over, and those between ranks.
+) -> list[InFlight]:
+    """Bytes of gradients on their way in the backward of each unit: what autograd hands over, and between ranks.
 
-    By unit; 0 for one that is not trained. Sums and buffers that are kept are not among them.
+    Nothing for one that is not trained. Sums and buffers that are kept are not among them.
     parts, replicas: sizes of the shard and the replica axis; `travel`: what gradients are rounded to before they are
     sent; `collected`: they come from buffers that micro-batches have added up in, in `accumulate`; `native`: NCCL adds
     up on the way; over gloo the slices of all ranks arrive.
@@ -133,13 +143,14 @@ def in_flight_nbytes(
         nbytes = ITEMSIZE[dtype] * unit.layout.numel
         arriving = nbytes // size if native else nbytes - nbytes // size
         own = 0 if stays else nbytes
-        # Autograd hands over the largest before messages begin; that of what runs first comes last, as they do.
         sizes = [ITEMSIZE[unit.dtype] * spec.numel for spec in unit.params]
-        sent.append((own + (arriving if size > 1 else 0), own + max(sizes), sizes[0]))
+        sent.append((own + (arriving if size > 1 else 0), own, max(sizes), sizes[0]))
     # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
-    found = [0] * len(units)
+    found = [InFlight(0, 0)] * len(units)
     for end, index in enumerate(trained, 1):
-        (travels, lands, last), before = sent[end - 1], sum(each[0] for each in sent[max(0, end - width) : end - 1])
-        found[index] = before + max(lands, travels + last)
+        travels, own, largest, last = sent[end - 1]
+        before = sum(each[0] for each in sent[max(0, end - width) : end - 1])
+        # The largest comes before the unit's messages begin; that of what runs first comes last, as they do.
+        found[index] = InFlight(before + own, before + max(own + largest, travels + last))
     return found

@@ -114,6 +114,14 @@ class ModelCost:
             coming = unit.on_host(policy)
         return [*found, (LOSS, kept + self.logits)]
 
+    def kept_before(self, policies: str | Mapping[str, str] = "none") -> dict[str, float]:
+        """Bytes that are still there when the backward of each unit has ended, by its name."""
+        found, kept = {}, 0.0
+        for unit, policy in sorted(self._chosen(policies), key=lambda chosen: bool(chosen[0].name)):
+            found[unit.name] = kept
+            kept += unit.saved[policy]
+        return found
+
     def _chosen(self, policies: str | Mapping[str, str]) -> list[tuple[UnitCost, str]]:
         whole = isinstance(policies, str)
         return [(unit, policies if whole else policies.get(unit.name, "none")) for unit in self.units]

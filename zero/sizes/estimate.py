@@ -13,7 +13,7 @@ from zero.kernels.formulas import formats_of
 from zero.memory.host_bytes import HostBytes, host_bytes
 from zero.plan.formats import Formats
 from zero.plan.layout import ALIGNMENT
-from zero.plan.memory import StateBytes, alive_nbytes, in_flight_nbytes
+from zero.plan.memory import InFlight, StateBytes, alive_nbytes, in_flight_nbytes
 from zero.plan.placement import Where, is_updated
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
@@ -67,6 +67,7 @@ class Row:
 
     moments: bytes of state on the device while the backward of a unit's module runs, by the path of that, in the order
         of the backward, with `LOSS` before and the step, `STEP`, behind it. Activations are not in them.
+    ends: the most until that backward has ended and the unit's gradient has left, by the same paths.
 
     The rest says what zero/sizes/search.py has found for a micro-batch:
 
@@ -83,6 +84,7 @@ class Row:
     device: DeviceBytes
     host: HostBytes
     moments: Mapping[str, int]
+    ends: Mapping[str, int]
     policy: str = "none"
     micro_batch: int = 0
     accumulation: int = 1
@@ -230,26 +232,29 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
     host = host_bytes(units, scheme.placements, 0, scheme.parts, formats, scheme.resting, scheme.mirrored, *buffers)
     gathered = max((use.whole for use in scheme.uses), default=0)
     kinds = held.parameters, held.gradients, masters, held.optimizer - masters, gathered
-    device = DeviceBytes(*kinds, max(on_their_way, default=0))
-    return Row(choice, device, host, _moments(units, scheme, device, on_their_way))
+    device = DeviceBytes(*kinds, max((each.most for each in on_their_way), default=0))
+    return Row(choice, device, host, *_moments(units, scheme, device, on_their_way))
 
 
 def _moments(
-    units: Sequence[UnitPlan], scheme: Scheme, device: DeviceBytes, on_their_way: Sequence[int]
-) -> dict[str, int]:
-    """See `Row`. Gradients are there from the start where earlier micro-batches have left some."""
+    units: Sequence[UnitPlan], scheme: Scheme, device: DeviceBytes, on_their_way: Sequence[InFlight]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """See `Row`. Gradients are there from the start where earlier micro-batches, or the step before, have left memory.
+
+    A sum that is a shard takes memory when its messages have come, one unit later.
+    """
     rest = device.parameters + device.masters + device.moments
     here = [
         is_updated(unit) and at.optimizer is Where.DEVICE for unit, at in zip(units, scheme.placements, strict=True)
     ]
     whole = sum(unit.layout.numel for unit, counts in zip(units, here, strict=True) if counts or scheme.collected)
     back = scheme.uses[len(units) :]
-    earlier = device.gradients if scheme.accumulation > 1 else 0
-    found, reduced = {LOSS: rest + earlier + (back[0].whole if back else 0)}, 0
+    earlier = device.gradients if scheme.accumulation > 1 or scheme.parts == 1 else 0
+    found, ends, reduced, latest = {LOSS: rest + earlier + (back[0].whole if back else 0)}, dict[str, int](), 0, 0
     for use in back:
-        unit = units[use.unit]
-        gradients = earlier or device.gradients * reduced // max(1, whole)
-        now = rest + gradients + use.whole + on_their_way[use.unit]
-        found[unit.anchor] = max(now, found.get(unit.anchor, 0))
-        reduced += unit.layout.numel if here[use.unit] else 0
-    return found | {STEP: rest + device.gradients}
+        unit, travels = units[use.unit], on_their_way[use.unit]
+        now = rest + (earlier or device.gradients * reduced // max(1, whole)) + use.whole
+        for table, nbytes in ((found, travels.during), (ends, travels.most)):
+            table[unit.anchor] = max(now + nbytes, table.get(unit.anchor, 0))
+        reduced, latest = reduced + latest, unit.layout.numel if here[use.unit] else 0
+    return found | {STEP: rest + device.gradients}, ends

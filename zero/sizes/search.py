@@ -188,6 +188,8 @@ class Search:
         """Moments at which the most may be alive on the device."""
         states = dict(self._state(accumulation)[0].moments)
         lines = [Line(at, states.pop(at, states[STEP]), alive) for at, alive in self.setup.cost.moments(policy)]
+        kept = self.setup.cost.kept_before(policy)
+        lines += [Line(at, state, kept.get(at, 0.0)) for at, state in self._state(accumulation)[0].ends.items()]
         return lines + [Line(at, state, 0.0) for at, state in states.items()]
 
     def capacity(self, policy: str, accumulation: int) -> float:
