@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from variants import ADAMW, Setup, gpt
 
 import zero
-from zero.optim.norm import RankFlags, global_norm
+from zero.optim.norm import RankReport, global_norm
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Ours(Driven):
     def norm(self) -> None:
         """Compute the global norm once, outside of a step."""
         sharded = self.engine._sharded
-        global_norm(sharded.trained, sharded.mesh, RankFlags(0))
+        global_norm(sharded.trained, sharded.mesh, RankReport())
 
     def close(self) -> None:
         self.settle()

@@ -167,7 +167,6 @@ CHECKPOINTS = {
 }
 
 USE = {
-    "monitor": Mistake("make().monitor", "has no attribute 'monitor', which is DeepSpeed's; instead: log the loss"),
     "deepspeed.zero": Mistake("deepspeed = zero; deepspeed.zero.Init()", "is in zero itself here: zero.Init, "),
     "fp16_groups": Mistake("make().optimizer.fp16_groups", "which is DeepSpeed's; instead: zero keeps its state in"),
     "read when released": Mistake("make(); model[0].weight + 1", "zero.GatheredParameters"),

@@ -125,9 +125,9 @@ def _after_update(engine: Any, change: Callable[[torch.Tensor], None]) -> None:
     """Have `change(the unit's shard before the update)` run after each update."""
     update, unit = engine.optimizer.update, _unit(engine)
 
-    def wrong(report: RankReport) -> dict[int, RankReport]:
+    def wrong(report: RankReport, *more: Any) -> dict[int, RankReport]:
         before = unit.exact().clone()
-        everyone = update(report)
+        everyone = update(report, *more)
         change(before)
         return everyone
 

@@ -37,7 +37,6 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.utils.instrument_w_nvtx": "torch.profiler",
     "deepspeed.utils.zero_to_fp32.get_model_state_file": _OWN_FILES,
     "deepspeed.utils.zero_to_fp32.get_optim_files": _OWN_FILES,
-    "engine.monitor": "log the loss in the training loop",
     "engine.timers": _TIMES,
     "engine.tput_timer": _TIMES,
     "engine.loaded_checkpoint_dp_world_size": _LOADS,

@@ -144,7 +144,7 @@ def test_0_and_1_are_false_and_true():
     assert load({**MICRO, "optimizer": adam}, 1) and torch_reason("Adam", adam["params"]) == "'torch_adam' is true"
     for refused in (
         {"sparse_gradients": 1},
-        {"comet": {"enabled": 1}},
+        {"elasticity": {"enabled": 1}},
         {"zero_optimization": {"ignore_unused_parameters": 0}},
         {"optimizer": {"type": "Adam", "params": {"amsgrad": 1}}},
     ):

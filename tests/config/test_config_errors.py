@@ -38,7 +38,7 @@ def test_unknown_key_like_no_other():
     assert errors({"train_batch_size": 8, "zero": {"xyzzy": 1}}) == (
         "zero: unknown key 'xyzzy'; "
         "known keys: units, shard_size, reduce_every_micro_batch, reduce, timeout, check_order, check_replicas, "
-        "recompute, checkpoint"
+        "recompute, checkpoint, report, unit_norms, alarm"
     )
     assert errors(zero(xyzzy=1)) == "zero_optimization: unknown key 'xyzzy'; `zero schema` lists the known keys"
 
@@ -319,10 +319,6 @@ def test_max_grad_norm_of_any_optimizer():
         (
             {"comms_logger": {"enabled": True}},
             "comms_logger.enabled: is not available in this release; use torch.profiler",
-        ),
-        (
-            {"tensorboard": {"enabled": True}},
-            "tensorboard.enabled: is not available in this release; log the loss in the training loop",
         ),
         (
             {"elasticity": {"enabled": True}},

@@ -20,7 +20,7 @@ from nodes import environment
 from zero.engine.arguments import resolve_config
 from zero.launch.contract import CONFIG, SETS
 
-SHORT = ("file ends", "three sections", "model first", "meta", "not the same", "nothing whole", "full disk", "monitor")
+SHORT = ("file ends", "three sections", "model first", "meta", "not the same", "nothing whole", "full disk")
 
 
 def made(launchers: Launchers, folder: Path, names: list[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from zero.config.monitor_sections import Comet, Csv, TensorBoard, Wandb
 from zero.config.sections import (
     ActivationCheckpointing,
     Aio,
@@ -22,8 +23,6 @@ from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Sett
 from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not available in this release; only data parallelism is"
-_LOG_THE_LOSS = "is not available in this release; log the loss in the training loop"
-_MONITOR = Unavailable(_LOG_THE_LOSS, at="enabled")
 _CUDA_GRAPHS = Unavailable("CUDA graphs are not available in this release; leave it out")
 _PROFILER = Unavailable("is not available in this release; use torch.profiler", at="enabled")
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
@@ -103,10 +102,14 @@ class File(Section):
     """Asynchronous file access."""
     checkpoint: Checkpoint = absent(Checkpoint)
     """Saving and loading."""
-    tensorboard: Annotated[Settings, _MONITOR]
-    wandb: Annotated[Settings, _MONITOR]
-    csv_monitor: Annotated[Settings, _MONITOR]
-    comet: Annotated[Settings, Unavailable(_LOG_THE_LOSS, on=enabled)]
+    tensorboard: TensorBoard = absent(TensorBoard)
+    """Values of each step as files for TensorBoard."""
+    wandb: Wandb = absent(Wandb)
+    """Values of each step for Weights & Biases."""
+    csv_monitor: Csv = absent(Csv)
+    """Values of each step as CSV files."""
+    comet: Comet = absent(Comet)
+    """Values of each step for Comet."""
     comms_logger: Annotated[Settings, _PROFILER]
     flops_profiler: Annotated[Settings, _PROFILER]
     timers: Annotated[Settings, Idle("not used yet")]

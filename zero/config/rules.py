@@ -80,6 +80,12 @@ def storage(file: File) -> Iterator[str]:
         yield f"zero.recompute.budget: got {recompute.budget}; only policy 'auto' has one, leave it out"
     if recompute.policy == "full" and recompute.products > 1:
         yield f"zero.recompute.products: got {recompute.products}; policy 'full' keeps no products, leave it out"
+    alarm = file.zero.alarm
+    if alarm.model_fields_set and alarm.loss is alarm.norm is None:
+        yield "zero.alarm: has neither loss nor norm; give how many standard deviations stand out, such as 'loss': 6"
+    if (alarm.action == "checkpoint") != (alarm.folder is not None):
+        what = "is missing; action 'checkpoint' saves into it" if alarm.folder is None else "is for action 'checkpoint'"
+        yield f"zero.alarm.folder: {what}"
     inputs = file.activation_checkpointing
     if inputs.contiguous_memory_optimization and inputs.number_checkpoints is None:
         yield (

@@ -5,11 +5,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from zero.config.monitor_sections import Alarm
 from zero.config.unavailable import ALWAYS_ON, NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,
     Count,
     Dtype,
+    Every,
     Int,
     Nbytes,
     Positive,
@@ -207,3 +209,9 @@ class Zero(Section):
     """Modules whose activations are computed again in the backward pass and not kept."""
     checkpoint: Saving = absent(Saving)
     """How `save_checkpoint` saves, and what it keeps."""
+    report: str | None = None
+    """A folder that every rank writes what it does into while the run goes on; see docs/monitors.md."""
+    unit_norms: Every = False
+    """The norms of each unit's gradient, parameters and update: true for each step, or every n steps."""
+    alarm: Alarm = absent(Alarm)
+    """What is done about a step whose loss or norm stands out."""

@@ -147,5 +147,6 @@ FractionOrAuto = Annotated[
     _kind(Fraction | Literal["auto"], "a number from 0 to 1, or 'auto'"),
     Field(json_schema_extra={"examples": [1.0, "auto"]}),
 ]
+Every = _kind(Annotated[bool, _never(str)] | Count, "true, false or an integer of at least 0")
 Seconds = number(1)
 Dtype = _word({alias: name for name, aliases in DTYPES.items() for alias in aliases})

@@ -37,7 +37,7 @@ _KEYS = (
     *("optimizer", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
     "activation_checkpointing",
 )
-_OWN = ("nvme_path", "pin_memory", "profile")
+_OWN = ("nvme_path", "pin_memory", "profile", "report")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

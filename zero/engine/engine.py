@@ -28,6 +28,7 @@ from zero.engine.progress import Progress
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
 from zero.engine.weights import Weights
+from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
 from zero.recompute.modules import Recomputing
 
@@ -158,6 +159,12 @@ class Engine(DeepSpeedGetters, nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged gradient before clipping; None before the first step."""
         return self.optimizer.grad_norm if self.optimizer else None
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where values of each step go; `write_events` writes others there, `add` adds a sink of the script's own."""
+        self._status.check_not_destroyed()
+        return self._progress.monitor
 
     @property
     def is_compiled(self) -> bool:

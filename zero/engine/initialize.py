@@ -41,8 +41,10 @@ from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
+from zero.engine.run_facts import run_facts
 from zero.launch.contract import INITIALIZED
 from zero.log import rank_zero, set_level
+from zero.monitor.sinks import check_installed
 from zero.optim.lr import schedule_problems
 from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard_optimizer_of
 from zero.optim.optimizer import ZeroOptimizer
@@ -137,6 +139,7 @@ def _load(source: Any, world_size: int, stand_ins: list[str], assigned: Assigned
     settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
         settings = load(assigned.config(settings), world_size, filled=False)
+    check_installed(settings)
     if settings.log_level is not None:
         set_level(settings.log_level)
     return settings
@@ -171,6 +174,7 @@ def _make_engine(
         mesh.watchdog.close()
         raise
     engine._progress.log_start()
+    engine.monitor.open(settings, lambda: run_facts(engine))
     return engine
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -24,11 +24,14 @@ from zero.kernels import cuda
 from zero.kernels.native import isa
 from zero.log import logger, rank_zero
 from zero.memory.host_bytes import HostBytes
+from zero.monitor.monitor import Monitor
+from zero.monitor.step_report import StepReport, UnitNorms
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 
 MIB = 2**20
+_MEMORY_EVERY = 1.0  # seconds between two looks at the memory, for the monitors
 _WAITS = "waiting for updates"  # in whatever phase it was
 
 
@@ -45,11 +48,28 @@ class Tally:
     tokens: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def add(self, report: StepReport) -> None:
+        """Count one step, whose phases are counted as they end."""
+        self.steps += 1
+        self.samples += report.samples
+        self.tokens += report.tokens
+        if report.waits is not None:
+            self.seconds[_WAITS] = self.seconds.get(_WAITS, 0.0) + report.waits
+
+
+class _Reported(NamedTuple):
+    """When the last report was made, and when the last one with memory (time.perf_counter()); bytes sent by then."""
+
+    at: float
+    memory: float = -math.inf
+    sent: int = 0
+
 
 class Progress:
-    """Logs on rank 0: `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON.
+    """Makes a report of each step, for the monitors and for the log of rank 0.
 
-    Without a wait for the device that the step does not have anyway: what it says of a step was read with the norm.
+    The log follows `steps_per_print`, `wall_clock_breakdown` and `memory_breakdown` of the JSON. Without a wait for the
+    device that the step does not have anyway: what is said of a step was read with the norm.
     """
 
     def __init__(
@@ -65,11 +85,15 @@ class Progress:
         self._optimizer = optimizer
         self._status = status
         self._device = device
+        self.monitor = Monitor(sharded.mesh.watchdog.status)
         self._speaks = sharded.mesh.global_rank == 0 and not math.isinf(config.steps_per_print)
         self._phases: deque[tuple[str, Any, Any]] = deque()  # name, begin and end of those not counted yet
         self._recent, self._all = Tally(), Tally()  # since the last line, and since the first forward
         self._end = weakref.finalize(self, _log_end, self._all)  # at the end of the process, if not before
         self._logged: dict[str, Any] = {}  # by `log`, to be shown at the end of the line of a step
+        self._fresh: dict[str, Any] = {}  # those of the running step
+        self._spent: dict[str, float] = {}  # seconds of phases since the last report
+        self._reported = _Reported(time.perf_counter())
 
     def state_nbytes(self) -> StateBytes:
         """Bytes of model state alive on this rank's device now: parameters, gradients, optimizer (masters included)."""
@@ -114,7 +138,8 @@ class Progress:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f'log(): got {type(values).__name__}, wanted a mapping such as {{"accuracy": 0.5}}')
-        self._logged |= {str(name): _kept(name, value) for name, value in values.items()}
+        self._fresh |= {str(name): _kept(name, value) for name, value in values.items()}
+        self._logged |= self._fresh
 
     def _logged_parts(self) -> list[str]:
         read = {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in self._logged.items()}
@@ -123,11 +148,12 @@ class Progress:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside towards `name`: that of a GPU, which is not waited for, or of the host."""
-        if not self._speaks:
+        if not (self._speaks or self.monitor.enabled):
             yield
             return
         if self._recent.since is None:
             self._recent.since = self._all.since = time.perf_counter()
+            self._reported = _Reported(self._all.since)
         self._count_phases()
         start = self._now()
         try:
@@ -135,65 +161,103 @@ class Progress:
         finally:
             self._phases.append((name, start, self._now()))
 
-    def log_step(self, reports: Mapping[int, RankReport], samples: int) -> None:
-        """Count the optimizer step that has just ended, of so many samples, and log it, if it is its turn."""
+    def report_step(self, reports: Mapping[int, RankReport], samples: int) -> None:
+        """Tell of the optimizer step that has just ended, of so many samples, and log it, if it is its turn."""
+        self._fresh, fresh = {}, self._fresh
+        if not (self._speaks or self.monitor.enabled):
+            return
+        report = self._report(reports, samples, fresh)
+        self.monitor.tell(report)
         if not self._speaks:
             return
-        self._count_phases()
-        if (seconds := self._optimizer.waited()) is not None:
-            self._spent(_WAITS, seconds)
         for tally in (self._recent, self._all):
-            tally.steps += 1
-            tally.samples += samples
-            tally.tokens += sum(each.tokens for each in reports.values())
-        if self._status.global_steps % int(self._config.steps_per_print) or not logger.isEnabledFor(logging.INFO):
-            return
-        logger.info("%s", " | ".join(self._parts(mean_loss(reports))))
+            tally.add(report)
+        if report.step % int(self._config.steps_per_print) == 0 and logger.isEnabledFor(logging.INFO):
+            self._log(report)
+
+    def report_norms(self, norms: Mapping[str, tuple[float, float, float]], samples: int) -> None:
+        """Tell of the norms of the units, which are those of the step before the last one, of so many samples."""
+        if norms and self._sharded.mesh.global_rank == 0:
+            self.monitor.tell(UnitNorms(self._status.global_steps - 1, self._status.global_samples - samples, norms))
+
+    def _report(self, reports: Mapping[int, RankReport], samples: int, values: dict[str, Any]) -> StepReport:
+        self._count_phases()
+        status, optimizer, mesh, last = self._status, self._optimizer, self._sharded.mesh, self._reported
+        now, sent = time.perf_counter(), mesh.watchdog.status.sent
+        spent, self._spent = self._spent, {}
+        whole = self.monitor.enabled and now - last.memory >= _MEMORY_EVERY
+        self._reported = _Reported(now, now if whole else last.memory, sent)
+        first = mesh.global_rank == 0
+        if not first:  # what is its own
+            reports, samples = {mesh.global_rank: reports[mesh.global_rank]}, samples // mesh.data.size
+        return StepReport(
+            step=status.global_steps,
+            time=time.time(),
+            seconds=now - last.at,
+            samples=samples,
+            tokens=sum(each.tokens for each in reports.values()),
+            global_samples=status.global_samples,
+            skipped=optimizer.skipped,
+            loss=mean_loss(reports),
+            norm=optimizer.grad_norm if first else None,
+            lr=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group) if first else (),
+            scale=optimizer.loss_scale if first and self._config.scales_loss else None,
+            phases=spent,
+            waits=optimizer.waited(),
+            bytes=self._kinds() if whole else {},
+            sent=sent - last.sent,
+            values=values,
+        )
+
+    def _kinds(self) -> dict[str, int]:
+        """Bytes by kind: of the state on the device and off it, and of all that is there besides."""
+        host, name = self.host_nbytes(), "GPU memory" if self._device.type == "cuda" else "memory"
+        off = {} if host is None else {f"host {kind}": nbytes for kind, nbytes in host._asdict().items()}
+        return self.state_nbytes()._asdict() | off | {name: self._memory()}
+
+    def _log(self, report: StepReport) -> None:
+        logger.info("%s", " | ".join(self._parts(report)))
         self._recent = Tally(since=time.perf_counter())
         if self._config.memory_breakdown:
-            parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in self.state_nbytes()._asdict().items())
-            logger.info("model state on rank 0 (MiB) | %s", parts)
-            host = self.host_nbytes()
-            if host is not None:
-                kinds = host._asdict() | {"in memory": host.memory}
-                parts = " | ".join(f"{name}: {nbytes / MIB:.1f}" for name, nbytes in kinds.items())
-                logger.info("off the device on rank 0 (MiB) | %s", parts)
+            logger.info("model state on rank 0 (MiB) | %s", _mib(self.state_nbytes()._asdict()))
+            if (host := self.host_nbytes()) is not None:
+                logger.info("off the device on rank 0 (MiB) | %s", _mib(host._asdict() | {"in memory": host.memory}))
 
     def log_end(self) -> None:
         """Log the whole run in one line; once, and by itself where the program ends without asking for it."""
         self._count_phases()
         self._end()
+        self.monitor.close()
 
-    def _parts(self, loss: float | None) -> list[str]:
+    def _parts(self, report: StepReport) -> list[str]:
         """Of the line of a step: those that there are."""
-        status, optimizer, recent = self._status, self._optimizer, self._recent
+        status, recent = self._status, self._recent
         seconds = time.perf_counter() - recent.since
         done, what = (recent.tokens, "tokens") if recent.tokens else (recent.samples, "samples")
-        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+        rates = sorted(report.lr)
         parts = {
-            f"step {status.global_steps}": True,
-            f"loss {loss or 0:.4g}": loss is not None,
-            f"norm {optimizer.grad_norm:.3g}": True,
+            f"step {report.step}": True,
+            f"loss {report.loss or 0:.4g}": report.loss is not None,
+            f"norm {report.norm:.3g}": True,
             f"lr {' to '.join(f'{lr:.3g}' for lr in dict.fromkeys(rates[:1] + rates[-1:]))}": bool(rates),
-            f"loss scale {optimizer.loss_scale:g}": self._config.scales_loss,
+            f"loss scale {report.scale or 0:g}": report.scale is not None,
             f"skipped {status.skipped_steps}": status.skipped_steps > 0,
             f"loss not finite {status.not_finite}": status.not_finite > 0,
             f"{_short(done / seconds)} {what}/s": True,
             f"{_short(1e3 * seconds / recent.steps)} ms/step": True,
-            self._memory(): True,
+            self._memory_text(): True,
             _shares(recent.seconds, seconds): self._config.wall_clock_breakdown,
         }
         return [*(text for text, there in parts.items() if there), *self._logged_parts()]
 
-    def _memory(self) -> str:
+    def _memory_text(self) -> str:
+        return f"{'GPU ' if self._device.type == 'cuda' else ''}memory {_bytes(self._memory())}"
+
+    def _memory(self) -> int:
         """The most that the GPU held so far, or what the process holds of the machine's memory now."""
         if self._device.type == "cuda":
-            return f"GPU memory {_bytes(torch.cuda.max_memory_allocated(self._device))}"
-        return f"memory {_bytes(psutil.Process().memory_info().rss)}"
-
-    def _spent(self, name: str, seconds: float) -> None:
-        for tally in (self._recent, self._all):
-            tally.seconds[name] = tally.seconds.get(name, 0.0) + seconds
+            return torch.cuda.max_memory_allocated(self._device)
+        return psutil.Process().memory_info().rss
 
     def _now(self) -> float | torch.cuda.Event:
         if self._device.type != "cuda":
@@ -206,7 +270,9 @@ class Progress:
         """Of those that have ended, on a GPU too, in their order."""
         while self._phases and (isinstance(end := self._phases[0][2], float) or end.query()):
             name, start, _ = self._phases.popleft()
-            self._spent(name, end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3)
+            seconds = end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3
+            for seconds_of in (self._spent, self._recent.seconds, self._all.seconds):
+                seconds_of[name] = seconds_of.get(name, 0.0) + seconds
 
 
 def _kept(name: Any, value: Any) -> Any:
@@ -216,6 +282,10 @@ def _kept(name: Any, value: Any) -> Any:
     if value.numel() != 1:
         raise ValueError(f"log(): got shape {tuple(value.shape)} for {str(name)!r}, wanted one number")
     return value.detach().clone()
+
+
+def _mib(nbytes: Mapping[str, int]) -> str:
+    return " | ".join(f"{name}: {each / MIB:.1f}" for name, each in nbytes.items())
 
 
 def _log_end(tally: Tally) -> None:

@@ -7,10 +7,11 @@ step        before the boundary the micro-batch is counted, and that is all; at 
             1. the replicas are compared, every `zero.check_replicas` steps
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
                unit, the gather of parameters that stay gathered, the loss scale
+               or nothing of it but the norm, where the alarm says so
             3. the counters, and the ranks' reports, which came with the norm: losses that are not finite, equal batches
-            4. the log
+            4. the monitors and the log
             5. the scheduler, unless the step was skipped
-            6. the error of a checkpoint that was written beside the training loop, if it failed
+            6. the error of a checkpoint that was written beside the training loop, if it failed; the alarm's own one
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zero.core.hooks import as_forward
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
+from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
-from zero.engine.step_record import StepRecord
+from zero.engine.step_record import StepRecord, mean_loss
 from zero.log import logger
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
@@ -62,6 +64,9 @@ class TrainingStep:
         self.record = StepRecord(sharded.mesh, device, status)
         self.randomness = Randomness(sharded.mesh, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
+        norms, alarm = config.zero.unit_norms, config.zero.alarm
+        self.norms = optimizer.watch_norms(norms) if norms and optimizer is not None else None
+        self.alarms = Alarms(alarm) if alarm.model_fields_set else None
         self._sharded = sharded
         self._optimizer = optimizer
         self._precision = Precision(config, device)
@@ -153,11 +158,15 @@ class TrainingStep:
                 reports = self._update()
                 self._count()
                 self.record.warn(reports)
-                self.progress.log_step(reports, self._accumulation.samples)
+                if self.norms is not None:
+                    self.progress.report_norms(self.norms.norms(reports), self._accumulation.samples)
+                self.progress.report_step(reports, self._accumulation.samples)
                 if self._status.step_applied and scheduler is not None:
                     scheduler.step(**lr_kwargs)
         if boundary:
             self._saving.raise_failure()
+            if self.alarms is not None:
+                self.alarms.save(self._saving.save_checkpoint)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""
@@ -196,7 +205,11 @@ class TrainingStep:
             with self._sharded.mesh.watchdog.call(Phase.STEP), self.progress.phase("step"):
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
-                reports = self._optimizer.update(self.record.report())
+                report = self.record.report()
+                if self.norms is not None:
+                    report = report._replace(squares=self.norms.take())
+                    self.norms.begin(self._status.global_steps + 1, self._optimizer.gradient_factor)
+                reports = self._optimizer.update(report, None if self.alarms is None else self._is_unwanted)
                 self.record.clear(done=True)
                 self.recomputing.after_step(self._sharded.mesh.data)
                 return reports
@@ -205,6 +218,9 @@ class TrainingStep:
         except BaseException as error:
             self._update_failed(error)
             raise
+
+    def _is_unwanted(self, reports: dict[int, RankReport]) -> bool:
+        return self.alarms.skips(self._status.global_steps + 1, mean_loss(reports), self._optimizer.grad_norm)
 
     def _update_failed(self, error: BaseException) -> None:
         optimizer, steps = self._optimizer, self._status.global_steps
@@ -215,9 +231,9 @@ class TrainingStep:
         self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.mesh.global_rank} with {how}")
 
     def _count(self) -> None:
-        status, overflow = self._status, self._optimizer.overflow
-        status.step_applied = not overflow
-        status.skipped_steps += overflow
+        status, skipped = self._status, self._optimizer.skipped
+        status.step_applied = not skipped
+        status.skipped_steps += skipped
         status.global_steps += 1
         status.global_samples += self._accumulation.samples
 

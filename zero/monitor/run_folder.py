@@ -9,7 +9,7 @@ DIR/rank-N.jsonl    by each rank: one JSON object on a line, flushed with it, so
                     Numbers that are not finite are null; what is not known is left out. "time" is seconds since 1970.
 
 Each line has "event":
-    start       time, world, step: that the run begins from
+    start       time
     step        see `StepReport`: step, time, seconds, samples, tokens, global_samples, skipped, loss, norm, lr [..],
                 scale, phases {name: seconds}, waits seconds, bytes {kind: bytes}, sent bytes, values {name: value}.
                 On rank 0 loss, samples and tokens are over all ranks; on the others the rank's own, and no norm, lr or
@@ -17,7 +17,54 @@ Each line has "event":
     warning     time, text: what the log warned of
     unit_norms  step, units {name: [gradient, parameter, update]}: L2 norms over all ranks; rank 0 only
     timeline    step, spans [[stream, name, start_s, end_s], ...], counted from the begin of the step
-    phase       time, phase: what the rank does now; written when it has changed, at most once a second
+    phase       time, phase: the call of the engine that the rank is in, waits: the collective that it waits for;
+                written when nothing else was for a second, and only when it has changed
     end         time, status "ended" | "failed", error: text, with "failed"
 A run without "end" was killed, or still goes on.
 """
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero.log import logger
+from zero.monitor.step_report import Line, Told
+
+
+class RunFolder(logging.Handler):
+    """The file of one rank, and on rank 0 run.json; it also takes what the log warns of.
+
+    Raises OSError where the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: str | Path, rank: int, run: Mapping[str, Any], tell: Callable[[Told], None]) -> None:
+        """`run`: what stands in run.json; `tell`: takes warnings, which come back as lines from the thread."""
+        super().__init__(logging.WARNING)
+        self.path = Path(folder)
+        self._tell = tell
+        self.path.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            (self.path / "run.json").write_text(json.dumps(run, indent=1, allow_nan=False, default=str))
+        self._file = (self.path / f"rank-{rank}.jsonl").open("a")
+        tell(Line("start"))
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell of a warning."""
+        self._tell(Line("warning", {"text": record.getMessage()}))
+
+    def write_line(self, line: Mapping[str, Any] | None) -> None:
+        """Append a line, if there is one, and hand it to the system."""
+        if line is not None:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Take no more warnings, and close the file."""
+        logger.removeHandler(self)
+        self._file.close()
+        super().close()

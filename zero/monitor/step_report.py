@@ -3,15 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 Event = tuple[str, float, int]  # name, value, and where on the x axis: the samples of all steps so far
 
 
+class Told:
+    """Something that a run tells: to the run folder, to the monitors, or to both."""
+
+    def line(self) -> dict[str, Any] | None:
+        """For the run folder, see `zero.monitor.run_folder`; None for nothing."""
+        return None
+
+    def events(self) -> Sequence[Event]:
+        """For the monitors."""
+        return ()
+
+
 @dataclass(frozen=True)
-class StepReport:
+class Line(Told):
+    """For the run folder alone: the event and what else stands in its line, to which the time is added."""
+
+    event: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+
+    def line(self) -> dict[str, Any]:
+        """All of it."""
+        return {"event": self.event, "time": self.time, **finite(self.values)}
+
+
+@dataclass(frozen=True)
+class Events(Told):
+    """For the monitors alone."""
+
+    told: Sequence[Event]
+
+    def events(self) -> Sequence[Event]:
+        """As they were given."""
+        return self.told
+
+
+@dataclass(frozen=True)
+class UnitNorms(Told):
+    """Of a step: (gradient, parameters, update) by unit, L2 norms over all ranks.
+
+    Gradients are averaged and not clipped yet; parameters are the exact ones after the update.
+    """
+
+    step: int
+    global_samples: int
+    units: Mapping[str, tuple[float, float, float]]
+
+    def line(self) -> dict[str, Any]:
+        """Step and units."""
+        return {"event": "unit_norms", "step": self.step, "units": finite(self.units)}
+
+    def events(self) -> Sequence[Event]:
+        """Three of each unit."""
+        named = {
+            f"Train/Units/{unit}/{kind}_norm": value
+            for unit, values in self.units.items()
+            for kind, value in zip(("gradient", "parameter", "update"), values, strict=True)
+        }
+        return [(name, value, self.global_samples) for name, value in named.items()]
+
+
+@dataclass(frozen=True)
+class StepReport(Told):
     """An optimizer step that has just ended, skipped or not. None, or an empty collection: not known, or not read then.
 
     step: the engine's `global_steps` with it. time: seconds since 1970. seconds: since the end of the step before it,
@@ -21,7 +83,7 @@ class StepReport:
     phases: seconds by name; on a GPU, which is not waited for, those that have ended since the report before.
     waits: seconds in which the loop waited for updates beside it, in whatever phase.
     bytes: memory by kind; read at most once a second. sent: bytes that have left the rank in the step.
-    values: what `engine.log` was given since the step before, numbers or tensors of one element.
+    values: what `engine.log` was given since the step before; tensors of one element are read when it is written.
     """
 
     step: int
@@ -43,7 +105,7 @@ class StepReport:
 
     def line(self) -> dict[str, Any]:
         """For the run folder: what is known; a number that is not finite is None, as JSON has no other word for it."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"values": self._read()}
         known = {name: value for name, value in values.items() if value is not None and value != () and value != {}}
         return {"event": "step", **finite(known)}
 
@@ -52,9 +114,14 @@ class StepReport:
         named = {"train_loss": self.loss, "lr": self.lr[0] if self.lr else None, "loss_scale": self.scale}
         named |= {"grad_norm": self.norm}
         named |= {f"elapsed_time_ms_{name}": seconds * 1e3 for name, seconds in self.phases.items()}
-        named |= {name: value for name, value in self.values.items() if isinstance(value, int | float)}
+        named |= {name: value for name, value in self._read().items() if isinstance(value, int | float)}
         known = [(name, value) for name, value in named.items() if value is not None]
         return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in known]
+
+    def _read(self) -> dict[str, Any]:
+        """The values as numbers, truth values or texts; waits for those on a device."""
+        read = {name: value.item() if hasattr(value, "item") else value for name, value in self.values.items()}
+        return {name: value if isinstance(value, int | float) else str(value) for name, value in read.items()}
 
 
 def finite(value: Any) -> Any:

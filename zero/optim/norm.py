@@ -36,14 +36,21 @@ class RankFlags(enum.IntFlag):
 class RankReport(NamedTuple):
     """What a rank reports to the others with its part of the norm.
 
-    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 where there is none. Those may be fp64
-    tensors [] on the device of the units until then, which are read where the norm is, without another wait.
+    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 where there is none; squares: see
+    zero/optim/unit_norms.py, as many on all ranks. Those may be fp64 tensors [] on the device of the units until then,
+    which are read where the norm is, without another wait.
     """
 
     flags: RankFlags = RankFlags(0)
     loss: float | torch.Tensor = 0.0
     tokens: float | torch.Tensor = 0.0
     batch: float | torch.Tensor = 0.0
+    squares: tuple[float | torch.Tensor, ...] = ()
+
+    @property
+    def numbers(self) -> list[float | torch.Tensor]:
+        """All of it in one list."""
+        return [*self[:-1], *self.squares]
 
 
 class Norm(NamedTuple):
@@ -64,11 +71,11 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
     gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
     numbers in the same order.
     """
-    *parts, flags, loss, tokens, batch = _numbers([*(_squares(unit, mesh) for unit in units), *report])
+    numbers = _numbers([*(_squares(unit, mesh) for unit in units), *report.numbers])
     own = 0.0
-    for squares in parts:
+    for squares in numbers[: len(units)]:
         own += squares
-    values = torch.tensor([own, flags, loss, tokens, batch], dtype=torch.float64, device=_device(units))
+    values = torch.tensor([own, *numbers[len(units) :]], dtype=torch.float64, device=_device(units))
     rows = comm.gather_scalars(values, mesh.data).tolist()
     total = 0.0
     for place in mesh.by_span:
@@ -95,7 +102,7 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
     """
     device = _device(units)
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
-    largest = torch.tensor(_numbers([largest_of(parts), *report]), dtype=torch.float64, device=device)
+    largest = torch.tensor(_numbers([largest_of(parts), *report.numbers]), dtype=torch.float64, device=device)
     rows = comm.gather_scalars(largest, mesh.data).tolist()
     of_ranks = _reports(mesh, rows)
     # As Python numbers, where NaN has to be looked for: max() would pass it over.
@@ -168,7 +175,7 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
 def _reports(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
     """What stands behind the first number of each row."""
     pairs = zip(mesh.data.ranks, rows, strict=True)
-    return {rank: RankReport(RankFlags(int(flags)), *rest) for rank, (_, flags, *rest) in pairs}
+    return {rank: RankReport(RankFlags(int(flags)), *rest[:3], tuple(rest[3:])) for rank, (_, flags, *rest) in pairs}
 
 
 def _device(units: Sequence[Unit]) -> torch.device:

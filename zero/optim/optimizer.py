@@ -17,6 +17,7 @@ from zero.log import rank_zero
 from zero.optim.norm import RankFlags, RankReport, clip_factor, exact_norm, global_norm
 from zero.optim.scaler import LossScaler
 from zero.optim.shard_optimizer import ShardOptimizer
+from zero.optim.unit_norms import UnitNorms
 from zero.optim.updates import UnitUpdater
 from zero.watchdog.hang_report import ranks_text
 
@@ -29,7 +30,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` over the model's own parameters that updates shards.
 
     `param_groups` hold the module's parameters and the hyperparameters; change those at will, schedulers of
-    torch do. `overflow` tells whether the last step was skipped because a gradient was not finite.
+    torch do. `overflow` tells whether the last step was skipped because a gradient was not finite,
+    `skipped` whether it was skipped at all.
 
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
     script handed over, whose own `step()` raises as long as there is an engine.
@@ -47,6 +49,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.shard_optimizer = shard_optimizer
         self.loss_scaler = loss_scaler or LossScaler()
         self.overflow = False
+        self.skipped = False
         self.grad_norm: float | None = None
         self.clipping = clipping
         self._check_overflow = check_overflow
@@ -75,6 +78,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def updating(self) -> bool:
         """Whether some weights are new and others old: inside a step, and for good after one that failed half-way."""
         return self._updating or self.failure is not None
+
+    def watch_norms(self, every: int) -> UnitNorms:
+        """Take the norms of each trained unit every `every` steps, for the engine to ask for."""
+        self._updater.norms = UnitNorms(self._sharded.trained, every)
+        return self._updater.norms
 
     @property
     def failure(self) -> RuntimeError | None:
@@ -202,11 +210,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
-    def update(self, report: RankReport) -> dict[int, RankReport]:
+    def update(
+        self, report: RankReport, unwanted: Callable[[dict[int, RankReport]], bool] | None = None
+    ) -> dict[int, RankReport]:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
 
         Skipped, with `overflow` set and the parameter named, when a gradient is inf or NaN. The gradients are
         used up either way. Returns the reports of all ranks, which travel with the norm; this one's is `report`.
+        `unwanted` says of them, and of `grad_norm`, whether the step is skipped all the same; alike on all ranks.
         Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
@@ -231,10 +242,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             norm = norm_of(sharded.trained, sharded.mesh, report)
         self.grad_norm = norm.value * factor
         self.overflow = self._check_overflow and not math.isfinite(self.grad_norm)
+        self.skipped = self.overflow or (unwanted is not None and unwanted(norm.reports))
         if self.overflow:
             self._skip(sharded)
         else:
-            self._update(factor * clip_factor(self.grad_norm, self.clipping))
+            if not self.skipped:
+                self._update(factor * clip_factor(self.grad_norm, self.clipping))
             sharded.reducer.drop()
             self.loss_scaler.update(False)
         sharded.reducer.scale = self.loss_scale

@@ -24,6 +24,7 @@ from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.optim.shard_optimizer import Group, ShardOptimizer
+from zero.optim.unit_norms import UnitNorms
 
 
 class Update(NamedTuple):
@@ -42,6 +43,7 @@ class UnitUpdater:
     failure:   RuntimeError that names the unit of the first update of the host that failed, and why; or None;
     threads:   how many compute one update of the host; 0 where it updates nothing;
     waits:     what the training loop has waited for updates;
+    norms:     looks at each update, or None;
     on_update: called with (what, unit name) as the host's updates go through "update" and "done"; for tests and
                measurements.
     """
@@ -50,6 +52,7 @@ class UnitUpdater:
         self.failure: RuntimeError | None = None
         self.threads = host_threads() if any(unit.placement.updated_on_host for unit in units) else 0
         self.waits = Waits()
+        self.norms: UnitNorms | None = None
         self.on_update: Callable[[str, str], None] = lambda what, unit: None
         self._optimizer = optimizer
         self._units = units
@@ -128,7 +131,8 @@ class UnitUpdater:
                 self._read_ahead()  # meanwhile others may have been written
                 self.on_update("update", unit.plan.name)
             grad = update.grad.to(placement.update_device)
-            self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
+            with contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad):
+                self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
             with placement.copies.entered() if on_host else contextlib.nullcontext():
                 unit.masters.publish()
 

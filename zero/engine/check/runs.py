@@ -88,6 +88,9 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     micro = settings.train_micro_batch_size_per_gpu
     raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
     raw |= {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
+    raw = {key: value for key, value in raw.items() if key not in ("tensorboard", "wandb", "csv_monitor", "comet")}
+    if isinstance(raw.get("zero"), dict):
+        raw["zero"] = {key: value for key, value in raw["zero"].items() if key not in ("report", "unit_norms", "alarm")}
     if run.kind is Kind.ENGINE:
         section = raw.get("zero_optimization")
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)

@@ -1,0 +1,258 @@
+"""The promise: values of each step reach every sink under DeepSpeed's names, and a sink that fails ends no run."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import importlib.util
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import config, make_net, share
+
+import zero
+from zero.config import load
+from zero.log import logger
+from zero.monitor.sinks import CometSink, CsvSink
+
+SAMPLES = "Train/Samples/"
+
+
+class Sink:
+    """Keeps what it gets; fails at the event with this number."""
+
+    def __init__(self, fails_at: int = 10**6) -> None:
+        self.got: list[Any] = []
+        self.calls = 0
+        self.closed = False
+        self._fails_at = fails_at
+
+    def write_events(self, event_list: Any) -> None:
+        self.calls += 1
+        self.got += event_list
+        if len(self.got) >= self._fails_at:
+            raise OSError(errno.ENOSPC, "no space")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def warned(request: Any) -> Any:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def train(steps: int, *sinks: Any, values: Any = None, stage: int = 0, **more: Any) -> list[float]:
+    """The losses of some steps with these sinks, and the settings `more`; the engine is destroyed at the end."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    more.setdefault("steps_per_print", float("inf"))
+    engine, *_ = zero.initialize(model=make_net(), config=config(stage, world, **more))
+    for sink in sinks:
+        engine.monitor.add(sink)
+    losses = []
+    for number in range(steps):
+        loss = engine(*share(number))
+        if values:
+            engine.log(values(number))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def named(sink: Sink, name: str) -> list[tuple[float, int]]:
+    return [(value, samples) for key, value, samples in sink.got if key == SAMPLES + name]
+
+
+def test_a_sink_gets_each_step_under_deepspeeds_names():
+    sink = Sink()
+    losses = train(3, sink, values=lambda number: {"accuracy": torch.tensor(number / 4), "text": "no number"})
+    assert named(sink, "train_loss") == [(loss, 2 * number) for number, loss in enumerate(losses, 1)]
+    assert named(sink, "lr") == [(0.01, 2), (0.01, 4), (0.01, 6)]
+    assert named(sink, "accuracy") == [(0.0, 2), (0.25, 4), (0.5, 6)]
+    assert len(named(sink, "grad_norm")) == 3 and not named(sink, "loss_scale") and not named(sink, "text")
+    for phase in ("forward", "backward", "step"):
+        assert all(milliseconds > 0 for milliseconds, _ in named(sink, f"elapsed_time_ms_{phase}"))
+    assert sink.closed
+
+
+def test_what_was_logged_before_counts_for_its_own_step_only():
+    sink = Sink()
+    train(3, sink, values=lambda number: {"seldom": 1.0} if number == 1 else {})
+    assert named(sink, "seldom") == [(1.0, 4)]
+
+
+def test_the_scale_of_fp16_is_there():
+    sink = Sink()
+    train(1, sink, fp16={"enabled": True, "loss_scale": 64})
+    assert named(sink, "loss_scale") == [(64.0, 2)]
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_writes_the_mean_over_ranks():
+    sink = Sink()
+    losses = torch.tensor(train(2, sink, stage=2)).double()
+    dist.all_reduce(losses)
+    wanted = [(loss / 2, 4 * number) for number, loss in enumerate(losses.tolist(), 1)]
+    assert named(sink, "train_loss") == (wanted if dist.get_rank() == 0 else [])
+
+
+def test_a_sink_that_raises_is_dropped_after_one_warning_and_the_others_go_on(warned):
+    bad, good = Sink(fails_at=1), Sink()
+    losses = train(4, bad, good)
+    assert losses == train(4), "the run is the same"
+    assert bad.calls == 1 and bad.closed and len(named(good, "train_loss")) == 4
+    assert len(warned) == 1 and "Sink 0: nothing more is written there" in warned[0] and "no space" in warned[0]
+
+
+def test_csv_files_have_deepspeeds_names_and_a_later_run_goes_on_with_them(tmp_path):
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    losses = train(2, csv_monitor=section)
+    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").open()))
+    assert rows == [["step", "train_loss"], ["2", str(losses[0])], ["4", str(losses[1])]]
+    train(1, csv_monitor=section)
+    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_lr.csv").open()))
+    assert rows == [["step", "lr"], ["2", "0.01"], ["4", "0.01"], ["2", "0.01"]]
+
+
+def test_a_full_disk_under_the_csv_is_one_warning(tmp_path, warned):
+    """/dev/full takes nothing, as a disk that is full."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "Train_Samples_lr.csv").symlink_to("/dev/full")
+    losses = train(3, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    assert len(losses) == 3
+    (text,) = warned
+    assert text.startswith("csv_monitor: nothing more is written there, and the run goes on: OSError") and "28" in text
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, warned):
+    (tmp_path / "file").write_text("")
+    section = {"enabled": True, "output_path": str(tmp_path / "file")}
+    train(1, csv_monitor=section, zero={"report": str(tmp_path / "file")})
+    assert [text.split(":")[0] for text in warned] == ["zero.report", "csv_monitor"]
+
+
+def test_events_of_the_scripts_own_and_objects_that_are_no_sink(tmp_path):
+    sink = Sink()
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=float("inf")))
+    assert not engine.monitor.enabled
+    engine.monitor.write_events([("Eval/accuracy", 0.25, 8)])  # to nobody
+    engine.monitor.add(sink)
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("Eval/accuracy", 0.5, 16)])
+    with pytest.raises(TypeError, match=r"monitor\.add\(\): got dict, wanted an object with write_events"):
+        engine.monitor.add({})
+    engine.destroy()
+    assert sink.got == [("Eval/accuracy", 0.5, 16)]
+
+
+def test_without_sinks_there_is_no_thread_and_no_report(monkeypatch):
+    monkeypatch.setattr("zero.engine.progress.StepReport", None)
+    monkeypatch.setattr("zero.monitor.monitor.threading.Thread", None)
+    assert len(train(2)) == 2
+
+
+@pytest.mark.parametrize("key", ["tensorboard", "wandb", "comet"])
+def test_a_library_that_is_not_installed_is_an_error_of_initialize(key, monkeypatch):
+    package = {"comet": "comet_ml"}.get(key, key)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name))
+    wanted = rf"{key}\.enabled: the package {package} is not installed; pip install {package.replace('_', '-')}"
+    with pytest.raises(ValueError, match=wanted):
+        train(1, **{key: {"enabled": True}})
+
+
+class Library(types.ModuleType):
+    """Stands for wandb and comet_ml, with the calls that the sinks make."""
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.run = None
+        self.calls: list[Any] = []
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            if self._fails:
+                raise ConnectionError("no network")
+            return self
+
+        return call
+
+
+def test_wandb_gets_a_dict_of_each_step_and_is_finished(monkeypatch):
+    library = Library("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    losses = train(2, wandb={"enabled": True, "group": "g", "team": "t", "project": "p"})
+    first, *logs, last = library.calls
+    assert first == ("init", (), {"project": "p", "group": "g", "entity": "t"}) and last == ("finish", (), {})
+    assert [(args[0][SAMPLES + "train_loss"], kwargs) for _, args, kwargs in logs] == [
+        (losses[0], {"step": 2}),
+        (losses[1], {"step": 4}),
+    ]
+
+
+def test_wandb_without_network_is_one_warning(monkeypatch, warned):
+    monkeypatch.setitem(sys.modules, "wandb", Library("wandb", fails=True))
+    assert len(train(2, wandb={"enabled": True})) == 2
+    assert warned == ["wandb: nothing is written there: ConnectionError: no network"]
+
+
+def test_comet_gets_a_metric_once_in_so_many_samples(monkeypatch):
+    library = Library("comet_ml")
+    monkeypatch.setitem(sys.modules, "comet_ml", library)
+    settings = {"enabled": True, "project": "p", "experiment_name": "n", "samples_log_interval": 4, "online": False}
+    sink = CometSink(load({"train_batch_size": 1, "comet": settings}, 1).comet)
+    for samples in (2, 4, 6, 10):
+        sink.write_events([("loss", 0.5, samples)])
+    sink.close()
+    assert library.calls == [
+        ("start", (), {"project": "p", "online": False}),
+        ("set_name", ("n",), {}),
+        *(("log_metric", ("loss", 0.5), {"step": samples}) for samples in (2, 6, 10)),
+        ("end", (), {}),
+    ]
+
+
+def test_csv_makes_its_folder(tmp_path):
+    CsvSink(load({"train_batch_size": 1, "csv_monitor": {"output_path": str(tmp_path / "new")}}, 1).csv_monitor)
+    assert Path(tmp_path, "new", "DeepSpeedJobName").is_dir()
+
+
+@pytest.mark.long
+def test_tensorboard_reads_its_files(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'zero[monitors]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = train(3, tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    read = EventAccumulator(str(tmp_path / "job")).Reload().Scalars(SAMPLES + "train_loss")
+    assert [(event.step, event.value) for event in read] == [(2 * n, pytest.approx(x)) for n, x in enumerate(losses, 1)]
+
+
+@pytest.mark.long
+def test_wandb_itself_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'zero[monitors]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(2, wandb={"enabled": True})
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"train_loss" in written.read_bytes()

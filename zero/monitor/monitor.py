@@ -1,0 +1,164 @@
+"""`engine.monitor`: what the run tells goes to a list of sinks, from a thread of its own; no failure ends the run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zero.config import Config
+from zero.log import logger
+from zero.monitor.run_folder import RunFolder
+from zero.monitor.sinks import SINKS, Sink
+from zero.monitor.step_report import Event, Events, Line, Told
+from zero.watchdog.rank_status import RankStatus
+
+_PATIENCE = 60.0  # seconds that the end of a run waits for sinks
+
+
+class Monitor:
+    """Hands on what is told to the run folder of this rank, and on rank 0 to the sinks of events.
+
+    Where nothing is written to, a step does nothing for it.
+    """
+
+    def __init__(self, status: RankStatus) -> None:
+        """`status`: what this rank does."""
+        self._rank = status.rank
+        self._writer = _Writer(status)
+        self._end = weakref.finalize(self, _end, self._writer)
+        self._end.atexit = False  # but before the libraries of sinks end, see `_make`
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a sink that has not failed."""
+        return bool(self._writer.sinks)
+
+    def open(self, config: Config, run: Callable[[], Mapping[str, Any]]) -> None:
+        """Open what the JSON asks for; what fails is warned of and left out. `run` makes what stands in run.json."""
+        folder, put = config.zero.report, self._writer.queue.put
+        if folder is not None:
+            self._make("zero.report", lambda: RunFolder(folder, self._rank, run(), put))
+        for key, make in SINKS.items() if self._rank == 0 else ():
+            section = getattr(config, key)
+            if section.enabled:
+                self._make(key, functools.partial(make, section))
+
+    def add(self, sink: Sink) -> None:
+        """Give the events of each step to `sink.write_events`, too; ranks other than 0 give nothing.
+
+        Raises TypeError for an object without that method.
+        """
+        if not callable(getattr(sink, "write_events", None)):
+            raise TypeError(f"monitor.add(): got {type(sink).__name__}, wanted an object with write_events(event_list)")
+        if self._rank == 0:
+            self._make(f"{type(sink).__name__} {len(self._writer.sinks)}", lambda: sink)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Have the sinks write (name, value, samples so far) of each; returns at once, and does nothing off rank 0."""
+        if self._rank == 0:
+            self.tell(Events(list(event_list)))
+
+    def tell(self, told: Told) -> None:
+        """Have it written soon."""
+        if self.enabled:
+            self._writer.queue.put(told)
+
+    @property
+    def at_end(self) -> list[Callable[[], None]]:
+        """Called when all that was told is written and the sinks are closed, from the thread."""
+        return self._writer.at_end
+
+    def close(self) -> None:
+        """The run ends: wait until all is written, for a minute at most."""
+        self._end()
+
+    def _make(self, name: str, make: Callable[[], Any]) -> None:
+        try:
+            self._writer.sinks[name] = make()
+        except Exception as error:
+            logger.warning("%s: nothing is written there: %s: %s", name, type(error).__name__, error)
+            return
+        atexit.unregister(self._end)
+        atexit.register(self._end)  # runs before what the library of the sink has registered
+        self._writer.start()
+
+
+class _Writer:
+    """The thread, which may outlive the engine until all is written, and what it shares with `Monitor`."""
+
+    def __init__(self, status: RankStatus) -> None:
+        self.queue: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
+        self.sinks: dict[str, Any] = {}
+        self.at_end: list[Callable[[], None]] = []
+        self.thread: threading.Thread | None = None
+        self._status = status
+        self._said: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="zero-monitor", daemon=True)
+            self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                told = self.queue.get(timeout=1.0)
+            except queue.Empty:
+                self._write(self._phase())
+                continue
+            if told is None:
+                return self._close()
+            self._write(told)
+
+    def _phase(self) -> Told:
+        now = self._status.record(0, 0)
+        phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
+        if phase == self._said:
+            return Told()
+        self._said = phase
+        return Line("phase", phase)
+
+    def _close(self) -> None:
+        for close in (*(getattr(sink, "close", bool) for sink in self.sinks.values()), *self.at_end):
+            try:
+                close()
+            except Exception as error:
+                logger.warning("at the end of the run: %s: %s", type(error).__name__, error)
+        self.sinks.clear()
+
+    def _write(self, told: Told) -> None:
+        line, events = told.line(), told.events()
+        for name, sink in list(self.sinks.items()):
+            try:
+                if isinstance(sink, RunFolder):
+                    sink.write_line(line)
+                elif events:
+                    sink.write_events(events)
+            except Exception as error:
+                del self.sinks[name]
+                text = "%s: nothing more is written there, and the run goes on: %s: %s"
+                logger.warning(text, name, type(error).__name__, error)
+                with contextlib.suppress(Exception):
+                    getattr(sink, "close", bool)()
+
+
+def _end(writer: _Writer) -> None:
+    """Tell that the run ends and of what, and wait until all is written."""
+    if writer.thread is None:
+        return
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    how = {"status": "ended"} if error is None else {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    writer.queue.put(Line("end", how))
+    writer.queue.put(None)
+    if writer.thread is not threading.current_thread():  # on which the engine may be collected
+        writer.thread.join(_PATIENCE)
+        if writer.thread.is_alive():
+            logger.warning("after %d s not all is written to %s", _PATIENCE, ", ".join(writer.sinks))

@@ -1,0 +1,76 @@
+"""Norms of each unit's gradient, parameters and update, which wait for no device and cost no message of their own.
+
+Each rank squares its span of a unit while it updates it. The sums stay where they are computed until the next step,
+which reads them with its own norm and sends them along: so they are known one step later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from zero.core.unit import Unit
+from zero.kernels.norm import sum_squares_into
+from zero.optim.norm import RankReport
+
+Squares = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class UnitNorms:
+    """Of the trained `units`, at each step whose number divides by `every`; the engine says which step runs."""
+
+    def __init__(self, units: Sequence[Unit], every: int) -> None:
+        self._units = units
+        self._every = every
+        self._due = False
+        self._mean = 1.0
+        self._known: dict[str, Squares] = {}  # of the last step, where it was due and was not skipped
+
+    def begin(self, step: int, mean: float) -> None:
+        """Step `step` begins to update. `mean` turns the sums in `unit.gradients` into the averaged gradient."""
+        self._due, self._mean, self._known = step % self._every == 0, mean, {}
+
+    @contextlib.contextmanager
+    def of(self, unit: Unit, grad: torch.Tensor) -> Iterator[None]:
+        """Around the update of a unit, whose state is acquired, by `grad` [n], the sum of its gradients."""
+        if not self._due:
+            yield
+            return
+        gradient, before = _squares(self._own(unit, grad)), self._own(unit, unit.master.values()).clone()
+        yield
+        after = self._own(unit, unit.master.values())
+        self._known[unit.plan.name] = gradient * self._mean**2, _squares(after), _squares(before.sub_(after))
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """For this rank's report: three sums of squares of each unit, fp64 [], of the last step, if that was due.
+
+        All ranks have as many. An update that still runs beside the training loop is waited for.
+        """
+        if not self._due:
+            return ()
+        for unit in self._units:
+            unit.settle()
+        self._due = False
+        device = self._units[0].full.device
+        return tuple(each.to(device) for unit in self._units for each in self._known.get(unit.plan.name, ()))
+
+    def norms(self, reports: Mapping[int, RankReport]) -> dict[str, tuple[float, float, float]]:
+        """What the ranks' reports say, by unit; empty where they say nothing."""
+        rows = [report.squares for report in reports.values()]
+        sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
+        return {unit.plan.name: tuple(sums[3 * i : 3 * i + 3]) for i, unit in enumerate(self._units) if sums}
+
+    @staticmethod
+    def _own(unit: Unit, values: torch.Tensor) -> torch.Tensor:
+        """This rank's span of what each replica has."""
+        replica = unit.mesh.replica
+        return values.chunk(replica.size)[replica.rank]
+
+
+def _squares(values: torch.Tensor) -> torch.Tensor:
+    sums = torch.empty((), dtype=torch.float64, device=values.device)
+    sum_squares_into(values, sums)
+    return sums
