@@ -1,0 +1,28 @@
+"""`zero plan --trace`: the operators that a step runs, the most costly first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zero.sizes.cost import ModelCost, Operator
+
+
+def operator_lines(cost: ModelCost, by_unit: bool = False) -> Iterator[str]:
+    """A table of all operators, or one for each unit: for one sample, forward and backward together."""
+    if by_unit:
+        for name, operators in cost.operators.items():
+            yield from ("", f"{name or '<root>'}:", *_table(operators))
+        return
+    sums: dict[str, Operator] = {}
+    for operators in cost.operators.values():
+        for each in operators:
+            sums[each.name] = sums.get(each.name, Operator(each.name)).plus(each)
+    yield from _table(sums.values())
+
+
+def _table(operators: Iterable[Operator]) -> Iterator[str]:
+    found = sorted(operators, key=lambda each: (-each.flops, -each.nbytes, each.name))
+    width = max(len(each.name) for each in found) + 2
+    yield f"{'operator':<{width}}{'times':>10}{'GFLOP':>14}{'MB given':>14}"
+    for each in found:
+        yield f"{each.name:<{width}}{each.count:>10,}{each.flops / 1e9:>14,.3f}{each.nbytes / 1e6:>14,.3f}"

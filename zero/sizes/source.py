@@ -1,0 +1,107 @@
+"""The model that `zero plan` is asked about, on the meta device: a function's, or that of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zero.sizes.trace import Inputs
+
+_TOKENS = 2  # samples of a model of transformers
+
+
+def load_model(text: str, sequence: int) -> tuple[nn.Module, Inputs]:
+    """A model on the meta device, in training mode, and the arguments of its forward; nothing is allocated.
+
+    text: `module:function`, which is called without arguments and gives a model and its inputs: a tuple, or a dict by
+    names, with samples along the first dimension. Or a folder with the config.json of a Hugging Face model, whose
+    inputs are ids and labels of `sequence` tokens. Raises ValueError where there is no model, and where its inputs are
+    not known; ImportError without transformers.
+    """
+    if Path(text).is_dir():
+        model, inputs = _of_folder(Path(text), sequence)
+    elif ":" in text:
+        model, inputs = _of_function(text)
+    else:
+        raise ValueError(
+            f"model: got {text!r}; wanted module:function, such as train:make_model, or a folder with a config.json"
+        )
+    return model.to("meta").train(), inputs
+
+
+class _NoValues(TorchFunctionMode):
+    """Leaves out what writes values into parameters: on the meta device there are none to write."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        values = (*args, *kwargs.values())
+        fills = getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in _FILLS
+        if fills and values and isinstance(values[0], torch.Tensor) and values[0].is_meta:
+            return values[0]
+        return func(*args, **kwargs)
+
+
+_FILLS = ("normal_", "uniform_", "fill_", "zero_", "copy_")
+
+
+def _of_function(text: str) -> tuple[nn.Module, Inputs]:
+    name, _, function = text.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does: modules of the folder that the command is called in
+    try:
+        make = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"model: {text!r}: {error}; call zero plan in the folder of that module") from error
+    finally:
+        sys.path.remove("")
+    for part in function.split("."):
+        if not hasattr(make, part):
+            raise ValueError(f"model: {text!r}: '{name}' has no {function}; wanted a function without arguments")
+        make = getattr(make, part)
+    with torch.device("meta"), _NoValues():
+        made = make()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {text} gave a {type(model).__name__}; wanted a torch.nn.Module and its inputs")
+    if inputs is None:
+        raise ValueError(
+            f"model: {text} gave a {type(model).__name__} alone, and what its forward takes is not known; have it give "
+            "(model, inputs), such as (model, (torch.zeros(1, 2048, dtype=torch.long),))"
+        )
+    return model, inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
+
+
+def _of_folder(folder: Path, sequence: int) -> tuple[nn.Module, Inputs]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model: {folder} has no config.json; wanted the folder of a Hugging Face model")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{path} is read by transformers; pip install transformers") from error
+    config = transformers.AutoConfig.from_pretrained(folder)
+    named = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
+    kind = getattr(transformers, named[0], None) if named else None
+    with torch.device("meta"), _NoValues():
+        model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
+    if model.main_input_name != "input_ids" or "labels" not in _arguments(model):
+        raise ValueError(
+            f"model: a {type(model).__name__} takes more than ids and labels of tokens, and what is not known; write a "
+            "function that gives (model, inputs), and say module:function"
+        )
+    tokens = torch.empty(_TOKENS, sequence, dtype=torch.long, device="meta")
+    model.config.use_cache = False
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _arguments(model: nn.Module) -> Mapping[str, Any]:
+    import inspect
+
+    return inspect.signature(model.forward).parameters
