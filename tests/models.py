@@ -105,3 +105,9 @@ def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 6
     engine.destroy()
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"losses": losses, "norms": norms, "params": params}
+
+
+def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two results of `train` have the same bits."""
+    same = all(torch.equal(first["params"][name], second["params"][name]) for name in second["params"])
+    return same and first["losses"] == second["losses"] and first["norms"] == second["norms"]

@@ -73,6 +73,15 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+def said_by(call: Callable[[], object]) -> str:
+    """The type and text of the error that a call raises; "nothing" if it raises none."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 class Pool:
     """Up to `size` ranks; see the module's docstring."""
 

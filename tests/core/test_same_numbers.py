@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from closeness import allowed, error, twice, ulps
 from marks import each_once, longer
-from models import batch, config, make_net, train
+from models import batch, config, equal, make_net, train
 from oracle import Training, exact, near
 from oracle import train as plain_train
 from torch import nn
@@ -37,11 +37,6 @@ def run_stages(
     world: int, accumulation: int, clipping: float, bf16: bool, every: bool, steps: int = STEPS
 ) -> list[dict[str, Any]]:
     return [train(make_net(), world, settings(s, world, accumulation, clipping, bf16, every), steps) for s in STAGES]
-
-
-def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    same = all(torch.equal(first["params"][name], second["params"][name]) for name in second["params"])
-    return same and first["losses"] == second["losses"] and first["norms"] == second["norms"]
 
 
 # World, micro-batches of a step, clipping, bf16: every pair, and among the long ones every triple at two ranks.

@@ -13,6 +13,7 @@ import pytest
 import torch
 from marks import longer
 from models import batch, config, make_net, share
+from ranks import said_by
 
 import zero
 
@@ -165,14 +166,6 @@ def changed(stage: int, dtype: str) -> list[bool]:
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_the_batch_size_may_change_between_windows(stage):
     assert all(changed(stage, "fp32") + changed(stage, "bf16"))
-
-
-def said_by(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def alone(stage: int = 0, **more: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from closeness import error, ulps
 from marks import longer
-from models import WIDE, batch, config, make_net, train
+from models import WIDE, batch, config, equal, make_net, train
 
 import zero
 from zero.optim import fused
@@ -35,11 +35,6 @@ def run(stage: int, world: int, optimizer: tuple[str, dict], states: dict[str, s
     )
     width = WIDE if states["moments"] != "fp32" else 12
     return train(make_net(blocks=2, width=width), world, settings, steps=4)
-
-
-def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    same = all(torch.equal(first["params"][name], second["params"][name]) for name in second["params"])
-    return same and first["losses"] == second["losses"] and first["norms"] == second["norms"]
 
 
 def run_masters(world: int, moments: str, optimizer: tuple[str, dict], stages: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_hosts import TIMEOUT, Hosts, until
+from ports import free_port
 
 from zero.launch.remote.probe import MARK, versions
 
@@ -25,9 +26,7 @@ def edited(expression: str) -> str:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Net, batch, config, make_net, train
+from models import Net, batch, config, make_net, step, train
 from ranks import Pool
 
 import zero
@@ -29,11 +29,6 @@ def settings_of(folder: str, kind: str, world: int, buffers: int = 2) -> dict[st
     name, more = KINDS[kind]
     section = {"device": "nvme", "nvme_path": folder, "buffer_count": buffers, **more}
     return config(3, world, zero_optimization={"stage": 3, name: section}, zero={"timeout": 20})
-
-
-def step(engine: Any, number: int) -> None:
-    engine.backward(engine(*batch(number, 2)))
-    engine.step()
 
 
 def spoil(how: str, drive: Any) -> None:

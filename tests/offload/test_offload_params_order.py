@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, config, make_net
+from models import batch, config, make_net, step
 
 import zero
 from zero.core.state import State
@@ -33,11 +33,6 @@ def start(folder: str, slots: int, state: dict[str, Any] | None = None, **knobs:
         block.register_forward_pre_hook(lambda *_, name=f"blocks.{index}": events.append(f"begin {name}"))
         block.register_forward_hook(lambda *_, name=f"blocks.{index}": events.append(f"end {name}"))
     return engine, events
-
-
-def step(engine: Any, index: int) -> None:
-    engine.backward(engine(*batch(index, 2)))
-    engine.step()
 
 
 def forwards(folder: str, slots: int, state: dict[str, Any] | None, knobs: dict[str, Any]) -> list[str]:

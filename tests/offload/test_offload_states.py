@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDE, batch, config, make_net, share
+from models import WIDE, batch, config, make_net, share, step
+from ranks import said_by
 
 import zero
 from zero.utils import safe_get_full_fp32_param, safe_get_local_optimizer_state
@@ -36,11 +37,6 @@ def start(stage: int, kind: str) -> Any:
     return zero.initialize(model=make_net(blocks=2, width=WIDE), config=settings)[0]
 
 
-def micro_step(engine: Any, index: int) -> None:
-    engine.backward(engine(*share(index)))
-    engine.step()
-
-
 def alive(engine: Any) -> int:
     """Bytes of model state that have memory, by storage."""
     found = {}
@@ -56,7 +52,7 @@ def run(stage: int, kind: str, include: Any, when: tuple[int, ...]) -> tuple[dic
     engine = start(stage, kind)
     seen = []
     for index in range(6):
-        micro_step(engine, index)
+        step(engine, index)
         if index in when:
             before = alive(engine)
             engine.offload_states(include, pin_memory=False)
@@ -85,14 +81,6 @@ def test_what_comes_back_is_what_went(stage, kind):
     assert all(said), said
 
 
-def said_by(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def uses(stage: int) -> list[str]:
     engine = start(stage, "bf16")
     mine = share(0)
@@ -112,7 +100,7 @@ def uses(stage: int) -> list[str]:
         said_by(engine.module_state_dict),
     ]
     engine.reload_states()
-    micro_step(engine, 0)
+    step(engine, 0)
     engine.offload_states()
     engine.destroy()  # brings everything back by itself
     return [*said, str(bool(torch.isfinite(param).all()))]
@@ -162,7 +150,7 @@ def summed_as_a_tree(rests: bool) -> list[float]:
     engine = zero.initialize(model=make_net(width=WIDE), config=config(2, dist.get_world_size(), **more))[0]
     norms = []
     for index in range(8):
-        micro_step(engine, index)
+        step(engine, index)
         if rests and index % 4 == 2:  # two partial sums are held
             engine.offload_states()
             engine.reload_states()
