@@ -85,7 +85,11 @@ def test_rows_are_sorted_and_have_every_choice_and_policy() -> None:
     assert {(row.choice, row.policy) for row in rows} == {(c, p) for c in choices_of(tight) for p in POLICIES}
     fitting = [row for row in rows if not row.lacks]
     assert 0 < len(fitting) < len(rows) and rows[: len(fitting)] == fitting
-    assert [pace_of(row) for row in fitting] == sorted(pace_of(row) for row in fitting)
+    paces = [pace_of(row) for row in fitting]
+    first = next(index for index, pace in enumerate([*paces, 1e9]) if pace > 1.01 * min(paces))
+    assert paces[first:] == sorted(paces[first:]), "by seconds for a sample"
+    moved = [sum(row.links) / row.micro_batch for row in fitting[:first]]
+    assert moved == sorted(moved), "by bytes, where the seconds are alike"
     for row in rows[len(fitting) :]:
         assert row.lacks[0].startswith(("device: ", "host: ")) and row.micro_batch == 1
 

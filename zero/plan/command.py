@@ -24,14 +24,28 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--params", type=float, metavar="N", help=about)
     parser.add_argument("--layers", type=int, metavar="N", help="its layers (default: a 128th of the width)")
     parser.add_argument("--width", type=int, metavar="N", help="its width (default: 128 times the layers)")
-    about = "cuda: a device with memory of its own (the default); cpu: ranks that train in host memory"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=about)
+    about = (
+        "with it, time too: the name of a device such as h200 or a100, or measured: this machine, which is tried for "
+    )
+    about += "some seconds. cuda (the default) and cpu: bytes only, with a memory of its own or that of the host"
+    parser.add_argument("--device", default="cuda", metavar="NAME", help=about)
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default: 4096)")
+    about = "write the configuration of the fastest that fits, to a file or to where the table goes"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=about)
+    parser.add_argument("--ask", metavar="NAME", help="answer a question about the configuration; all: every one")
+    parser.add_argument("--all", action="store_true", help="print all rows, and not the best of each choice")
+    parser.add_argument("--nodes", type=int, metavar="N", help="the number of hosts")
     parser.add_argument("--config", metavar="FILE", help="the JSON of the run (default: bf16 and AdamW)")
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="the number of ranks")
+    about = "the number of ranks; several, as in 8,16,32, to compare; without it, the smallest that fits is looked for"
+    parser.add_argument("--world", type=_counts, metavar="N", help=about)
     for axis, about in _SIZES.items():
         parser.add_argument(f"--{axis.replace('_', '-')}", type=int, metavar="N", help=about)
-    about = "for the warning about tensor parallelism between hosts (default: 8)"
+    about = "without --nodes (default: 8)"
     parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help=about)
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
 
 
 def run(given: argparse.Namespace) -> int:
@@ -45,7 +59,9 @@ def run(given: argparse.Namespace) -> int:
         if given.ranks_per_host < 1:
             raise GridError(f"--ranks-per-host: got {given.ranks_per_host}, wanted an integer of at least 1")
         sizes = {axis: getattr(given, axis) for axis in _SIZES if getattr(given, axis) is not None}
-        grid = Grid(given.world, sizes)
+        if given.world is None or len(given.world) != 1:
+            raise GridError("--world: --groups wants one number of ranks")
+        grid = Grid(given.world[0], sizes)
     except GridError as error:
         print(f"zero plan: error: {error}", file=sys.stderr)
         return 2

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.config import Config
+from zero.config.unavailable import lookup
 from zero.plan.formats import Formats
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import CHOICES, FILE, Choice, own_choice, scheme_of
+from zero.sizes.choice import DEVICE as DEVICE_MEMORY
 from zero.sizes.cost import LOSS, POLICIES, ModelCost, UnitCost
 from zero.sizes.estimate import GB, STEP, Row, state_formats, state_row, units_of
 from zero.sizes.links import Links, Moves, Traffic, over, sum_of
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 USABLE = 0.92  # of the device's memory: torch, CUDA and what the allocator cannot use take the rest
+_ALIKE = 1.01
 _SIZES = 4  # micro-batches of each row, the largest that fit
 _STEPS = 2, 4  # that are simulated: without state off the device, whose updates reach into the next step, and with
 
@@ -32,7 +35,7 @@ class Setup:
     """What a plan is made for: a model and what it costs, the configuration, and machines.
 
     settings: whose world size is the number of ranks; per_host: ranks on each host; mirrored: whether the device has
-    memory of its own and NCCL, or is the host.
+    memory of its own and NCCL, or is the host; recost: the cost under other settings, where they change it.
     """
 
     model: nn.Module | Shape
@@ -41,6 +44,7 @@ class Setup:
     rates: Rates
     per_host: int = 8
     mirrored: bool = True
+    recost: Callable[[Config], ModelCost] | None = None
 
     @property
     def ranks(self) -> int:
@@ -78,6 +82,11 @@ class Setup:
         return self.rates.flops[dtype]
 
     @cached_property
+    def blocks(self) -> list[str]:
+        """Patterns of the paths of all that can be recomputed."""
+        return list(dict.fromkeys(pattern_of(unit.name) for unit in self.cost.units if unit.recomputable))
+
+    @cached_property
     def policy(self) -> str:
         """Of recomputation, in the configuration; "auto" counts as "none", which it becomes where all fits."""
         section = self.settings.zero.recompute
@@ -85,6 +94,20 @@ class Setup:
             return "none"
         on_host = self.settings.activation_checkpointing.cpu_checkpointing and section.policy == "full"
         return "host" if on_host else section.policy if section.policy in POLICIES else "none"
+
+
+def pattern_of(name: str) -> str:
+    """The path of a module, with a star for its number in a list."""
+    return re.sub(r"\d+$", "*", name)
+
+
+def _within(path: str, states: Mapping[str, int]) -> str:
+    """The path of the innermost module with a state that this one lies in; the step where there is none."""
+    while path not in states:
+        if not path:
+            return STEP
+        path = path.rpartition(".")[0]
+    return path
 
 
 def choices_of(setup: Setup) -> list[Choice]:
@@ -98,6 +121,7 @@ def choices_of(setup: Setup) -> list[Choice]:
 def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: Sequence[str] = POLICIES) -> list[Row]:
     """Rows of all choices and policies, each with several micro-batches: those that fit first, by seconds per sample.
 
+    Those within a hundredth of the fastest come by what they move for a sample: no prediction is better than that.
     Where `train_batch_size` is given it stays, and micro-batches are those that it can be made of; otherwise the number
     of micro-batches for a step stays. What does not fit at any size is there with the smallest one.
     """
@@ -106,7 +130,15 @@ def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: 
         search = Search(setup, choice)
         for policy in policies:
             found += [search.row(policy, size) for size in search.sizes(policy)]
-    return sorted(found, key=lambda row: (bool(row.lacks), row.peak if row.lacks else pace_of(row), row.peak))
+    fastest = min((pace_of(row) for row in found if not row.lacks), default=0.0)
+
+    def key(row: Row) -> tuple[float, ...]:
+        if row.lacks:
+            return 2, row.peak, 0
+        moved, pace = sum(row.links) / (row.micro_batch * row.accumulation), pace_of(row)
+        return (0, moved, pace) if pace <= _ALIKE * fastest else (1, pace, moved)
+
+    return sorted(found, key=key)
 
 
 def pace_of(row: Row) -> float:
@@ -163,7 +195,7 @@ class Search:
             micro_batch=micro_batch,
             accumulation=accumulation,
             inputs_on_host=on_host,
-            peak=max(line.state + line.sample * micro_batch for line in self._lines(policy, accumulation)),
+            peak=max(line.state + line.sample * micro_batch for line in self.lines(policy, accumulation)),
             links=sum_of(*links),
             step=self._step(policy, micro_batch, accumulation),
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
@@ -184,19 +216,19 @@ class Search:
             self._states[several] = row, moves, moves.by_unit()
         return self._states[several]
 
-    def _lines(self, policy: str, accumulation: int) -> list[Line]:
+    def lines(self, policy: str, accumulation: int) -> list[Line]:
         """Moments at which the most may be alive on the device."""
-        states = dict(self._state(accumulation)[0].moments)
-        lines = [Line(at, states.pop(at, states[STEP]), alive) for at, alive in self.setup.cost.moments(policy)]
-        kept = self.setup.cost.kept_before(policy)
-        lines += [Line(at, state, kept.get(at, 0.0)) for at, state in self._state(accumulation)[0].ends.items()]
-        return lines + [Line(at, state, 0.0) for at, state in states.items()]
+        row, cost = self._state(accumulation)[0], self.setup.cost
+        kept = cost.kept_before(policy)
+        lines = [Line(at, row.moments[_within(at, row.moments)], alive) for at, alive in cost.moments(policy)]
+        lines += [Line(at, state, kept.get(at, 0.0)) for at, state in row.ends.items()]
+        return lines + [Line(at, state, 0.0) for at, state in row.moments.items()]
 
     def capacity(self, policy: str, accumulation: int) -> float:
         """Samples of a micro-batch for which there is room, with their part of one more; negative where there is none
         for the state."""
         setup, host = self.setup, self._state(accumulation)[0].host.memory
-        lines, away = self._lines(policy, accumulation), setup.cost.on_host(policy)
+        lines, away = self.lines(policy, accumulation), setup.cost.on_host(policy)
         if setup.mirrored:
             rooms = [(setup.room, line) for line in lines]
             rooms.append((setup.rates.host_memory, Line("host", host, away)))
@@ -246,28 +278,38 @@ def _lacks(setup: Setup, row: Row) -> Iterator[str]:
         yield "drive: no rate of one is known"
 
 
+_PLAIN = {
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.offload_optimizer.device": DEVICE_MEMORY,
+    "zero_optimization.offload_param.device": DEVICE_MEMORY,
+    "zero_optimization.mics_shard_size": -1,
+    "zero.shard_size": 0,
+    "zero.recompute": {},
+    "activation_checkpointing.cpu_checkpointing": False,
+}  # what is so without being said
+
+
 def _sets(setup: Setup, choice: Choice, policy: str, micro_batch: int, accumulation: int) -> dict[str, Any]:
-    """The keys of the JSON of a row."""
+    """The keys of the JSON of a row, as far as the configuration does not say them by silence."""
     settings, section = setup.settings, setup.settings.zero_optimization
-    sets = {
+    sets = _PLAIN | {
         "train_batch_size": micro_batch * accumulation * setup.ranks,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization.stage": choice.stage,
         "zero_optimization.zero_hpz_partition_size": choice.secondary,
         "zero.shard_size": choice.shard_size,
-        "zero.recompute": {},
         "activation_checkpointing.cpu_checkpointing": policy == "host",
     }
-    if "zero_optimization.mics_shard_size" in settings.shard_sizes:
-        sets["zero_optimization.mics_shard_size"] = -1
     for name, place in (("offload_optimizer", choice.optimizer), ("offload_param", choice.params)):
         sets[f"zero_optimization.{name}.device"] = place
         if place == FILE:
             sets[f"zero_optimization.{name}.nvme_path"] = getattr(section, name).nvme_path or "/tmp"
     if policy != "none":
-        blocks = [unit.name for unit in setup.cost.units if unit.recomputable]
-        patterns = list(dict.fromkeys(re.sub(r"\d+$", "*", name) for name in blocks))
-        modules = settings.zero.recompute.modules or patterns
+        modules = settings.zero.recompute.modules or setup.blocks
         sets["zero.recompute"] = {"modules": modules, "policy": "full" if policy == "host" else policy}
-    return sets
+    return {
+        path: value
+        for path, value in sets.items()
+        if value != _PLAIN.get(path, ...) or lookup(settings.raw, path) is not None
+    }

@@ -1,0 +1,195 @@
+"""The promise: `zero plan` names the fastest configuration that fits and writes one that runs, says whether more ranks
+pay, and answers what people ask."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from marks import longer
+from models import config, make_net, share
+from test_import import fresh
+
+import zero
+from zero.__main__ import main
+from zero.config import load
+from zero.config.override import apply
+from zero.sizes import search, table
+from zero.sizes.asks import ASKS
+from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.cost import POLICIES, shape_cost
+from zero.sizes.rates import DEVICES
+from zero.sizes.search import Search, Setup, candidates
+from zero.sizes.shape import Shape, shape_of
+
+SMALL = ["plan", "--params", "2e7", "--sequence", "64", "--device", "a100"]
+
+
+def printed(capsys: pytest.CaptureFixture, *words: str) -> str:
+    assert main([*SMALL, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_names_what_is_best(capsys: pytest.CaptureFixture) -> None:
+    text = printed(capsys, "--world", "16", "--nodes", "2")
+    rows = [line for line in text.splitlines() if line.startswith("stage ")]
+    assert len(rows) == (len(CHOICES) + 4) * len(POLICIES), "the best of each choice, HSDP and hpZ, and each policy"
+    first = rows[0].split("  ")[0]
+    assert f"fastest that fits: {first}" in text
+    assert "largest micro-batch: " in text and "longest sequence: " in text and "twice the ranks pays" in text
+    whole = printed(capsys, "--world", "16", "--nodes", "2", "--all")
+    assert len([line for line in whole.splitlines() if line.startswith("stage ")]) > 2 * len(rows)
+
+
+def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--params", "1e12", "--world", "8", "--device", "a100", "--json"]) == 2
+    said = capsys.readouterr()
+    assert "nothing fits; the least has stage 3" in said.out
+    assert "device: " in said.out and "of which parameters 2,000.0" in said.out
+    assert "--json: nothing fits, so there is no configuration to write" in said.err
+
+
+ROWS = [(Choice(2),), *longer((Choice(3, "cpu", "cpu"),), (Choice(1, "cpu"),), (Choice(3, shard_size=1),))]
+
+
+def trains(settings: dict[str, Any]) -> tuple[int, list[str]]:
+    engine, *_ = zero.initialize(model=make_net(), config=settings)
+    for step in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(*share(step)))
+        engine.step()
+    policies = [each.forward.policy.value for each in engine.module.modules() if hasattr(each.forward, "policy")]
+    stage = engine.zero_optimization_stage()
+    engine.destroy()
+    return stage, policies
+
+
+@pytest.mark.parametrize(("choice",), ROWS)
+@pytest.mark.parametrize("policy", ["selective", *longer("none", "full", "host")])
+def test_a_row_makes_a_configuration_that_runs(pool, choice: Choice, policy: str) -> None:
+    values = config(1, 2, accumulation=2)
+    shape = Shape(3, 12, 25, 17)
+    made = Setup(shape, shape_cost(shape, 5), load(values, 2), DEVICES["h100"], 2)
+    settings = apply(values, Search(made, choice).row(policy, 2).overrides())
+    wanted = choice.stage, [] if policy == "none" else ["full" if policy == "host" else policy] * 3
+    assert pool.run(2, trains, settings) == [wanted] * 2
+
+
+def test_what_is_written_is_the_fastest(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    given, path = tmp_path / "given.json", tmp_path / "made.json"
+    given.write_text(json.dumps({"train_batch_size": 64, "zero": {"timeout": 99}, "fp16": {"enabled": True}}))
+    text = printed(capsys, "--world", "4", "--config", str(given), "--json", str(path))
+    found = load(path, 4)
+    assert found.train_batch_size == 64 and found.zero.timeout == 99 and found.fp16.enabled
+    assert f"wrote {path}: stage {found.zero_optimization.stage}," in text
+    assert f"micro-batch {found.train_micro_batch_size_per_gpu}" in text.splitlines()[-1]
+    there = printed(capsys, "--world", "4", "--config", str(given), "--json")
+    assert json.loads(there[there.index("\n{") :]) == json.loads(path.read_text())
+
+
+# Numbers of ranks.
+
+
+def test_the_smallest_number_of_ranks_fits_and_one_less_does_not(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--params", "30e9", "--device", "a100", "--sequence", "2048"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    line = next(line for line in lines if line.startswith("stage 3  "))
+    count = int(line.split()[2])
+    assert f"{count} ({1 << (count - 1).bit_length()})" in line
+    shape = shape_of(30e9)
+    for ranks, fits in ((count, True), (count - 1, False)):
+        settings = load({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, ranks, filled=False)
+        made = Setup(shape, shape_cost(shape, 2048), settings, DEVICES["a100"])
+        assert (Search(made, Choice(3)).row("none", 1).lacks == ()) is fits
+    assert any(line.startswith("stage 0") and "never" in line for line in lines)
+
+
+def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"train_batch_size": 512, "bf16": {"enabled": True}}))
+    text = printed(capsys, "--world", "8,64,512", "--ranks-per-host", "4", "--config", str(path))
+    rows = [line.split() for line in text.splitlines() if line.split()[0] in ("8", "64", "512")]
+    waits = [float(row[5].rstrip("%")) for row in rows]
+    assert len(rows) == 3 and waits == sorted(waits) and waits[-1] > 50, "a small model on many ranks communicates"
+    assert text.splitlines()[-1].startswith(f"more ranks pay up to 8: on 64, {rows[1][5]} of a step")
+
+
+def test_the_verdict_follows_from_the_speeds() -> None:
+    def said(*speeds: tuple[int, float, float]) -> str:
+        return table.verdict([(ranks, speed, table.Waits(share, 1.0)) for ranks, speed, share in speeds])
+
+    assert said((8, 100, 0.1), (16, 190, 0.2), (32, 200, 0.7)) == (
+        "more ranks pay up to 16: on 32, 70% of a step would be communication, and 2 x the ranks would give 1.05 x the "
+        "speed"
+    )
+    assert said((8, 100, 0.1), (32, 380, 0.1)).startswith("more ranks pay up to 32 and perhaps beyond: 3.8 x the speed")
+
+
+# What people ask.
+
+
+def test_every_question_has_an_answer(capsys: pytest.CaptureFixture) -> None:
+    text = printed(capsys, "--world", "16", "--ask", "all")
+    parts = [text.index(question) for question, _ in ASKS.values()]
+    assert parts == sorted(parts)
+    for start, end in zip(parts, [*parts[1:], None], strict=True):
+        assert len(text[start:end].splitlines()) > 1
+    assert printed(capsys, "--world", "16", "--ask", "peak").splitlines()[4:] == text[parts[0] : parts[1]].splitlines()
+
+
+def answered(capsys: pytest.CaptureFixture, name: str, tmp_path: Path, **values: Any) -> str:
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, **values}))
+    model = "--params", "5e8", "--sequence", "512"
+    return printed(capsys, *model, "--world", "16", "--ask", name, "--config", str(path))
+
+
+def test_answers_are_those_of_rows(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    three = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}
+    peaks = {}
+    for name in ("recompute", "precision", "keep", "units"):
+        lines = answered(capsys, name, tmp_path, **three).splitlines()
+        peaks[name] = [float(line.split(" peak ")[1].split()[0]) for line in lines if " peak " in line]
+    none, selective, full, host = peaks["recompute"][1:]
+    assert host < full < selective < none == peaks["recompute"][0]
+    assert peaks["precision"][3] > 1.5 * peaks["precision"][1], "fp32 takes more than bf16"
+    assert peaks["keep"][2] >= peaks["keep"][1] == peaks["keep"][0]
+    assert peaks["units"][1] > peaks["units"][0], "one unit for all is whole at once"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--ask", "weather", "--world", "2"], "--ask: got 'weather', wanted one of all, peak, units"),
+        (["--device", "abacus", "--world", "2"], "--device: got 'abacus', wanted one of measured, b200"),
+        (["--groups"], "--params and --groups"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: list[str], text: str) -> None:
+    assert main([*SMALL, *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_large_plan_is_little_work_and_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1e12 parameters on 4,096 ranks: state is worked out once for a choice, and a row is one simulation."""
+    calls = {"predict": 0, "state_row": 0}
+    for name in calls:
+        real = getattr(search, name)
+
+        def counted(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(search, name, counted)
+    shape = shape_of(1e12)
+    settings = load({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}, 4096, filled=False)
+    rows = candidates(Setup(shape, shape_cost(shape, 4096), settings, DEVICES["h200"]))
+    assert calls == {"predict": len(rows), "state_row": len(CHOICES) + 4} and len(rows) > 60
+    code = """
+        import json
+        from zero.__main__ import main
+        main(["plan", "--params", "1e12", "--world", "4096", "--device", "h200", "--ask", "mixed"])
+        print(json.dumps(0))
+    """
+    assert fresh(code, ("torch", "numpy", "zero._cpu", "zero._cuda")) == 0
