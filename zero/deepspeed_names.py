@@ -33,6 +33,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.ops.aio.AsyncIOHandle": "`offload_param` and `offload_optimizer` with device nvme",
     "deepspeed.launcher.runner.main": "the command `zero run`",
     "deepspeed.checkpoint.DeepSpeedCheckpoint": _LOADS,
+    "deepspeed.profiling": "`flops_profiler` of the JSON",
     "deepspeed.utils.groups": "torch.distributed.new_group; zero has data parallelism only",
     "deepspeed.utils.instrument_w_nvtx": "torch.profiler",
     "deepspeed.utils.zero_to_fp32.get_model_state_file": _OWN_FILES,

@@ -38,7 +38,7 @@ def test_unknown_key_like_no_other():
     assert errors({"train_batch_size": 8, "zero": {"xyzzy": 1}}) == (
         "zero: unknown key 'xyzzy'; "
         "known keys: units, shard_size, reduce_every_micro_batch, reduce, timeout, check_order, check_replicas, "
-        "recompute, checkpoint, report, unit_norms, alarm"
+        "recompute, checkpoint, report, unit_norms, alarm, profile"
     )
     assert errors(zero(xyzzy=1)) == "zero_optimization: unknown key 'xyzzy'; `zero schema` lists the known keys"
 
@@ -315,10 +315,6 @@ def test_max_grad_norm_of_any_optimizer():
         (
             {"bf16": {"bf16_optimizer_states": True}},
             "bf16.bf16_optimizer_states: set optimizer.params.zero.moments to 'bf16' instead",
-        ),
-        (
-            {"comms_logger": {"enabled": True}},
-            "comms_logger.enabled: is not available in this release; use torch.profiler",
         ),
         (
             {"elasticity": {"enabled": True}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import torch
@@ -109,3 +110,13 @@ def test_work_on_our_own_tensors_is_not_transformed():
 
     torch.func.grad(lambda x: (work(), x.sum())[1])(torch.ones(2))
     assert kinds == [False]
+
+
+def test_profilers_of_torch():
+    assert not private.profiler_runs()
+    with torch.profiler.profile(experimental_config=private.all_threads()) as profiler:
+        assert private.profiler_runs()
+        thread = threading.Thread(target=lambda: torch.ones(3).neg())
+        thread.start()
+        thread.join()
+    assert "aten::neg" in {event.name for event in profiler.events()}

@@ -177,10 +177,10 @@ class Event:
         return 250.0
 
 
-def test_phases_of_a_device_are_counted_when_it_has_reached_their_end():
+def test_phases_of_a_device_are_counted_when_it_has_reached_their_end(monkeypatch):
     engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=1000))
     progress, events = engine._progress, []
-    progress._now = lambda: events.append(Event()) or events[-1]
+    monkeypatch.setattr("zero.engine.progress.now", lambda device: events.append(Event()) or events[-1])
     for name in ("forward", "backward"):
         with progress.phase(name):
             pass
@@ -236,3 +236,11 @@ def test_the_environment_says_what_is_logged(asked, wanted):
     environment = {**os.environ, "ZERO_LOG": asked, "PYTHONPATH": str(ROOT), "RANK": "0"}
     ended = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True)
     assert ended.stderr.splitlines() == wanted
+
+
+@pytest.mark.ranks(2)
+def test_the_breakdown_tells_what_the_loop_stood_still_for() -> None:
+    lines, _ = train(4, steps_per_print=2, wall_clock_breakdown=True)
+    waits = r"other \d+% \(waiting for (gathers|reductions|others) \d+%(, \w+ \d+%)*\)"
+    found = [line for line in lines if re.search(waits, line)]
+    assert len(found) == (3 if dist.get_rank() == 0 else 0)  # at steps 2 and 4, and at the end

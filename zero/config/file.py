@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from zero.config.monitor_sections import Comet, Csv, TensorBoard, Wandb
+from zero.config.profile_sections import CommsLogger, FlopsProfiler
 from zero.config.sections import (
     ActivationCheckpointing,
     Aio,
@@ -24,7 +25,6 @@ from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not available in this release; only data parallelism is"
 _CUDA_GRAPHS = Unavailable("CUDA graphs are not available in this release; leave it out")
-_PROFILER = Unavailable("is not available in this release; use torch.profiler", at="enabled")
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 
 
@@ -110,8 +110,10 @@ class File(Section):
     """Values of each step as CSV files."""
     comet: Comet = absent(Comet)
     """Values of each step for Comet."""
-    comms_logger: Annotated[Settings, _PROFILER]
-    flops_profiler: Annotated[Settings, _PROFILER]
+    comms_logger: CommsLogger = absent(CommsLogger)
+    """What ranks send each other, as a table."""
+    flops_profiler: FlopsProfiler = absent(FlopsProfiler)
+    """FLOPs, parameters and time of the model's modules in one step, and MFU."""
     timers: Annotated[Settings, Idle("not used yet")]
 
     amp: Annotated[Settings, Unavailable("apex amp is not available; use bf16", on=enabled)]

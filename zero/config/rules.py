@@ -86,6 +86,11 @@ def storage(file: File) -> Iterator[str]:
     if (alarm.action == "checkpoint") != (alarm.folder is not None):
         what = "is missing; action 'checkpoint' saves into it" if alarm.folder is None else "is for action 'checkpoint'"
         yield f"zero.alarm.folder: {what}"
+    steps = file.zero.profile.steps
+    if steps is None and file.zero.profile.model_fields_set:
+        yield "zero.profile.steps: is missing; give the first and the last step of the trace, such as [10, 12]"
+    elif steps is not None and steps[1] < steps[0]:
+        yield f"zero.profile.steps: got {list(steps)}, wanted the first step and then the last, such as [10, 12]"
     inputs = file.activation_checkpointing
     if inputs.contiguous_memory_optimization and inputs.number_checkpoints is None:
         yield (

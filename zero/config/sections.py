@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from zero.config.monitor_sections import Alarm
+from zero.config.profile_sections import Profile
 from zero.config.unavailable import ALWAYS_ON, NOT_AVAILABLE, NOTHING_TO_SET, Idle, Unavailable, false
 from zero.config.values import (
     Bool,
@@ -215,3 +216,5 @@ class Zero(Section):
     """The norms of each unit's gradient, parameters and update: true for each step, or every n steps."""
     alarm: Alarm = absent(Alarm)
     """What is done about a step whose loss or norm stands out."""
+    profile: Profile = absent(Profile)
+    """Steps of which torch's profiler makes a trace."""

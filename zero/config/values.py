@@ -135,6 +135,9 @@ Settings: TypeAlias = Annotated[dict, Field(default_factory=dict)]  # whose keys
 _Beta = Annotated[float, Field(ge=0, lt=1), _never(bool, str)]
 Betas = _kind(tuple[_Beta, _Beta], "a list of two numbers in [0, 1)")
 Nbytes: TypeAlias = Annotated[int | str, BeforeValidator(_nbytes)]
+_Whole = Annotated[int, _never(bool, str, float)]
+Counts = _kind(list[Annotated[_Whole, Field(ge=0)]], "a list of integers of at least 0")
+StepRange = _kind(tuple[Annotated[_Whole, Field(ge=1)], _Whole], "a list of two integers of at least 1, as [10, 12]")
 Int = integer()
 Count = integer(0)
 Positive = integer(1)

@@ -90,6 +90,11 @@ class Gradients:
         return self.sum.held
 
     @property
+    def travelling(self) -> bool:
+        """Whether a reduction has begun that nobody has waited for."""
+        return self._reduction is not None
+
+    @property
     def complete(self) -> bool:
         """Every parameter of the unit got its gradient in the backward that runs."""
         return len(self._arrived) == len(self._spans)

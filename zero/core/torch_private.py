@@ -131,3 +131,13 @@ def untransformed(work: Callable[..., Any]) -> Callable[..., Any]:
             return work(*args, **kwargs)
 
     return called
+
+
+def profiler_runs() -> bool:
+    """Whether a profiler of torch runs, which another one would end."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def all_threads() -> Any:
+    """For `torch.profiler.profile(experimental_config=...)`: every thread, not only the one that starts it."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

@@ -100,6 +100,8 @@ class Engine(DeepSpeedGetters, nn.Module):
     scale = _method_of("_training", TrainingStep.scale)
     zero_grad = _method_of("_training", TrainingStep.zero_grad)
 
+    log_comms_summary = _method_of("_training", TrainingStep.log_comms_summary)
+
     set_gradient_accumulation_boundary = _method_of("_accumulation", Accumulation.set_gradient_accumulation_boundary)
     no_sync = _method_of("_accumulation", Accumulation.no_sync)
     coalesce_grad_reduction = _method_of("_accumulation", Accumulation.coalesce_grad_reduction)
@@ -266,6 +268,8 @@ class Engine(DeepSpeedGetters, nn.Module):
             self.optimizer.unbind(wait=False)
 
     def _undo_parts(self) -> None:
+        if self._training.profiles is not None:
+            self._training.profiles.close()
         self._offload.reload_states()
         self._compiler.undo()
         self._training.recomputing.undo()

@@ -26,13 +26,17 @@ from zero.log import logger, rank_zero
 from zero.memory.host_bytes import HostBytes
 from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import StepReport, UnitNorms
+from zero.monitor.taps import Stamp, ended, now, seconds
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
+from zero.watchdog.rank_status import Collective
 
 MIB = 2**20
 _MEMORY_EVERY = 1.0  # seconds between two looks at the memory, for the monitors
-_WAITS = "waiting for updates"  # in whatever phase it was
+_WAITING = "waiting for "  # in whatever phase it was
+_WAITS = _WAITING + "updates"
+_DIRECTIONS = {"gather": "gathers", "reduce": "reductions", "replica gather": "reductions"}
 
 
 @dataclass
@@ -155,11 +159,11 @@ class Progress:
             self._recent.since = self._all.since = time.perf_counter()
             self._reported = _Reported(self._all.since)
         self._count_phases()
-        start = self._now()
+        start = now(self._device)
         try:
             yield
         finally:
-            self._phases.append((name, start, self._now()))
+            self._phases.append((name, start, now(self._device)))
 
     def report_step(self, reports: Mapping[int, RankReport], samples: int) -> None:
         """Tell of the optimizer step that has just ended, of so many samples, and log it, if it is its turn."""
@@ -183,17 +187,17 @@ class Progress:
     def _report(self, reports: Mapping[int, RankReport], samples: int, values: dict[str, Any]) -> StepReport:
         self._count_phases()
         status, optimizer, mesh, last = self._status, self._optimizer, self._sharded.mesh, self._reported
-        now, sent = time.perf_counter(), mesh.watchdog.status.sent
+        at, sent = time.perf_counter(), mesh.watchdog.status.sent
         spent, self._spent = self._spent, {}
-        whole = self.monitor.enabled and now - last.memory >= _MEMORY_EVERY
-        self._reported = _Reported(now, now if whole else last.memory, sent)
+        whole = self.monitor.enabled and at - last.memory >= _MEMORY_EVERY
+        self._reported = _Reported(at, at if whole else last.memory, sent)
         first = mesh.global_rank == 0
         if not first:  # what is its own
             reports, samples = {mesh.global_rank: reports[mesh.global_rank]}, samples // mesh.data.size
         return StepReport(
             step=status.global_steps,
             time=time.time(),
-            seconds=now - last.at,
+            seconds=at - last.at,
             samples=samples,
             tokens=sum(each.tokens for each in reports.values()),
             global_samples=status.global_samples,
@@ -202,7 +206,7 @@ class Progress:
             norm=optimizer.grad_norm if first else None,
             lr=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group) if first else (),
             scale=optimizer.loss_scale if first and self._config.scales_loss else None,
-            phases=spent,
+            phases={name: each for name, each in spent.items() if not name.startswith(_WAITING)},
             waits=optimizer.waited(),
             bytes=self._kinds() if whole else {},
             sent=sent - last.sent,
@@ -222,6 +226,10 @@ class Progress:
             logger.info("model state on rank 0 (MiB) | %s", _mib(self.state_nbytes()._asdict()))
             if (host := self.host_nbytes()) is not None:
                 logger.info("off the device on rank 0 (MiB) | %s", _mib(host._asdict() | {"in memory": host.memory}))
+
+    def waited(self, collective: Collective, begun: Stamp, start: Stamp, end: Stamp) -> None:
+        """The loop has stood still for a collective, from `start` to `end`."""
+        self._phases.append((_WAITING + _DIRECTIONS.get(collective.direction, "others"), start, end))
 
     def log_end(self) -> None:
         """Log the whole run in one line; once, and by itself where the program ends without asking for it."""
@@ -259,20 +267,12 @@ class Progress:
             return torch.cuda.max_memory_allocated(self._device)
         return psutil.Process().memory_info().rss
 
-    def _now(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _count_phases(self) -> None:
         """Of those that have ended, on a GPU too, in their order."""
-        while self._phases and (isinstance(end := self._phases[0][2], float) or end.query()):
-            name, start, _ = self._phases.popleft()
-            seconds = end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3
-            for seconds_of in (self._spent, self._recent.seconds, self._all.seconds):
-                seconds_of[name] = seconds_of.get(name, 0.0) + seconds
+        while self._phases and ended(self._phases[0][2]):
+            name, start, end = self._phases.popleft()
+            for spent in (self._spent, self._recent.seconds, self._all.seconds):
+                spent[name] = spent.get(name, 0.0) + seconds(start, end)
 
 
 def _kept(name: Any, value: Any) -> Any:
@@ -299,11 +299,11 @@ def _log_end(tally: Tally) -> None:
 
 def _shares(spent: Mapping[str, float], whole: float) -> str:
     """The phases in percent of `whole` seconds, and what is left of it, as the loading of data."""
-    waits = spent.get(_WAITS)
-    phases = {name: seconds for name, seconds in spent.items() if name != _WAITS}
+    phases = {name: seconds for name, seconds in spent.items() if not name.startswith(_WAITING)}
+    waits = {name.removeprefix(_WAITING): seconds for name, seconds in spent.items() if name not in phases}
     phases["other"] = max(0.0, whole - sum(phases.values()))
-    texts = [f"{name} {seconds / whole:.0%}" for name, seconds in phases.items()]
-    return ", ".join(texts) + ("" if waits is None else f" ({_WAITS} {waits / whole:.0%})")
+    shares = [", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in each.items()) for each in (phases, waits)]
+    return shares[0] + (f" ({_WAITING}{shares[1]})" if waits else "")
 
 
 def _short(value: float) -> str:

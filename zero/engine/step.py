@@ -9,7 +9,7 @@ step        before the boundary the micro-batch is counted, and that is all; at 
                unit, the gather of parameters that stay gathered, the loss scale
                or nothing of it but the norm, where the alarm says so
             3. the counters, and the ranks' reports, which came with the norm: losses that are not finite, equal batches
-            4. the monitors and the log
+            4. the profiles, the monitors and the log
             5. the scheduler, unless the step was skipped
             6. the error of a checkpoint that was written beside the training loop, if it failed; the alarm's own one
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +33,14 @@ from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.precision import Precision, check_loss, scaled
+from zero.engine.profiles import Profiles, asked
 from zero.engine.progress import Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
-from zero.log import logger
+from zero.log import logger, rank_zero
+from zero.monitor.comms import Traffic, table
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.recompute.modules import Recomputing
@@ -67,6 +70,9 @@ class TrainingStep:
         norms, alarm = config.zero.unit_norms, config.zero.alarm
         self.norms = optimizer.watch_norms(norms) if norms and optimizer is not None else None
         self.alarms = Alarms(alarm) if alarm.model_fields_set else None
+        self.profiles: Profiles | None = None
+        if optimizer is not None and asked(config):
+            self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
         self._sharded = sharded
         self._optimizer = optimizer
         self._precision = Precision(config, device)
@@ -160,6 +166,8 @@ class TrainingStep:
                 self.record.warn(reports)
                 if self.norms is not None:
                     self.progress.report_norms(self.norms.norms(reports), self._accumulation.samples)
+                if self.profiles is not None:
+                    self.profiles.step_ended(self._status.global_steps)
                 self.progress.report_step(reports, self._accumulation.samples)
                 if self._status.step_applied and scheduler is not None:
                     scheduler.step(**lr_kwargs)
@@ -167,6 +175,18 @@ class TrainingStep:
             self._saving.raise_failure()
             if self.alarms is not None:
                 self.alarms.save(self._saving.save_checkpoint)
+
+    def log_comms_summary(self, by_unit: bool = False) -> dict[str, Traffic]:
+        """What this rank has sent so far, by operation or by unit; rank 0 prints it, too.
+
+        Raises RuntimeError without `comms_logger.enabled` in the JSON.
+        """
+        log = self.profiles.comms if self.profiles is not None else None
+        if log is None:
+            raise RuntimeError("log_comms_summary(): nothing was noted; set comms_logger.enabled to true in the JSON")
+        traffic = log.traffic(by_unit)
+        rank_zero(logging.INFO, "%s", table(traffic, "unit" if by_unit else "operation"))
+        return traffic
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of earlier micro-batches. Not needed in a training loop."""

@@ -88,9 +88,11 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     micro = settings.train_micro_batch_size_per_gpu
     raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
     raw |= {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
-    raw = {key: value for key, value in raw.items() if key not in ("tensorboard", "wandb", "csv_monitor", "comet")}
+    seen = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
+    raw = {key: value for key, value in raw.items() if key not in seen}
     if isinstance(raw.get("zero"), dict):
-        raw["zero"] = {key: value for key, value in raw["zero"].items() if key not in ("report", "unit_norms", "alarm")}
+        seen = ("report", "unit_norms", "alarm", "profile")
+        raw["zero"] = {key: value for key, value in raw["zero"].items() if key not in seen}
     if run.kind is Kind.ENGINE:
         section = raw.get("zero_optimization")
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)

@@ -1,0 +1,94 @@
+"""What of a run is profiled: `flops_profiler`, `comms_logger`, `zero.profile` and `wall_clock_breakdown`'s waits."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zero.config import Config
+from zero.core.mixed_precision import DTYPES
+from zero.core.sharded_module import ShardedModule
+from zero.engine.progress import Progress
+from zero.monitor.comms import CommsLog
+from zero.monitor.flops import FlopsProfile, matmul_rate
+from zero.monitor.step_report import Line
+from zero.monitor.taps import Taps
+from zero.monitor.trace import StepTrace
+from zero.optim.optimizer import ZeroOptimizer
+from zero.sizes.rates import DEVICES, REACHED
+
+
+class Profiles:
+    """The profiles of one engine.
+
+    comms: None where no log of messages was asked for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sharded: ShardedModule,
+        optimizer: ZeroOptimizer,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        """`progress`: takes waits, MFU, and the timeline of a step."""
+        self._progress = progress
+        self._taps = Taps()
+        self._ended = time.perf_counter()  # the last step
+        section, rank = config.comms_logger, sharded.mesh.global_rank
+        self.comms = CommsLog(section, sharded.mesh.data, device, self._taps) if section.enabled else None
+        if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
+            self._taps.waits(self, sharded.mesh.data, device, progress.waited)
+        tell = None if config.zero.report is None else self._tell
+        self._trace = StepTrace(config.zero.profile, sharded, optimizer.shard_optimizer, device, self._taps, tell)
+        self._flops: FlopsProfile | None = None
+        if config.flops_profiler.enabled and rank == 0:
+            dtype = config.autocast_dtype or config.compute_dtype
+            most = functools.partial(peak, dtype, device)
+            self._flops = FlopsProfile(config.flops_profiler, sharded.module, device, most, self._taps)
+        self.step_ended(0)
+
+    def step_ended(self, step: int) -> None:
+        """The step with this number is over; 0 at the start. MFU, once it is known, stands in its report."""
+        now = time.perf_counter()
+        took, self._ended = now - self._ended, now
+        self._trace.step_ended(step)
+        if self._flops is None:
+            return
+        mfu = self._flops.mfu(took)  # first of the step that is timed: the one that is counted takes longer
+        self._flops.step_ended(step, took)
+        self._ended = time.perf_counter()
+        if mfu is not None:
+            self._progress.log({"MFU": mfu})
+
+    def _tell(self, timeline: Mapping[str, Any]) -> None:
+        self._progress.monitor.tell(Line("timeline", timeline))
+
+    def close(self) -> None:
+        """Leave the engine as it was, and tell what was found."""
+        self._trace.close()
+        if self._flops is not None:
+            self._flops.close()
+        for each in (self, self.comms):
+            self._taps.remove(each)
+
+
+def asked(config: Config) -> bool:
+    """Whether the JSON asks for a profile."""
+    switches = config.comms_logger.enabled, config.flops_profiler.enabled, config.wall_clock_breakdown
+    return any(switches) or config.zero.profile.steps is not None or config.zero.report is not None
+
+
+def peak(dtype: str, device: torch.device) -> float:
+    """The FLOP/s in products of matrices that a GPU's data sheet says; where there is none, measured now."""
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    for known, rates in DEVICES.items():
+        if known in name and dtype in rates.flops:
+            return rates.flops[dtype] / REACHED["flops"]
+    return matmul_rate(DTYPES[dtype], device)

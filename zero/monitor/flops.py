@@ -1,0 +1,193 @@
+"""FLOPs of a model by module, counted by torch in one step, and timed in the next (`flops_profiler`)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero.config.profile_sections import FlopsProfiler
+from zero.core.torch_private import backward_task
+from zero.log import logger
+from zero.monitor.taps import Stamp, Taps, now, seconds
+
+
+@dataclass
+class Row:
+    """One module with all that is inside: FLOPs and seconds of its forward passes in a step, over all micro-batches."""
+
+    path: str
+    kind: str
+    params: int
+    forward: int = 0
+    seconds: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        """How many modules it lies in."""
+        return self.path.count(".") + 1 if self.path else 0
+
+
+class FlopsProfile:
+    """The section `flops_profiler` on one rank: one step is counted, the next one timed; then there is the table.
+
+    FLOPs are those of `torch.utils.flop_counter`: 2mkn for a product of [m, k] and [k, n], attention and convolutions.
+
+    rows:       by path in the model, the root first;
+    forward:    FLOPs of forward passes with gradients; recomputed: of what ran again in a backward; apart: of forward
+                passes without gradients; total: all of the step, backward passes included.
+    """
+
+    def __init__(
+        self,
+        section: FlopsProfiler,
+        module: nn.Module,
+        device: torch.device,
+        peak: Callable[[], float],
+        taps: Taps,
+    ) -> None:
+        """`peak`: gives the FLOP/s that the device can reach at most."""
+        self.forward = self.recomputed = self.apart = self.total = 0
+        self.rows: dict[str, Row] = {}
+        self._section, self._module, self._device, self._peak = section, module, device, functools.cache(peak)
+        for path, each in module.named_modules():
+            row = Row(path, type(each).__name__, sum(param.numel() for param in each.parameters()))
+            if section.module_depth < 0 or row.depth <= section.module_depth:
+                self.rows[path] = row
+        self._taps = taps
+        self._counter: FlopCounterMode | None = None
+        self._counted = 0  # which step
+        self._open = 0  # forward passes that run
+        self._timed: list[tuple[Row, Stamp, Stamp]] = []
+        self._todo = ["count", "time", "print"]
+
+    def mfu(self, took: float) -> float | None:
+        """The part of the device's peak that a step of `took` seconds reaches (PaLM, appendix B); None before it is
+        known. What is recomputed does not count.
+        """
+        return self.model / took / self._peak() if self.total else None
+
+    @property
+    def backward(self) -> int:
+        """FLOPs of the gradients alone."""
+        return self.total - self.forward - self.recomputed - self.apart
+
+    @property
+    def model(self) -> int:
+        """FLOPs that one step of the model takes on this rank."""
+        return self.forward + self.backward
+
+    def step_ended(self, step: int, took: float) -> None:
+        """The step with this number, 0 at the start, is over; it `took` so many seconds."""
+        if not self._todo or step < self._section.profile_step:
+            return
+        todo = self._todo.pop(0)
+        self._stop()
+        if todo == "print":
+            self._print(took)
+            return
+        if todo == "count":
+            self._counted = step + 1
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+        for path, row in self.rows.items():
+            module, followed = self._module.get_submodule(path), functools.partial(self._followed, row)
+            self._taps.replace(self, module, "forward", followed)
+
+    def close(self) -> None:
+        """The run ends; what was counted and not told is."""
+        self._stop()
+        if self._todo == ["print"]:
+            self._print(0.0)
+
+    def _stop(self) -> None:
+        self._taps.remove(self)
+        if self._counter is not None:
+            self.total = self._counter.get_total_flops()
+            self._counter.__exit__(None, None, None)
+            self._counter = None
+        for row, start, end in self._timed:
+            if not isinstance(end, float):
+                end.synchronize()
+            row.seconds += seconds(start, end)
+        self._timed = []
+
+    def _followed(self, row: Row, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counter, self._open = self._counter, self._open + 1
+            before, start = counter.get_total_flops() if counter is not None else 0, now(self._device)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._open -= 1
+                kind = "recomputed" if backward_task() >= 0 else "forward" if torch.is_grad_enabled() else "apart"
+                if counter is None and kind == "forward":
+                    self._timed.append((row, start, now(self._device)))
+                elif counter is not None:
+                    flops = counter.get_total_flops() - before
+                    row.forward += flops if kind == "forward" else 0
+                    if not self._open:  # the outermost
+                        setattr(self, kind, getattr(self, kind) + flops)
+
+        return call
+
+    def _print(self, took: float) -> None:
+        text, file = "\n".join(self._lines(took)), self._section.output_file
+        if file is None or not written(Path(file), text):
+            logger.info("%s", text)
+
+    def _lines(self, took: float) -> Iterator[str]:
+        yield f"FLOPs of step {self._counted} on this rank, and times of the next one"
+        recomputed = f", recomputed {si(self.recomputed)}FLOP" if self.recomputed else ""
+        yield f"forward {si(self.forward)}FLOP, backward {si(self.backward)}FLOP{recomputed}"
+        if took:
+            reached = f"{si(self.model / took)}FLOP/s, MFU {self.mfu(took):.1%} of {si(self._peak())}FLOP/s"
+            yield f"{1e3 * took:,.1f} ms/step: {reached}"
+        yield f"{'module':<44} {'parameters':>14} {'forward FLOP':>13} {'share':>6} {'ms':>9} {'FLOP/s':>9}"
+        largest: dict[int, list[Row]] = {}
+        for row in sorted(self.rows.values(), key=lambda row: -row.forward):
+            largest.setdefault(row.depth, []).append(row)
+        for row in self.rows.values():
+            if self._section.detailed or row in largest[row.depth][: self._section.top_modules]:
+                name = "  " * row.depth + (f"{row.path.rpartition('.')[2]} ({row.kind})" if row.path else row.kind)
+                share = row.forward / max(1, self.forward)
+                times = f"{1e3 * row.seconds:>9,.2f} {si(row.forward / row.seconds):>9}" if row.seconds else ""
+                yield f"{name:<44} {row.params:>14,} {si(row.forward):>13} {share:>6.0%} {times}".rstrip()
+
+
+def written(path: Path, text: str) -> bool:
+    """Write a file, and the folders that it lies in; where that fails it is warned of, and the run goes on."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("the profile '%s' could not be written: %s", path, error)
+        return False
+    return True
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:
+    """FLOP/s of a product of two [size, size] on this device now, the fastest of five."""
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        (left @ right)[0, 0].item()  # which waits for a GPU
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
+
+
+def si(number: float) -> str:
+    """Such as "1.23 G"; a unit follows."""
+    prefixes = " kMGTP"
+    power = min(int(math.log10(max(1, number)) // 3), len(prefixes) - 1)
+    return f"{number / 1000**power:.3g} {prefixes[power].strip()}"

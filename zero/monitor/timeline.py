@@ -1,0 +1,192 @@
+"""What a rank does in a step as spans of time: what it computes, what it does with each unit, what it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from zero.core.sharded_module import ShardedModule
+from zero.core.state import State
+from zero.core.torch_private import backward_task
+from zero.core.unit import Unit
+from zero.monitor.taps import Stamp, Taps
+from zero.watchdog.rank_status import Collective
+
+MESSAGES = "messages"  # the stream of collectives, each from its begin until it was waited for
+GPU = "GPU stream"
+# The first word of a span's name, and what the summary counts it as.
+KINDS = {
+    **dict.fromkeys(("forward", "backward", "recompute", "kernels"), "compute"),
+    "gather": "gather",
+    **dict.fromkeys(("reduce", "sum", "replica"), "reduce"),
+    **dict.fromkeys(("update", "step"), "update"),
+    **dict.fromkeys(("copy", "write"), "transfer"),
+    "wait": "waits",
+}
+
+
+class Span(NamedTuple):
+    """What one stream (a thread, the messages, a stream of a GPU) does from `start` to `end`, in seconds."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """What the summary counts it as."""
+        return KINDS.get(self.name.partition(" ")[0], "other")
+
+
+class Timeline:
+    """Records the spans of one engine on this rank, in time.perf_counter(), until `stop`.
+
+    spans: in the order of their ends.
+    """
+
+    def __init__(
+        self, sharded: ShardedModule, shard_optimizer: Any, device: torch.device, traced: bool, taps: Taps
+    ) -> None:
+        """`traced`: name them in the trace of torch's profiler, which runs, too."""
+        self.spans: list[Span] = []
+        self._traced = traced
+        self._taps = taps
+        self._taps.waits(self, sharded.mesh.data, device, self._waited)
+        self._taps.replace(self, sharded.mesh.watchdog, "call", self._call)
+        self._around(shard_optimizer, "update", lambda unit, *_, **__: f"update {unit.plan.name}")
+        for unit in sharded.units:
+            self._follow(unit)
+            if unit.plan.anchor:
+                name = functools.partial(_pass, unit.plan.anchor)
+                self._around(sharded.module.get_submodule(unit.plan.anchor), "forward", name)
+
+    def stop(self) -> list[Span]:
+        """Leave the engine as it was; returns the spans."""
+        self._taps.remove(self)
+        return self.spans
+
+    @contextlib.contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        with record_function(f"zero: {name}") if self._traced else contextlib.nullcontext():
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.spans.append(Span(threading.current_thread().name, name, start, time.perf_counter()))
+
+    def _follow(self, unit: Unit) -> None:
+        """Each verb of the unit, where it has something to do."""
+        gone = (State.SHARDED, State.REQUESTED, State.STALE)
+        placement, gradients = unit.placement, unit.gradients
+        self._verb(unit, "send", "gather", unit, lambda: unit.state in gone)
+        self._verb(unit, "settle", "wait update", unit, lambda: unit.masters.updating)
+        self._verb(unit, "release", "release", unit, lambda: unit.cut and unit.state is State.FULL)
+        if placement.shard_offloaded:
+            self._verb(unit.masters, "fill", "copy", unit)
+        if placement.shard_copied:
+            self._verb(unit.masters, "publish", "copy", unit)
+        for store in (placement.state_store, placement.shard_store):
+            if not store.resident:
+                self._verb(store, "acquire", "wait read", unit)
+                self._verb(store, "write_back", "write", unit)
+        if gradients is not None:
+            self._verb(unit, "reduce", "reduce", unit)
+            self._verb(gradients, "advance", "sum", unit, lambda: gradients.travelling)
+            self._verb(gradients, "finish", "sum", unit, lambda: gradients.travelling)
+
+    def _verb(self, owner: Any, method: str, verb: str, unit: Unit, when: Callable[[], bool] = lambda: True) -> None:
+        name = f"{verb} {unit.plan.name}"
+        self._around(owner, method, lambda *_, **__: name if when() else None)
+
+    def _around(self, owner: Any, method: str, name: Callable[..., str | None]) -> None:
+        """Record calls of `owner.method` for whose arguments there is a name."""
+
+        def by(inner: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(inner)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                span = name(*args, **kwargs)
+                with contextlib.nullcontext() if span is None else self._span(span):
+                    return inner(*args, **kwargs)
+
+            return call
+
+        self._taps.replace(self, owner, method, by)
+
+    def _call(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def call(phase: Any) -> Iterator[None]:
+            with self._span(phase.value), inner(phase):
+                yield
+
+        return call
+
+    def _waited(self, collective: Collective, begun: Stamp, start: Stamp, end: Stamp) -> None:
+        if isinstance(end, float):  # else the streams of the GPU say it
+            name = f"{collective.direction} {collective.unit}".strip()
+            self.spans.append(Span(threading.current_thread().name, f"wait {name}", start, end))
+            self.spans.append(Span(MESSAGES, name, begun, end))
+
+
+def _pass(name: str, *_: Any, **__: Any) -> str:
+    return f"{'forward' if backward_task() < 0 else 'recompute'} {name}"
+
+
+def kernel_spans(events: Iterable[Any], later: float, gap: float = 20e-6) -> list[Span]:
+    """What the streams of a GPU do, of the events of torch's profiler, whose clock is `later` seconds behind.
+
+    Neighbours of one kind on a stream are one span, where less than `gap` seconds lie between them.
+    """
+    spans: list[Span] = []
+    last: dict[str, int] = {}  # by stream, the index of its last span
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            start, end = (moment / 1e6 + later for moment in (event.time_range.start, event.time_range.end))
+            span = Span(f"{GPU} {event.device_resource_id}", _kernel(event.name), start, end)
+            before = spans[last[span.stream]] if span.stream in last else None
+            if before is not None and before.name == span.name and start - before.end < gap:
+                spans[last[span.stream]] = before._replace(end=max(end, before.end))
+            else:
+                last[span.stream] = len(spans)
+                spans.append(span)
+    return spans
+
+
+def _kernel(name: str) -> str:
+    if "nccl" in name:
+        return "gather" if "AllGather" in name else "reduce"
+    return "copy" if name.startswith(("Memcpy HtoD", "Memcpy DtoH")) else "kernels"
+
+
+def summary(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
+    """Seconds by stream and kind. A span that lies in another one of its stream is taken from it."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    inside: dict[str, list[Span]] = defaultdict(list)  # those that are open, the innermost last
+    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+        outer = inside[span.stream]
+        while outer and outer[-1].end <= span.start:
+            outer.pop()
+        sums[span.stream][span.kind] += span.end - span.start
+        if outer and span.stream != MESSAGES:  # which travel at the same time
+            sums[span.stream][outer[-1].kind] -= span.end - span.start
+        outer.append(span)
+    return sums
+
+
+def exposed(spans: Sequence[Span]) -> float:
+    """Seconds in which the streams of a GPU gather, reduce or copy and none computes."""
+    edges = [(at, span.kind == "compute", step) for span in spans for at, step in ((span.start, 1), (span.end, -1))]
+    total, since, running = 0.0, 0.0, [0, 0]  # others, and those that compute
+    for at, computes, step in sorted(edges):
+        total += at - since if running[0] and not running[1] else 0.0
+        since = at
+        running[computes] += step
+    return total
