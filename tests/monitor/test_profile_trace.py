@@ -174,3 +174,21 @@ def test_a_profiler_of_the_script_goes_on(tmp_path: Path) -> None:
         engine.destroy()
     assert list(tmp_path.iterdir()) == []
     assert any("addmm" in event.name for event in profiler.events())
+
+
+@pytest.mark.parametrize(("given", "number"), [({}, 5), ({"profile": {"steps": [2, 3]}}, 2)])
+def test_the_report_has_the_timeline_of_one_step(given: dict[str, Any], number: int, tmp_path: Path) -> None:
+    for section in given.values():
+        section["dir"] = str(tmp_path / "traces")
+    engine: Any = zero.initialize(model=make_net(), config=config(1, 1, zero={"report": str(tmp_path), **given}))[0]
+    for index in range(6):
+        step(engine, index)
+    engine.destroy()
+    lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    (timeline,) = [line for line in lines if line["event"] == "timeline"]
+    assert timeline["step"] == number
+    took = next(line["seconds"] for line in lines if line["event"] == "step" and line["step"] == number)
+    spans = timeline["spans"]
+    assert {"forward", "backward", "step", "reduce blocks.2", "update <root>"} <= {name for _, name, _, _ in spans}
+    assert all(0 <= begin <= end < took for _, _, begin, end in spans)
+    assert [name for _, name, _, _ in spans if name == "forward"] == ["forward"]
