@@ -141,17 +141,6 @@ def test_a_resumed_run_goes_on_behind_the_last_batch(seen):
         assert resumed.dataset.read[: 10 - 4 * seen] == wanted[4 * seen : 10], "it read what it had seen"
 
 
-def test_a_position_holds_for_another_number_of_ranks():
-    before = loaders(48, 2, 4)
-    seen = [samples(itertools.islice(loader, 3)) for loader in before]
-    assert before[0].state_dict() == before[1].state_dict()
-    rest = []
-    for loader in loaders(48, 3, 4):
-        loader.load_state_dict(before[0].state_dict())
-        rest += samples(loader)
-    assert sorted(itertools.chain(*seen, rest)) == list(range(48))
-
-
 def test_set_epoch_of_the_resumed_pass_keeps_its_position():
     (loader,) = loaders(20, 1, 4)
     whole = samples(loader)
