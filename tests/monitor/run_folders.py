@@ -20,7 +20,7 @@ FACTS = {
     "device": "cpu",
     "versions": {"zero": "0.1.0", "torch": "2.13.0", "Python": "3.11.2"},
     "units": UNITS,
-    "plan": {"parameters": 21 * MIB, "gradients": 21 * MIB, "masters": 0, "moments": 42 * MIB, "activations": 70 * MIB},
+    "plan": {"parameters": 21 * MIB, "gradients": 21 * MIB, "optimizer": 42 * MIB},
 }
 
 
@@ -38,14 +38,11 @@ def step(number: int, rank: int = 0) -> dict[str, Any]:
         "skipped": False,
         "loss": 2 + 8 * math.exp(-number / 900) + 0.1 * wave + (3 if number == 777 else 0),
         "phases": {"forward": 0.03, "backward": 0.055 + 0.003 * wave, "step": 0.012},
-        "bytes": {
-            "parameters": 21 * MIB,
-            "gradients": 21 * MIB,
-            "moments": 42 * MIB,
-            "activations": (69 + wave) * MIB,
-        },
         "sent": 63 * MIB,
     }
+    if number % 10 == 1:  # once a second
+        whole = (431 + 12 * wave) * MIB
+        report["bytes"] = {"parameters": 21 * MIB, "gradients": 21 * MIB, "optimizer": 43 * MIB, "memory": whole}
     if rank == 0:
         warm = min(1.0, number / 200)
         values = {"accuracy": 1 - 0.9 ** (number / 500), "MFU": 0.38 + 0.01 * wave}

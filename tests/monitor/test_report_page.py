@@ -38,7 +38,7 @@ def test_it_has_a_part_for_all_that_the_folder_tells(page: str) -> None:
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", page) == HEADINGS
     text = " ".join(plain(page).split())
     assert "State ended" in text
-    assert "activations 70 70.9" in text, "the plan, and the most that was alive"
+    assert "optimizer 42 43 +2.4% 43 43" in text, "the plan, and the most that was alive"
     assert "blocks.5 1,770,000 6.752 fp32 0.5 45 0.02" in text
     assert "torch 2.13.0" in text
     assert "20% of a step is communication" in text

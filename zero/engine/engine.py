@@ -21,6 +21,7 @@ from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
 from zero.engine.deepspeed_getters import DeepSpeedGetters
+from zero.engine.description import Description, describe
 from zero.engine.loader import make_loader
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.offload import StateOffload
@@ -222,6 +223,11 @@ class Engine(DeepSpeedGetters, nn.Module):
         if self._sharded.mesh.data.rank == 0:
             print(report, flush=True)
         return report
+
+    def describe(self) -> Description:
+        """Units and parameters: shapes, dtypes, which rank has which elements, and where; prints as a table."""
+        self._status.check_not_destroyed()
+        return describe(self._sharded)
 
     def destroy(self) -> None:
         """Take every hook off, give the module whole parameters of its own again, and the rest back; collective.

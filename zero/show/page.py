@@ -120,8 +120,8 @@ def _clock(seconds: float, form: str = "%H:%M:%S") -> str:
     return f"{datetime.fromtimestamp(seconds, timezone.utc):{form}} UTC"
 
 
-def _number(value: float) -> str:
-    return "" if value != value else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
+def _number(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
 
 
 def _curves(run: Run) -> list[Section]:
@@ -159,36 +159,48 @@ def _named(steps: Sequence[Event], field: str, scale: float) -> dict[str, Callab
 
 
 def _drawn(run: Run, steps: Sequence[Event], charts: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[Section]:
-    import numpy as np
+    from zero.show.charts import POINTS, line_chart
 
-    from zero.show.charts import POINTS, Line, line_chart
-
-    x = np.array([step["step"] for step in steps])
-    found = []
-    for title, what, series in charts:
-        lines = [Line(name, x, np.array([_value(get, step) for step in steps])) for name, get in series.items()]
-        found.append((title, what, [line for line in lines if np.isfinite(line.y).any()]))
+    found = [(title, what, _lines(steps, series)) for title, what, series in charts]
     most = max(2, POINTS // max(1, sum(len(lines) for *_, lines in found)))
-    every = sorted({*range(0, len(steps), max(1, len(steps) // _SAMPLED)), len(steps) - 1})
+    some = [steps[at] for at in sorted({*range(0, len(steps), max(1, len(steps) // _SAMPLED)), len(steps) - 1})]
     sections = []
-    for title, what, lines in found:
+    for (title, what, lines), (*_, series) in zip(found, charts, strict=True):
         if not lines:
             continue
         words = [_said(line) for line in lines]
-        if len(x) > most:
-            words.append(f"The chart has the lowest and the highest of each {2 * len(x) / most:.0f} steps, not all.")
-        rows = [[f"{x[at]:,}", *(_number(line.y[at]) for line in lines)] for at in every]
-        tables = [Table(f"{title}: some steps ({what})", ("step", *(line.name for line in lines)), rows, folded=True)]
+        if (longest := max(len(line.x) for line in lines)) > most:
+            words.append(f"The chart has the lowest and the highest of each {2 * longest / most:.0f} steps, not all.")
+        names = [line.name for line in lines]
+        rows = [[f"{step['step']:,}", *(_number(_value(series[name], step)) for name in names)] for step in some]
+        tables = [Table(f"{title}: some steps ({what})", ("step", *names), rows, folded=True)]
         if title == _MEMORY:
             tables.insert(0, _memory(run))
         sections.append(Section(title, words, line_chart(lines, what, most), tables))
     return sections
 
 
-def _value(get: Callable[[Event], Any], step: Event) -> float:
+def _lines(steps: Sequence[Event], series: Mapping[str, Callable[[Event], Any]]) -> list[Any]:
+    """Those of which a number is known; each has the steps that say something of it."""
+    import numpy as np
+
+    from zero.show.charts import Line
+
+    lines = []
+    for name, get in series.items():
+        said = [(step["step"], value) for step in steps if (value := _value(get, step)) is not None]
+        x, y = np.array(said).reshape(-1, 2).T
+        lines += [Line(name, x, y)] if np.isfinite(y).any() else []
+    return lines
+
+
+def _value(get: Callable[[Event], Any], step: Event) -> float | None:
+    """None: the step does not say. NaN: it was not finite, or is no number."""
     try:
         return float(get(step))
-    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):  # what a step lacks is a gap
+    except (KeyError, IndexError):
+        return None
+    except (TypeError, ValueError, ZeroDivisionError):
         return _NAN
 
 

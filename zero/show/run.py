@@ -34,9 +34,9 @@ class Rank:
         newest = {event["step"]: event for event in self.of("step")}
         return [newest[step] for step in sorted(newest)]
 
-    def last(self, *kinds: str) -> Event:
-        """The newest event of these kinds; empty where there is none."""
-        return next((event for event in reversed(self.events) if event["event"] in kinds), {})
+    def last(self, *kinds: str, having: str = "event") -> Event:
+        """The newest event of these kinds that has such a value; empty where there is none."""
+        return next((event for event in reversed(self.events) if event["event"] in kinds and having in event), {})
 
 
 @dataclass(frozen=True)

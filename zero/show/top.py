@@ -40,6 +40,7 @@ def _row(rank: Rank) -> list[str]:
     last = steps[-1] if steps else {}
     now = rank.last("phase", "end", "start")
     seconds = sum(step["seconds"] for step in steps)
+    memory = rank.last("step", having="bytes").get("bytes")
     what = "tokens" if last.get("tokens") else "samples"
     newest = max((event["time"] for event in rank.events if "time" in event), default=None)
     texts = {
@@ -48,9 +49,9 @@ def _row(rank: Rank) -> list[str]:
         "loss": f"{last['loss']:.4g}" if last.get("loss") is not None else "",
         "rate": f"{sum(step[what] for step in steps) / seconds:,.0f} {what}/s" if seconds else "",
         "ms/step": f"{1e3 * seconds / len(steps):,.0f}" if steps else "",
-        "phase": now.get("status") or now.get("phase") or now.get("event", ""),
+        "phase": ", waits for ".join(filter(None, (now.get("status") or now.get("phase", "start"), now.get("waits")))),
         "waits": f"{last['waits'] / last['seconds']:.0%}" if last.get("waits") is not None and last["seconds"] else "",
-        "memory": f"{sum(last['bytes'].values()) / 2**20:,.0f} MiB" if last.get("bytes") else "",
+        "memory": f"{max(memory.values()) / 2**20:,.0f} MiB" if memory else "",  # one of the kinds is the whole
         "last line": "" if newest is None else f"{timedelta(seconds=max(0, round(time.time() - newest)))} ago",
     }
     return [texts[name] for name in HEAD]

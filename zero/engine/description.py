@@ -1,0 +1,92 @@
+"""`engine.describe()`: which parameters there are, in which units, and which rank has which elements, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from zero.core.sharded_module import ShardedModule
+from zero.core.unit import Unit
+from zero.plan.layout import Span
+from zero.plan.placement import is_updated
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """owners: by rank, which elements of the flattened parameter it has; the ranks are those along one shard axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    owners: Mapping[int, Span]
+
+
+@dataclass(frozen=True)
+class DescribedUnit:
+    """What is gathered, reduced and updated together; numel: without padding.
+
+    group: index in the optimizer, -1 for none. cut: parameters are whole only while they are used; else the owners have
+    just the optimizer's state for themselves. state: which parameters are in memory now, a word of `zero.core.state`.
+    params, optimizer: where the shard and the optimizer's state rest, "device", "host" or "file"; "none": no state.
+    """
+
+    name: str
+    dtype: str
+    numel: int
+    group: int
+    cut: bool
+    state: str
+    params: str
+    optimizer: str
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """All units, in order of registration; printed, a table."""
+
+    units: tuple[DescribedUnit, ...]
+
+    def __str__(self) -> str:
+        """A line for each unit, and one for each of its parameters with the elements that each rank has."""
+        return "\n".join(line for unit in self.units for line in _lines(unit))
+
+
+def describe(sharded: ShardedModule) -> Description:
+    """Of all units of the model; nothing is gathered, and no rank asked."""
+    return Description(tuple(map(_unit, sharded.units)))
+
+
+def _unit(unit: Unit) -> DescribedUnit:
+    plan, place, axis = unit.plan, unit.placement, unit.mesh.shard
+    windows = {rank: plan.layout.shard(index, axis.size) for index, rank in enumerate(axis.ranks)}
+
+    def owners(name: str) -> dict[int, Span]:
+        pieces = {rank: plan.layout.fragment(name, window) for rank, window in windows.items()}
+        return {rank: Span(piece.start, piece.numel) for rank, piece in pieces.items() if piece.numel}
+
+    parameters = zip(plan.params, unit.params, strict=True)
+    return DescribedUnit(
+        name=plan.name,
+        dtype=plan.dtype,
+        numel=sum(spec.numel for spec in plan.params),
+        group=plan.group,
+        cut=unit.cut,
+        state=unit.state.value,
+        params=_place(place.shard_store.resident, place.shard_offloaded),
+        optimizer=_place(place.state_store.resident, place.updated_on_host) if is_updated(plan) else "none",
+        parameters=tuple(Parameter(spec.name, tuple(param.shape), owners(spec.name)) for spec, param in parameters),
+    )
+
+
+def _place(resident: bool, on_host: bool) -> str:
+    return "file" if not resident else "host" if on_host else "device"
+
+
+def _lines(unit: DescribedUnit) -> Iterator[str]:
+    trained = f"group {unit.group}, optimizer state: {unit.optimizer}" if unit.optimizer != "none" else "not updated"
+    whole = "cut" if unit.cut else "whole"
+    yield f"{unit.name}: {unit.numel:,} x {unit.dtype}, {whole}, {unit.state}, parameters: {unit.params}; {trained}"
+    width = max(len(parameter.name) for parameter in unit.parameters)
+    for one in unit.parameters:
+        spans = ", ".join(f"rank {rank} [{span.start:,}:{span.stop:,}]" for rank, span in one.owners.items())
+        yield f"    {one.name:<{width}}  {'x'.join(map(str, one.shape)) or 'scalar':<12}  {spans}"
