@@ -37,6 +37,7 @@ def train(folder: Path, steps: int, stage: int = 2, **more: Any) -> tuple[Any, l
     world = dist.get_world_size() if dist.is_initialized() else 1
     settings = config(stage, world, steps_per_print=float("inf"), zero={"report": str(folder)}, **more)
     engine, *_ = zero.initialize(model=make_net(), config=settings)
+    engine.monitor.at_end.clear()  # no page: tests/monitor/test_report_at_end.py
     losses = []
     for number in range(steps):
         loss = engine(*share(number))

@@ -17,6 +17,7 @@ from zero.log import logger
 from zero.monitor.run_folder import RunFolder
 from zero.monitor.sinks import SINKS, Sink
 from zero.monitor.step_report import Event, Events, Line, Told
+from zero.show.at_end import make_page
 from zero.watchdog.rank_status import RankStatus
 
 _PATIENCE = 60.0  # seconds that the end of a run waits for sinks
@@ -45,6 +46,8 @@ class Monitor:
         folder, put = config.zero.report, self._writer.queue.put
         if folder is not None:
             self._make("zero.report", lambda: RunFolder(folder, self._rank, run(), put))
+            if self._rank == 0 and self.enabled:
+                self.at_end.append(functools.partial(make_page, folder))
         for key, make in SINKS.items() if self._rank == 0 else ():
             section = getattr(config, key)
             if section.enabled:

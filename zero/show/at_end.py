@@ -14,7 +14,7 @@ _PATIENCE = 30.0  # seconds that the end of a run waits for it; 10,000 steps tak
 
 
 def make_page(folder: str) -> None:
-    """Have DIR/report.html made. A run that has failed does not wait for it; whatever goes wrong is one line of the log.
+    """Have DIR/report.html made. A run that has failed does not wait for it; what goes wrong is one line of the log.
 
     To be called when the last line of rank 0, with how the run ended, is written.
     """

@@ -50,7 +50,9 @@ class Span(NamedTuple):
 
 def line_chart(lines: Sequence[Line], what: str, most: int = POINTS) -> Any:
     """Lines over steps, each of at most so many points; through a long line that is alone goes its running median."""
-    chart = _figure(height=310, x_axis_label="step", y_axis_label=what, x_range=DataRange1d(range_padding=0.02))
+    around = float(max(np.nanmax(np.abs(line.y)) for line in lines)) or 1.0  # of values that are all the same
+    ranges = {"x_range": DataRange1d(range_padding=0.02), "y_range": DataRange1d(default_span=around)}
+    chart = _figure(height=310, x_axis_label="step", y_axis_label=what, **ranges)
     items: list[tuple[str, list[Any]]] = []
 
     def draw(name: str, x: np.ndarray, y: np.ndarray, index: int = 0, **look: Any) -> None:
