@@ -199,7 +199,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if args.params is None:
+    if args.params is None and args.model is None:
         return plan_command.run(args)
     from zero.sizes import command
 

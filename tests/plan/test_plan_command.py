@@ -4,6 +4,7 @@ pay, and answers what people ask."""
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,36 @@ def test_what_is_written_is_the_fastest(capsys: pytest.CaptureFixture, tmp_path:
     assert json.loads(there[there.index("\n{") :]) == json.loads(path.read_text())
 
 
+MODULE = """
+    import torch
+    from models import Net
+
+    def make():
+        tokens = torch.zeros(2, 5, dtype=torch.long)
+        return Net(blocks=4), (tokens, tokens)
+"""
+
+
+def test_a_model_of_ones_own_is_planned(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_model.py").write_text(textwrap.dedent(MODULE))
+    path, numel = tmp_path / "zero.json", sum(param.numel() for param in make_net(blocks=4).parameters())
+    path.write_text(json.dumps(config(3, 2)))
+    words = ["plan", "own_model:make", "--world", "2", "--config", str(path)]
+    assert main([*words, "--device", "a100"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{numel:,} parameters of Net, in fp32; samples of 5 tokens")
+    assert "stage 3, recompute full, micro-batch 2" in text
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"{zero.estimate(make_net(blocks=4), path, 2)}\n"
+    assert main([*words, "--trace"]) == 0
+    assert {"addmm", "mm"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert main([*words, "--shardable"]) == 0
+    assert "blocks.*.up x 4 (Linear): column" in capsys.readouterr().out
+
+
 # Numbers of ranks.
 
 
@@ -163,7 +194,9 @@ def test_answers_are_those_of_rows(capsys: pytest.CaptureFixture, tmp_path: Path
     [
         (["--ask", "weather", "--world", "2"], "--ask: got 'weather', wanted one of all, peak, units"),
         (["--device", "abacus", "--world", "2"], "--device: got 'abacus', wanted one of measured, b200"),
-        (["--groups"], "--params and --groups"),
+        (["--groups"], "one of them at a time"),
+        (["train:make"], "one of them at a time"),
+        (["--trace"], "give a model, as module:function"),
     ],
 )
 def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: list[str], text: str) -> None:

@@ -19,6 +19,10 @@ _SIZES = {
 
 def add_arguments(parser: Any) -> None:
     """Give `parser` the arguments of `zero plan`."""
+    about = (
+        "module:function, which gives a model and its inputs, or a folder with the config.json of a Hugging Face model"
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
     parser.add_argument("--groups", action="store_true", help="print the groups of ranks along each axis")
     about = "print the GB per rank of a transformer of N parameters, such as 70e9, for each stage and placement"
     parser.add_argument("--params", type=float, metavar="N", help=about)
@@ -29,11 +33,17 @@ def add_arguments(parser: Any) -> None:
     )
     about += "some seconds. cuda (the default) and cpu: bytes only, with a memory of its own or that of the host"
     parser.add_argument("--device", default="cuda", metavar="NAME", help=about)
-    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default: 4096)")
+    parser.add_argument(
+        "--sequence", type=int, metavar="N", help="tokens of a sample, where the model is no function (default: 4096)"
+    )
     about = "write the configuration of the fastest that fits, to a file or to where the table goes"
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=about)
     parser.add_argument("--ask", metavar="NAME", help="answer a question about the configuration; all: every one")
     parser.add_argument("--all", action="store_true", help="print all rows, and not the best of each choice")
+    about = "instead print the operators of a step with their FLOPs and bytes, of all units together or of each"
+    parser.add_argument("--trace", nargs="?", const="all", choices=("all", "units"), help=about)
+    about = "instead print which layers can be cut over tensor-parallel ranks, how, and why others not"
+    parser.add_argument("--shardable", action="store_true", help=about)
     parser.add_argument("--nodes", type=int, metavar="N", help="the number of hosts")
     parser.add_argument("--config", metavar="FILE", help="the JSON of the run (default: bf16 and AdamW)")
     about = "the number of ranks; several, as in 8,16,32, to compare; without it, the smallest that fits is looked for"
@@ -53,8 +63,8 @@ def run(given: argparse.Namespace) -> int:
     try:
         if not given.groups:
             raise GridError(
-                "nothing to print: add --params N, such as 70e9, for the memory of a model, or --groups for the groups "
-                "of ranks along each axis"
+                "nothing to print: add --params N, such as 70e9, or a model, for the memory that it takes, or --groups "
+                "for the groups of ranks along each axis"
             )
         if given.ranks_per_host < 1:
             raise GridError(f"--ranks-per-host: got {given.ranks_per_host}, wanted an integer of at least 1")

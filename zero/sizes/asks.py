@@ -112,7 +112,7 @@ def _ranks(case: Case) -> Answer:
     others = (count for count in (ranks // 4, ranks // 2, 2 * ranks, 4 * ranks) if count)
     choice = case.row.choice
     rows = {
-        f"{count:,} ranks": Case(case.setup.on(count), case.row).row_of()
+        f"{count:,} rank{'s' * (count > 1)}": Case(case.setup.on(count), case.row).row_of()
         for count in others
         if count % (choice.shard_size or 1) == 0 and count % choice.secondary == 0
     }

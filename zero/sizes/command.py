@@ -7,18 +7,24 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zero.config import Config, ConfigError, load
+from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.override import apply
+from zero.config.read import read
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.asks import answer
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import ModelCost, shape_cost
-from zero.sizes.estimate import DEFAULT, Row, estimate
+from zero.sizes.estimate import DEFAULT, GB, Row, estimate
 from zero.sizes.rates import DEVICES, Rates, measured
 from zero.sizes.search import Search, Setup, candidates
-from zero.sizes.shape import shape_of
+from zero.sizes.shape import Shape, shape_of
 from zero.sizes.table import name_of, over_worlds, smallest, summary, table
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _DEVICE = "h100"  # where none is named
 _SEQUENCE = 4096
@@ -28,8 +34,8 @@ def plan(given: argparse.Namespace) -> int:
     """Print what was asked for; returns the exit status."""
     axes = [name for name in ("tp", "pp", "cp", "dp_shard", "dp_replicate") if getattr(given, name) not in (None, 1)]
     try:
-        if given.groups:
-            raise ValueError("--params and --groups: one table at a time; give one of them")
+        if given.groups or (given.model is not None and given.params is not None):
+            raise ValueError("a model, --params and --groups: one of them at a time")
         if axes:
             raise ValueError(
                 f"--{axes[0].replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
@@ -37,23 +43,30 @@ def plan(given: argparse.Namespace) -> int:
             )
         for line in _lines(given):
             print(line)
-    except (ConfigError, OSError, RuntimeError, ValueError) as error:
+    except BrokenPipeError:  # not of the plan
+        raise
+    except (ConfigError, ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"zero plan: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _lines(given: argparse.Namespace) -> Iterator[str]:
-    worlds = given.world or []
-    searched = given.device not in ("cuda", "cpu") or given.json or given.ask or given.sequence or len(worlds) != 1
-    if not searched:
-        config, (ranks,) = given.config, worlds
-        found = estimate(given.params, config, ranks, device=given.device, layers=given.layers, width=given.width)
-        yield str(found)
+    source = Source(given)
+    if given.shardable or given.trace:
+        yield from source.layers() if given.shardable else source.operators()
         return
-    setup = _setup(given, (worlds or [1])[0])
-    yield f"{setup.model}, in {setup.settings.compute_dtype}; samples of {setup.cost.sequence:,} tokens"
-    yield f"{setup.rates.name}: {setup.rates.device_memory / 1e9:,.0f} GB, {setup.speed / 1e12:,.0f} TFLOP/s reached"
+    worlds = given.world or []
+    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.ask or given.sequence):
+        model = given.params if source.inputs is None else source.model
+        size = {"layers": given.layers, "width": given.width}
+        yield str(estimate(model, given.config, worlds[0], device=given.device, **size))
+        return
+    setup = _setup(given, source)
+    numel = sum(spec.numel for unit in setup.units for spec in unit.params)
+    name = str(setup.model) if source.inputs is None else f"{numel:,} parameters of {type(setup.model).__name__}"
+    yield f"{name}, in {setup.settings.compute_dtype}; samples of {setup.cost.sequence:,} tokens"
+    yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {setup.speed / 1e12:,.1f} TFLOP/s reached"
     yield from setup.cost.notes
     if not worlds:
         yield from smallest(setup)
@@ -61,6 +74,54 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
         yield from over_worlds(setup, worlds)
     else:
         yield from _searched(given, setup)
+
+
+class Source:
+    """The model that is planned, and what it costs: by formula, or traced on the meta device.
+
+    inputs: arguments of its forward; None for a shape.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._known: dict[tuple[Any, ...], ModelCost] = {}
+        self.model: nn.Module | Shape
+        if given.model is None:
+            self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
+        else:
+            from zero.sizes.source import load_model
+
+            self.model, self.inputs = load_model(given.model, given.sequence or _SEQUENCE)
+
+    def cost(self, settings: Config) -> ModelCost:
+        """Under these settings."""
+        if self.inputs is None:
+            return shape_cost(self.model, self._given.sequence or _SEQUENCE, ITEMSIZE[settings.compute_dtype])
+        from zero.sizes.trace import trace
+
+        dtypes = settings.compute_dtype, settings.autocast_dtype
+        key = *dtypes, tuple(settings.zero.units), settings.zero.recompute.products
+        if key not in self._known:
+            kernels = "cpu" if self._given.device in ("cpu", "measured") and not _has_gpu() else "cuda"
+            self._known[key] = trace(self.model, self.inputs, settings, kernels)
+        return self._known[key]
+
+    def operators(self) -> Iterator[str]:
+        """What `--trace` prints."""
+        if self.inputs is None:
+            raise ValueError("--trace: a number of parameters has no operators; give a model, as module:function")
+        from zero.sizes.operators import operator_lines
+
+        return operator_lines(self.cost(_settings(self._given)), self._given.trace == "units")
+
+    def layers(self) -> Iterator[str]:
+        """What `--shardable` prints."""
+        if self.inputs is None:
+            raise ValueError("--shardable: a number of parameters has no layers; give a model, as module:function")
+        from zero.sizes.shardable import largest, shardable
+
+        found = shardable(self.model)
+        return iter([*map(str, found), f"tensor-parallel sizes at which all of that is cut divide {largest(found):,}"])
 
 
 def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
@@ -93,24 +154,37 @@ def _written(path: str, setup: Setup, row: Row) -> Iterator[str]:
     yield text if path == "-" else f"wrote {path}: {name_of(row)}"
 
 
-def _setup(given: argparse.Namespace, ranks: int) -> Setup:
-    settings = load(DEFAULT if given.config is None else given.config, ranks, filled=False)
-    shape = shape_of(given.params, given.layers, given.width)
+def _settings(given: argparse.Namespace) -> Config:
+    """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
+    source, worlds = DEFAULT if given.config is None else given.config, given.world or []
+    if len(worlds) == 1:
+        return load(source, worlds[0], filled=False)
+    values = read(source).values
+    if worlds and TRAIN in values:
+        values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
+    elif MICRO in values:
+        values.pop(TRAIN, None)
+    return load(values, (worlds or [1])[0], filled=False)
 
-    def cost(settings: Config) -> ModelCost:
-        return shape_cost(shape, given.sequence or _SEQUENCE, ITEMSIZE[settings.compute_dtype])
 
+def _setup(given: argparse.Namespace, source: Source) -> Setup:
+    settings = _settings(given)
+    ranks = settings.world_size
     rates, mirrored = _rates(given.device, ranks, settings.compute_dtype)
     per_host = -(-ranks // given.nodes) if given.nodes else given.ranks_per_host
-    return Setup(shape, cost(settings), settings, rates, per_host, mirrored, cost)
+    return Setup(source.model, source.cost(settings), settings, rates, per_host, mirrored, source.cost)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _rates(device: str, ranks: int, dtype: str) -> tuple[Rates, bool]:
     """Rates of a device, and whether it has memory of its own."""
     if device == "measured":
-        import torch
-
-        return measured(ranks, dtype), torch.cuda.is_available()
+        return measured(ranks, dtype), _has_gpu()
     name = _DEVICE if device == "cuda" else device
     if name not in DEVICES:
         raise ValueError(f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu")
