@@ -69,6 +69,7 @@ def test_the_table_is_written_with_times_and_mfu(tmp_path: Path) -> None:
     assert "FLOPs of step 2 on this rank" in text
     assert "MFU" in text
     assert "1 (Block)" in text
+    assert found.rows["blocks"].forward == sum(found.rows[f"blocks.{index}"].forward for index in range(3)) > 0
     assert "up (Linear)" not in text  # lies deeper
     assert found.rows["blocks.1"].seconds > 0
     said = engine._training.progress._logged["MFU"]

@@ -22,11 +22,15 @@ from zero.monitor.taps import Stamp, Taps, now, seconds
 
 @dataclass
 class Row:
-    """One module with all that is inside: FLOPs and seconds of its forward passes in a step, over all micro-batches."""
+    """One module with all that is inside: FLOPs and seconds of its forward passes in a step, over all micro-batches.
+
+    called: it was itself; one that is not, as a ModuleList, has the sums of those in it.
+    """
 
     path: str
     kind: str
     params: int
+    called: bool = False
     forward: int = 0
     seconds: float = 0.0
 
@@ -59,9 +63,7 @@ class FlopsProfile:
         self.rows: dict[str, Row] = {}
         self._section, self._module, self._device, self._peak = section, module, device, functools.cache(peak)
         for path, each in module.named_modules():
-            row = Row(path, type(each).__name__, sum(param.numel() for param in each.parameters()))
-            if section.module_depth < 0 or row.depth <= section.module_depth:
-                self.rows[path] = row
+            self.rows[path] = Row(path, type(each).__name__, sum(param.numel() for param in each.parameters()))
         self._taps = taps
         self._counter: FlopCounterMode | None = None
         self._counted = 0  # which step
@@ -123,6 +125,7 @@ class FlopsProfile:
     def _followed(self, row: Row, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
+            row.called = True
             counter, self._open = self._counter, self._open + 1
             before, start = counter.get_total_flops() if counter is not None else 0, now(self._device)
             try:
@@ -141,6 +144,10 @@ class FlopsProfile:
         return call
 
     def _print(self, took: float) -> None:
+        for row in reversed(self.rows.values()):  # what lies in a module comes after it
+            above = self.rows[row.path.rpartition(".")[0]]
+            if row.path and not above.called:
+                above.forward, above.seconds = above.forward + row.forward, above.seconds + row.seconds
         text, file = "\n".join(self._lines(took)), self._section.output_file
         if file is None or not written(Path(file), text):
             logger.info("%s", text)
@@ -157,7 +164,8 @@ class FlopsProfile:
         for row in sorted(self.rows.values(), key=lambda row: -row.forward):
             largest.setdefault(row.depth, []).append(row)
         for row in self.rows.values():
-            if self._section.detailed or row in largest[row.depth][: self._section.top_modules]:
+            deep = 0 <= self._section.module_depth < row.depth
+            if not deep and (self._section.detailed or row in largest[row.depth][: self._section.top_modules]):
                 name = "  " * row.depth + (f"{row.path.rpartition('.')[2]} ({row.kind})" if row.path else row.kind)
                 share = row.forward / max(1, self.forward)
                 times = f"{1e3 * row.seconds:>9,.2f} {si(row.forward / row.seconds):>9}" if row.seconds else ""
