@@ -25,7 +25,7 @@ from zero.kernels.native import isa
 from zero.log import logger, rank_zero
 from zero.memory.host_bytes import HostBytes
 from zero.monitor.monitor import Monitor
-from zero.monitor.step_report import StepReport, UnitNorms
+from zero.monitor.step_report import StepReport, unit_norms
 from zero.monitor.taps import Stamp, ended, now, seconds
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
@@ -182,7 +182,7 @@ class Progress:
     def report_norms(self, norms: Mapping[str, tuple[float, float, float]], samples: int) -> None:
         """Tell of the norms of the units, which are those of the step before the last one, of so many samples."""
         if norms and self._sharded.mesh.global_rank == 0:
-            self.monitor.tell(UnitNorms(self._status.global_steps - 1, self._status.global_samples - samples, norms))
+            self.monitor.tell(unit_norms(self._status.global_steps - 1, self._status.global_samples - samples, norms))
 
     def _report(self, reports: Mapping[int, RankReport], samples: int, values: dict[str, Any]) -> StepReport:
         self._count_phases()

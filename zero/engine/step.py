@@ -227,8 +227,9 @@ class TrainingStep:
                     self.replicas.before_step(self._status.global_steps + 1)
                 report = self.record.report()
                 if self.norms is not None:
-                    report = report._replace(squares=self.norms.take())
-                    self.norms.begin(self._status.global_steps + 1, self._optimizer.gradient_factor)
+                    step = self._status.global_steps + 1
+                    report = report._replace(squares=self.norms.take(step))
+                    self.norms.begin(step, self._optimizer.gradient_factor)
                 reports = self._optimizer.update(report, None if self.alarms is None else self._is_unwanted)
                 self.record.clear(done=True)
                 self.recomputing.after_step(self._sharded.mesh.data)

@@ -16,7 +16,7 @@ from zero.config import Config
 from zero.log import logger
 from zero.monitor.run_folder import RunFolder
 from zero.monitor.sinks import SINKS, Sink
-from zero.monitor.step_report import Event, Events, Line, Told
+from zero.monitor.step_report import Event, Ready, Told, line_of
 from zero.show.at_end import make_page
 from zero.watchdog.rank_status import RankStatus
 
@@ -27,12 +27,14 @@ class Monitor:
     """Hands on what is told to the run folder of this rank, and on rank 0 to the sinks of events.
 
     Where nothing is written to, a step does nothing for it.
+    at_end: called from the thread when all that was told is written and the sinks are closed.
     """
 
     def __init__(self, status: RankStatus) -> None:
         """`status`: what this rank does."""
         self._rank = status.rank
         self._writer = _Writer(status)
+        self.at_end = self._writer.at_end
         self._end = weakref.finalize(self, _end, self._writer)
         self._end.atexit = False  # but before the libraries of sinks end, see `_make`
 
@@ -66,17 +68,12 @@ class Monitor:
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Have the sinks write (name, value, samples so far) of each; returns at once, and does nothing off rank 0."""
         if self._rank == 0:
-            self.tell(Events(list(event_list)))
+            self.tell(Ready(told=list(event_list)))
 
     def tell(self, told: Told) -> None:
         """Have it written soon."""
         if self.enabled:
             self._writer.queue.put(told)
-
-    @property
-    def at_end(self) -> list[Callable[[], None]]:
-        """Called when all that was told is written and the sinks are closed, from the thread."""
-        return self._writer.at_end
 
     def close(self) -> None:
         """The run ends: wait until all is written, for a minute at most."""
@@ -125,9 +122,9 @@ class _Writer:
         now = self._status.record(0, 0)
         phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
         if phase == self._said:
-            return Told()
+            return Ready()
         self._said = phase
-        return Line("phase", phase)
+        return line_of("phase", **phase)
 
     def _close(self) -> None:
         for close in (*(getattr(sink, "close", bool) for sink in self.sinks.values()), *self.at_end):
@@ -159,7 +156,7 @@ def _end(writer: _Writer) -> None:
         return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     how = {"status": "ended"} if error is None else {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    writer.queue.put(Line("end", how))
+    writer.queue.put(line_of("end", **how))
     writer.queue.put(None)
     if writer.thread is not threading.current_thread():  # on which the engine may be collected
         writer.thread.join(_PATIENCE)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.log import logger
-from zero.monitor.step_report import Line, Told
+from zero.monitor.step_report import Told, line_of
 
 
 class RunFolder(logging.Handler):
@@ -50,12 +50,12 @@ class RunFolder(logging.Handler):
         if rank == 0:
             (self.path / "run.json").write_text(json.dumps(run, indent=1, allow_nan=False, default=str))
         self._file = (self.path / f"rank-{rank}.jsonl").open("a")
-        tell(Line("start"))
+        tell(line_of("start"))
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Tell of a warning."""
-        self._tell(Line("warning", {"text": record.getMessage()}))
+        self._tell(line_of("warning", text=record.getMessage()))
 
     def write_line(self, line: Mapping[str, Any] | None) -> None:
         """Append a line, if there is one, and hand it to the system."""

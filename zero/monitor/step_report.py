@@ -6,74 +6,54 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 Event = tuple[str, float, int]  # name, value, and where on the x axis: the samples of all steps so far
 
 
-class Told:
-    """Something that a run tells: to the run folder, to the monitors, or to both."""
+class Told(Protocol):
+    """Something that a run tells; it is asked for it in the thread that writes."""
 
-    def line(self) -> dict[str, Any] | None:
+    def line(self) -> Mapping[str, Any] | None:
         """For the run folder, see `zero.monitor.run_folder`; None for nothing."""
-        return None
 
     def events(self) -> Sequence[Event]:
         """For the monitors."""
-        return ()
 
 
-@dataclass(frozen=True)
-class Line(Told):
-    """For the run folder alone: the event and what else stands in its line, to which the time is added."""
+class Ready(NamedTuple):
+    """What stands in a line besides the event, and events."""
 
-    event: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    time: float = field(default_factory=time.time)
+    values: Mapping[str, Any] | None = None
+    told: Sequence[Event] = ()
 
-    def line(self) -> dict[str, Any]:
-        """All of it."""
-        return {"event": self.event, "time": self.time, **finite(self.values)}
-
-
-@dataclass(frozen=True)
-class Events(Told):
-    """For the monitors alone."""
-
-    told: Sequence[Event]
+    def line(self) -> Mapping[str, Any] | None:
+        """The values."""
+        return finite(self.values)
 
     def events(self) -> Sequence[Event]:
-        """As they were given."""
+        """As they are."""
         return self.told
 
 
-@dataclass(frozen=True)
-class UnitNorms(Told):
-    """Of a step: (gradient, parameters, update) by unit, L2 norms over all ranks.
+def line_of(event: str, **values: Any) -> Ready:
+    """A line of the run folder with the time of now."""
+    return Ready({"event": event, "time": time.time(), **values})
 
-    Gradients are averaged and not clipped yet; parameters are the exact ones after the update.
-    """
 
-    step: int
-    global_samples: int
-    units: Mapping[str, tuple[float, float, float]]
-
-    def line(self) -> dict[str, Any]:
-        """Step and units."""
-        return {"event": "unit_norms", "step": self.step, "units": finite(self.units)}
-
-    def events(self) -> Sequence[Event]:
-        """Three of each unit."""
-        named = {
-            f"Train/Units/{unit}/{kind}_norm": value
-            for unit, values in self.units.items()
-            for kind, value in zip(("gradient", "parameter", "update"), values, strict=True)
-        }
-        return [(name, value, self.global_samples) for name, value in named.items()]
+def unit_norms(step: int, global_samples: int, units: Mapping[str, Sequence[float]]) -> Ready:
+    """The norms of each unit's gradient, parameters and update in a step."""
+    kinds = ("gradient", "parameter", "update")
+    events = [
+        (f"Train/Units/{unit}/{kind}_norm", value, global_samples)
+        for unit, values in units.items()
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+    return Ready({"event": "unit_norms", "step": step, "units": units}, events)
 
 
 @dataclass(frozen=True)
-class StepReport(Told):
+class StepReport:
     """An optimizer step that has just ended, skipped or not. None, or an empty collection: not known, or not read then.
 
     step: the engine's `global_steps` with it. time: seconds since 1970. seconds: since the end of the step before it,
@@ -111,8 +91,8 @@ class StepReport(Told):
 
     def events(self) -> list[Event]:
         """For the monitors, under DeepSpeed's names; what `engine.log` was given goes under Train/Samples/, too."""
-        named = {"train_loss": self.loss, "lr": self.lr[0] if self.lr else None, "loss_scale": self.scale}
-        named |= {"grad_norm": self.norm}
+        lr = self.lr[0] if self.lr else None
+        named = {"train_loss": self.loss, "lr": lr, "loss_scale": self.scale, "grad_norm": self.norm}
         named |= {f"elapsed_time_ms_{name}": seconds * 1e3 for name, seconds in self.phases.items()}
         named |= {name: value for name, value in self._read().items() if isinstance(value, int | float)}
         known = [(name, value) for name, value in named.items() if value is not None]

@@ -25,18 +25,18 @@ class UnitNorms:
     def __init__(self, units: Sequence[Unit], every: int) -> None:
         self._units = units
         self._every = every
-        self._due = False
+        self._step = 0
         self._mean = 1.0
         self._known: dict[str, Squares] = {}  # of the last step, where it was due and was not skipped
 
     def begin(self, step: int, mean: float) -> None:
         """Step `step` begins to update. `mean` turns the sums in `unit.gradients` into the averaged gradient."""
-        self._due, self._mean, self._known = step % self._every == 0, mean, {}
+        self._step, self._mean, self._known = step, mean, {}
 
     @contextlib.contextmanager
     def of(self, unit: Unit, grad: torch.Tensor) -> Iterator[None]:
         """Around the update of a unit, whose state is acquired, by `grad` [n], the sum of its gradients."""
-        if not self._due:
+        if self._step % self._every:
             yield
             return
         gradient, before = _squares(self._own(unit, grad)), self._own(unit, unit.master.values()).clone()
@@ -44,18 +44,18 @@ class UnitNorms:
         after = self._own(unit, unit.master.values())
         self._known[unit.plan.name] = gradient * self._mean**2, _squares(after), _squares(before.sub_(after))
 
-    def take(self) -> tuple[torch.Tensor, ...]:
-        """For this rank's report: three sums of squares of each unit, fp64 [], of the last step, if that was due.
+    def take(self, step: int) -> tuple[float | torch.Tensor, ...]:
+        """For this rank's report at step `step`: three sums of squares of each unit in the last step, if it was due.
 
-        All ranks have as many. An update that still runs beside the training loop is waited for.
+        fp64 [] on a GPU, numbers else; all ranks have as many. An update that still runs beside the training loop is
+        waited for.
         """
-        if not self._due:
-            return ()
         for unit in self._units:
             unit.settle()
-        self._due = False
-        device = self._units[0].full.device
-        return tuple(each.to(device) for unit in self._units for each in self._known.get(unit.plan.name, ()))
+        if self._step != step - 1:  # what was known was told, or a checkpoint was loaded
+            return ()
+        sums = [each for unit in self._units for each in self._known.get(unit.plan.name, ())]
+        return tuple(each if each.is_cuda else each.item() for each in sums)
 
     def norms(self, reports: Mapping[int, RankReport]) -> dict[str, tuple[float, float, float]]:
         """What the ranks' reports say, by unit; empty where they say nothing."""
