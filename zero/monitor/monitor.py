@@ -16,7 +16,7 @@ from zero.config import Config
 from zero.log import logger
 from zero.monitor.run_folder import RunFolder
 from zero.monitor.sinks import SINKS, Sink
-from zero.monitor.step_report import Event, Ready, Told, line_of
+from zero.monitor.step_report import Event, Line, Told
 from zero.show.at_end import make_page
 from zero.watchdog.rank_status import RankStatus
 
@@ -68,7 +68,7 @@ class Monitor:
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Have the sinks write (name, value, samples so far) of each; returns at once, and does nothing off rank 0."""
         if self._rank == 0:
-            self.tell(Ready(told=list(event_list)))
+            self.tell(Line(told=list(event_list)))
 
     def tell(self, told: Told) -> None:
         """Have it written soon."""
@@ -122,9 +122,9 @@ class _Writer:
         now = self._status.record(0, 0)
         phase = {"phase": now.phase.value} | ({"waits": now.waits} if now.waits else {})
         if phase == self._said:
-            return Ready()
+            return Line()
         self._said = phase
-        return line_of("phase", **phase)
+        return Line("phase", phase)
 
     def _close(self) -> None:
         for close in (*(getattr(sink, "close", bool) for sink in self.sinks.values()), *self.at_end):
@@ -156,7 +156,7 @@ def _end(writer: _Writer) -> None:
         return
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     how = {"status": "ended"} if error is None else {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    writer.queue.put(line_of("end", **how))
+    writer.queue.put(Line("end", how))
     writer.queue.put(None)
     if writer.thread is not threading.current_thread():  # on which the engine may be collected
         writer.thread.join(_PATIENCE)

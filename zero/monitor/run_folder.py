@@ -15,8 +15,8 @@ Each line has "event":
                 On rank 0 loss, samples and tokens are over all ranks; on the others the rank's own, and no norm, lr or
                 scale
     warning     time, text: what the log warned of
-    unit_norms  step, units {name: [gradient, parameter, update]}: L2 norms over all ranks; rank 0 only
-    timeline    step, spans [[stream, name, start_s, end_s], ...], counted from the begin of the step
+    unit_norms  time, step, units {name: [gradient, parameter, update]}: L2 norms over all ranks; rank 0 only
+    timeline    time, step, spans [[stream, name, start_s, end_s], ...], counted from the begin of the step
     phase       time, phase: the call of the engine that the rank is in, waits: the collective that it waits for;
                 written when nothing else was for a second, and only when it has changed
     end         time, status "ended" | "failed", error: text, with "failed"
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.log import logger
-from zero.monitor.step_report import Told, line_of
+from zero.monitor.step_report import Line, Told
 
 
 class RunFolder(logging.Handler):
@@ -50,12 +50,12 @@ class RunFolder(logging.Handler):
         if rank == 0:
             (self.path / "run.json").write_text(json.dumps(run, indent=1, allow_nan=False, default=str))
         self._file = (self.path / f"rank-{rank}.jsonl").open("a")
-        tell(line_of("start"))
+        tell(Line("start"))
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Tell of a warning."""
-        self._tell(line_of("warning", text=record.getMessage()))
+        self._tell(Line("warning", {"text": record.getMessage()}))
 
     def write_line(self, line: Mapping[str, Any] | None) -> None:
         """Append a line, if there is one, and hand it to the system."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 Event = tuple[str, float, int]  # name, value, and where on the x axis: the samples of all steps so far
 
@@ -21,27 +21,25 @@ class Told(Protocol):
         """For the monitors."""
 
 
-class Ready(NamedTuple):
-    """What stands in a line besides the event, and events."""
+@dataclass(frozen=True)
+class Line:
+    """A line of the run folder, if there is an `event`, and events for the monitors."""
 
-    values: Mapping[str, Any] | None = None
+    event: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
     told: Sequence[Event] = ()
+    time: float = field(default_factory=time.time)
 
     def line(self) -> Mapping[str, Any] | None:
-        """The values."""
-        return finite(self.values)
+        """The event, the time and the values."""
+        return {"event": self.event, "time": self.time, **finite(self.values)} if self.event else None
 
     def events(self) -> Sequence[Event]:
         """As they are."""
         return self.told
 
 
-def line_of(event: str, **values: Any) -> Ready:
-    """A line of the run folder with the time of now."""
-    return Ready({"event": event, "time": time.time(), **values})
-
-
-def unit_norms(step: int, global_samples: int, units: Mapping[str, Sequence[float]]) -> Ready:
+def unit_norms(step: int, global_samples: int, units: Mapping[str, Sequence[float]]) -> Line:
     """The norms of each unit's gradient, parameters and update in a step."""
     kinds = ("gradient", "parameter", "update")
     events = [
@@ -49,7 +47,7 @@ def unit_norms(step: int, global_samples: int, units: Mapping[str, Sequence[floa
         for unit, values in units.items()
         for kind, value in zip(kinds, values, strict=True)
     ]
-    return Ready({"event": "unit_norms", "step": step, "units": units}, events)
+    return Line("unit_norms", {"step": step, "units": units}, events)
 
 
 @dataclass(frozen=True)
