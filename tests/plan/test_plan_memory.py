@@ -268,6 +268,16 @@ def test_gradients_on_their_way_by_hand() -> None:
     assert max((each.most for each in in_flight_nbytes((), 4, 1)), default=0) == 0
 
 
+def test_the_local_gradient_of_a_unit_around_others_is_there_all_the_time() -> None:
+    sizes = {"embed.weight": 64, "norm.weight": 64}
+    specs = tuple(ParamSpec(name, size, "bf16", True, 0) for name, size in sizes.items())
+    around, block = UnitPlan("<root>", "", specs, make_layout(sizes, 4)), unit("block", 256, 4)
+    alone, both = in_flight_nbytes((block,), 4, 1), in_flight_nbytes((around, block), 4, 1)
+    assert both[1] == tuple(each + 2 * 128 for each in alone[0])
+    embedding = UnitPlan("<root>", "", specs[:1], make_layout({"embed.weight": 64}, 4))
+    assert in_flight_nbytes((embedding, block), 4, 1)[1] == alone[0]
+
+
 def test_the_largest_gradient_comes_before_the_messages_of_its_unit_and_the_one_of_the_first_module_with_them() -> None:
     names, sizes = ("norm", "up"), (64, 192)
     specs = tuple(ParamSpec(name, size, "bf16", True, 0) for name, size in zip(names, sizes, strict=True))

@@ -206,6 +206,8 @@ class Zero(Section):
     check_replicas: Count = 0
     """Every n steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
     0 is never."""
+    plan: Bool = False
+    """After the third step, compare the memory of each kind with what was estimated, and say what differs and why."""
     recompute: Recompute = absent(Recompute)
     """Modules whose activations are computed again in the backward pass and not kept."""
     checkpoint: Saving = absent(Saving)

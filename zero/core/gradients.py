@@ -8,7 +8,7 @@ as a tree, there are as many shards as it has open subtrees: at most log2 of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,21 @@ class Gradients:
         """Bytes of gradients alive on this rank, kept memory included; what rests in host memory is not."""
         reduced = () if isinstance(self.sum, HostGradAccumulator) else self.sum.parts()
         return sum(tensor.nbytes for tensor in (self.flat, self._kept, *reduced) if tensor is not None)
+
+    def alive_nbytes(self, collects: bool) -> tuple[int, int]:
+        """Bytes of sums, and bytes on their way to one: local gradients, and messages.
+
+        `collects`: micro-batches add up in `flat`, which counts as a sum then, as it does where it becomes one.
+        """
+        stays, moving = ([], []) if self._reduction is None else self._reduction.tensors()
+        stays = moving[:1] if collects else stays  # the local sums, as they are sent
+        reduced = [] if isinstance(self.sum, HostGradAccumulator) else self.sum.parts()
+        sums = [*stays, *reduced, *(tensor for tensor in (self._kept,) if tensor is not None)]
+        if self.flat is not None:
+            in_place = self._mesh.shard.size == 1 and self.flat.dtype == self._dtypes.kept == torch.float32
+            (sums if collects or in_place else moving).append(self.flat)
+        held, more = nbytes_of(sums), nbytes_of(moving)
+        return sum(held.values()), sum(nbytes for at, nbytes in more.items() if at not in held)
 
     @property
     def reduced(self) -> bool:
@@ -221,3 +236,9 @@ class Gradients:
             self._kept = None
             return kept
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+
+def nbytes_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the storages of these tensors, each once, by address."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -48,6 +48,10 @@ class ShardReduction:
         """Wait until `into` has the sum."""
         self.advance(into)
 
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is in memory for it now, perhaps several views of the same: what becomes the sum, and all else."""
+        return [], _messages(self._inbox)
+
 
 class ReplicaReduction:
     """Each rank sums a part of the whole, and the parts are gathered."""
@@ -82,6 +86,13 @@ class ReplicaReduction:
             transfer.wait()
             into.add(transfer.full)
 
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """See `ShardReduction.tensors`."""
+        if self._transfer is not None:
+            return [self._transfer.full], []
+        stays = self._inbox is not None and self._inbox.flat.dtype == torch.float32 and not self._inbox.pairwise
+        return [self._inbox.flat] if stays else [], _messages(self._inbox)
+
 
 class HierarchicalReduction:
     """The rank's slice is summed along shard, that sum along replica, in fp32."""
@@ -112,6 +123,14 @@ class HierarchicalReduction:
             self.advance(into)
         if self._between is not None:
             self._between.finish(into)
+
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """See `ShardReduction.tensors`."""
+        return ([], _messages(self._inbox)) if self._between is None else self._between.tensors()
+
+
+def _messages(inbox: Inbox | None) -> list[torch.Tensor]:
+    return [] if inbox is None else [inbox.flat, *inbox.rows]
 
 
 Reduction = ShardReduction | ReplicaReduction | HierarchicalReduction

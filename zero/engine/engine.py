@@ -279,6 +279,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._offload.reload_states()
         self._compiler.undo()
         self._training.recomputing.undo()
+        if self._training.reality is not None:
+            self._training.reality.close()
 
     @property
     def _config(self) -> Config:

@@ -9,7 +9,7 @@ step        before the boundary the micro-batch is counted, and that is all; at 
                unit, the gather of parameters that stay gathered, the loss scale
                or nothing of it but the norm, where the alarm says so
             3. the counters, and the ranks' reports, which came with the norm: losses that are not finite, equal batches
-            4. the profiles, the monitors and the log
+            4. the profiles, the monitors, the log, and after the third step reality beside the plan (`zero.plan`)
             5. the scheduler, unless the step was skipped
             6. the error of a checkpoint that was written beside the training loop, if it failed; the alarm's own one
 """
@@ -21,12 +21,13 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from zero.config import Config
 from zero.core.hooks import as_forward
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
@@ -45,6 +46,9 @@ from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.recompute.modules import Recomputing
 from zero.watchdog.hang_report import Phase
+
+if TYPE_CHECKING:
+    from zero.engine.reality import Reality
 
 
 class TrainingStep:
@@ -73,6 +77,7 @@ class TrainingStep:
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
+        self.reality = _reality(config, sharded, optimizer)
         self._sharded = sharded
         self._optimizer = optimizer
         self._precision = Precision(config, device)
@@ -169,6 +174,8 @@ class TrainingStep:
                 if self.profiles is not None:
                     self.profiles.step_ended(self._status.global_steps)
                 self.progress.report_step(reports, self._accumulation.samples)
+                if self.reality is not None and self.reality.after_step():
+                    self.reality = None
                 if self._status.step_applied and scheduler is not None:
                     scheduler.step(**lr_kwargs)
         if boundary:
@@ -267,6 +274,14 @@ class TrainingStep:
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
         self.record.clear(done=False)
+
+
+def _reality(config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> Reality | None:
+    if not config.zero.plan or optimizer is None:
+        return None
+    from zero.engine.reality import Reality  # and all of the planner
+
+    return Reality(config, sharded, optimizer)
 
 
 def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs
-from zero.plan.order import Limits, stay_whole
+from zero.plan.order import Limits, inside, stay_whole
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
@@ -151,6 +151,15 @@ def in_flight_nbytes(
     for end, index in enumerate(trained, 1):
         travels, own, largest, last = sent[end - 1]
         before = sum(each[0] for each in sent[max(0, end - width) : end - 1])
+        # A unit of several modules around this one has some gradients already.
+        around = [other for other, later in enumerate(trained[end:], end) if _spans(units[later], units[index])]
+        before += sum(sent[other][1] for other in around)
         # The largest comes before the unit's messages begin; that of what runs first comes last, as they do.
         found[index] = InFlight(before + own, before + max(own + largest, travels + last))
     return found
+
+
+def _spans(unit: UnitPlan, within: UnitPlan) -> bool:
+    """Whether a unit has parameters of several modules around or beside `within`."""
+    modules = {spec.name.rpartition(".")[0] for spec in unit.params}
+    return len(modules) > 1 and inside(within.anchor, unit.anchor)

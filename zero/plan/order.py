@@ -158,7 +158,7 @@ def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], li
     kept, ahead, found = set(persistent), set[int](), []
     for index, unit in enumerate(order):
         turned, coming = index == len(forth), order[index:]
-        for left in [other for other in used if turned or not _inside(anchors[unit], anchors[other])]:
+        for left in [other for other in used if turned or not inside(anchors[unit], anchors[other])]:
             used.remove(left)
             if index <= len(forth) and used_again(coming, sizes, limits, left):
                 kept.add(left)
@@ -190,5 +190,6 @@ def _nested(anchors: Sequence[str], units: Sequence[int]) -> list[int]:
     return list(order)
 
 
-def _inside(path: str, anchor: str) -> bool:
+def inside(path: str, anchor: str) -> bool:
+    """Whether the module at `path` is the one at `anchor`, or in it."""
     return not anchor or path == anchor or path.startswith(f"{anchor}.")

@@ -110,7 +110,7 @@ def measured(ranks: int, dtype: str = "fp32", width: int = 512, folder: str | No
     median over ranks. `inter_host` is `intra_host`: there is one host. Raises RuntimeError with what the ranks said.
     """
     with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
-        words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.report.rank_rates"]
+        words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.sizes.rank_rates"]
         command = [sys.executable, "-m", "zero", *words, answers, dtype, str(width), folder or ""]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -1,6 +1,6 @@
 """What one of several ranks reaches while the others do the same: started by `zero.sizes.rates.measured`.
 
-`python -m zero.report.rank_rates DIR DTYPE WIDTH FOLDER`: each rank writes a JSON object with the fields of `Rates` to
+`python -m zero.sizes.rank_rates DIR DTYPE WIDTH FOLDER`: each rank writes a JSON object with the fields of `Rates` to
 a file in DIR. FOLDER: on the drive to be measured, "" for none.
 """
 
@@ -24,6 +24,7 @@ from zero.core.joining import init_distributed
 from zero.core.mesh import Axis, local_device, make_mesh
 from zero.plan.sharding import Sharding
 from zero.report import drive, speed
+from zero.sizes.recorder import CPU_ATTENTION
 
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
@@ -74,7 +75,7 @@ def _flops(dtype: str, width: int, device: torch.device) -> float:
     def turn() -> None:
         layer(batch).sum().backward()
 
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         turn()
     return counter.get_total_flops() / _median(turn, device)
 
