@@ -56,16 +56,14 @@ class Profiles:
 
     def step_ended(self, step: int) -> None:
         """The step with this number is over; 0 at the start. MFU, once it is known, stands in its report."""
-        now = time.perf_counter()
-        took, self._ended = now - self._ended, now
+        took = time.perf_counter() - self._ended
         self._trace.step_ended(step)
-        if self._flops is None:
-            return
-        mfu = self._flops.mfu(took)  # first of the step that is timed: the one that is counted takes longer
-        self._flops.step_ended(step, took)
+        if self._flops is not None:
+            # First of the step that is timed: the one that is counted takes longer.
+            if (mfu := self._flops.mfu(took)) is not None:
+                self._progress.log({"MFU": mfu})
+            self._flops.step_ended(step, took)
         self._ended = time.perf_counter()
-        if mfu is not None:
-            self._progress.log({"MFU": mfu})
 
     def _tell(self, timeline: Mapping[str, Any]) -> None:
         self._progress.monitor.tell(Line("timeline", timeline))

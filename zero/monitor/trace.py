@@ -67,9 +67,10 @@ class StepTrace:
         spans, self._timeline, self._on = self._timeline.stop(), None, False
         if self._profiler is not None:
             self._profiler.stop()
-            events = self._profiler.events()
-            mark = next(event.time_range.start for event in events if event.name == _MARK)
-            spans += kernel_spans(events, self._marked - mark / 1e6)
+            if self._parts[2].type == "cuda":  # reading the events takes its time
+                events = self._profiler.events()
+                mark = next(event.time_range.start for event in events if event.name == _MARK)
+                spans += kernel_spans(events, self._marked - mark / 1e6)
         if self._traced and len(self._ends) > 1:
             self._write(spans)
         if self._tell is not None and len(self._ends) > 1:
@@ -79,11 +80,11 @@ class StepTrace:
         self._profiler = None
 
     def _start(self, device: torch.device, traced: bool) -> None:
-        if traced and profiler_runs():
-            logger.warning("no trace of step %d: the script has a profiler of its own running", self._first)
-            self._on = False
-            return
         if traced or device.type == "cuda":
+            if profiler_runs():
+                logger.warning("no trace of step %d: the script has a profiler of its own running", self._first)
+                self._on = False
+                return
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
             self._profiler = profile(activities=activities, experimental_config=all_threads())
             self._profiler.start()
