@@ -5,7 +5,8 @@
 Every variant is an engine of its own with the same model and data. A turn is a few steps of one, timed together, as the
 thread that writes works while the next step computes; each ratio is to the turn of `off` in the same round. `off again`
 is the same configuration as `off`: what it differs by is the noise. The cost of what is there when all is off, in
-microseconds, is that of calling it alone. Wanted: a ratio of at most 1.01 for `all`; run it on an idle machine.
+microseconds, is that of calling it alone. Norms of units cost passes over the shard, so their share falls with the
+tokens of a step, which are 2,048 per rank. Wanted: a ratio of at most 1.01 for `all`; run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main() -> None:
     """Print the medians and the ratios, round by round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    for name, value in Counts(2, rounds=9, block=3, layers=4, width=512, length=256, batch=4)._asdict().items():
+    for name, value in Counts(2, rounds=9, block=2, layers=4, width=256, length=256, batch=8)._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
     options = vars(parser.parse_args())
     ranks, counts = options.pop("ranks"), Counts(**options)
