@@ -6,7 +6,9 @@ import csv
 import errno
 import importlib.util
 import logging
+import re
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -114,7 +116,22 @@ def test_a_sink_that_raises_is_dropped_after_one_warning_and_the_others_go_on(wa
     losses = train(4, bad, good)
     assert losses == train(4), "the run is the same"
     assert bad.calls == 1 and bad.closed and len(named(good, "train_loss")) == 4
-    assert len(warned) == 1 and "Sink 0: nothing more is written there" in warned[0] and "no space" in warned[0]
+    assert len(warned) == 1 and re.match(r"Sink at \w+: nothing more is written there", warned[0])
+    assert "no space" in warned[0]
+
+
+def test_a_sink_that_is_added_after_one_was_dropped_takes_no_others_place():
+    sinks = [Sink(fails_at=1), Sink(), Sink()]
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=float("inf")))
+    for sink in sinks[:2]:
+        engine.monitor.add(sink)
+    engine.monitor.write_events([("first", 1.0, 1)])
+    while len(engine.monitor._writer.sinks) == 2:
+        time.sleep(0.01)
+    engine.monitor.add(sinks[2])
+    engine.monitor.write_events([("second", 2.0, 2)])
+    engine.destroy()
+    assert [[name for name, *_ in sink.got] for sink in sinks] == [["first"], ["first", "second"], ["second"]]
 
 
 def test_csv_files_have_deepspeeds_names_and_a_later_run_goes_on_with_them(tmp_path):

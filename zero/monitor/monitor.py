@@ -63,7 +63,7 @@ class Monitor:
         if not callable(getattr(sink, "write_events", None)):
             raise TypeError(f"monitor.add(): got {type(sink).__name__}, wanted an object with write_events(event_list)")
         if self._rank == 0:
-            self._make(f"{type(sink).__name__} {len(self._writer.sinks)}", lambda: sink)
+            self._make(f"{type(sink).__name__} at {id(sink):#x}", lambda: sink)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Have the sinks write (name, value, samples so far) of each; returns at once, and does nothing off rank 0."""
