@@ -158,8 +158,9 @@ class Moves(NamedTuple):
     def _off_device(self, unit: UnitPlan, index: int) -> tuple[float, Links, Links, UnitTimes]:
         """Copies between device, host and drive: bytes of the gradient, others in each micro-batch, and once in a step.
 
-        And the seconds of these and of the optimizer's step, which reads the gradient, and reads and writes parameter,
-        master and moments.
+        And the seconds of these, of copying each gradient into its unit's, or adding it to that of earlier
+        micro-batches, and of the optimizer's step, which reads the gradient, and reads and writes parameter, master
+        and moments.
         """
         scheme, rates, placement = self.scheme, self.rates, self.scheme.placements[index]
         link = rates.host_link if scheme.mirrored else 0.0
@@ -175,7 +176,9 @@ class Moves(NamedTuple):
         up = copied * shown * (updated and away and rests)
         fetched = copied * shown * (not rests)
         update = over((gradient + 2 * record) * updated, rates.host_bandwidth if away else rates.device_bandwidth)
+        taken = ITEMSIZE[unit.dtype] + ITEMSIZE[scheme.accumulate if scheme.collected else unit.dtype]
         times = UnitTimes(
+            backward=over(taken * unit.layout.numel * updated, rates.device_bandwidth),
             fetch=over(fetched, link) + over(drive, rates.drive_read),
             down=over(down, link),
             stay=0.0 if away else update,

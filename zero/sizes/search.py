@@ -121,7 +121,8 @@ def choices_of(setup: Setup) -> list[Choice]:
 def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: Sequence[str] = POLICIES) -> list[Row]:
     """Rows of all choices and policies, each with several micro-batches: those that fit first, by seconds per sample.
 
-    Those within a hundredth of the fastest come by what they move for a sample: no prediction is better than that.
+    Of those within a hundredth of the fastest, than which no prediction is better, the plainest come first: with state
+    on the device, of the lowest stage, without recomputation; then by what they move for a sample.
     Where `train_batch_size` is given it stays, and micro-batches are those that it can be made of; otherwise the number
     of micro-batches for a step stays. What does not fit at any size is there with the smallest one.
     """
@@ -134,9 +135,12 @@ def candidates(setup: Setup, choices: Iterable[Choice] | None = None, policies: 
 
     def key(row: Row) -> tuple[float, ...]:
         if row.lacks:
-            return 2, row.peak, 0
-        moved, pace = sum(row.links) / (row.micro_batch * row.accumulation), pace_of(row)
-        return (0, moved, pace) if pace <= _ALIKE * fastest else (1, pace, moved)
+            return 2, row.peak
+        pace, moved = pace_of(row), sum(row.links) / (row.micro_batch * row.accumulation)
+        if pace > _ALIKE * fastest:
+            return 1, pace, moved
+        away = (row.choice.optimizer, row.choice.params) != (DEVICE_MEMORY, DEVICE_MEMORY)
+        return 0, away, row.choice.stage, POLICIES.index(row.policy), moved, pace
 
     return sorted(found, key=key)
 
@@ -242,8 +246,8 @@ class Search:
         setup = self.setup
         _, moves, moved = self._state(accumulation)
         costs = {unit.name: unit for unit in setup.cost.units}
-        times = [part.times._replace(**self._computed(costs.pop(at, None), policy, micro_batch)) for at, part in moved]
-        times += [UnitTimes(**self._computed(unit, policy, micro_batch)) for unit in costs.values()]
+        times = [self._computed(part.times, costs.pop(at, None), policy, micro_batch) for at, part in moved]
+        times += [self._computed(UnitTimes(), unit, policy, micro_batch) for unit in costs.values()]
         section, scheme = setup.settings.zero_optimization, moves.scheme
         numel = sum(unit.layout.numel for unit in moves.units) // max(1, len(moves.units))
         ahead = max(1, scheme.limits.ahead // max(1, numel)) if scheme.limits.ahead else 0
@@ -252,16 +256,17 @@ class Search:
         norm = over(self._state(accumulation)[0].device.gradients, setup.rates.device_bandwidth)
         return predict(times, norm, pace, same, _STEPS[any(unit.update for unit in times)])
 
-    def _computed(self, unit: UnitCost | None, policy: str, samples: int) -> dict[str, float]:
-        """Seconds of the device. What is recomputed is written and read again, whatever its FLOPs; and inputs that go
-        to the host and come back do so beside the next unit, of which they may take longer."""
+    def _computed(self, times: UnitTimes, unit: UnitCost | None, policy: str, samples: int) -> UnitTimes:
+        """With the seconds of the device. What is recomputed is written and read again, whatever its FLOPs; and inputs
+        that go to the host and come back do so beside the next unit, of which they may take longer."""
         if unit is None:
-            return {}
+            return times
         setup = self.setup
         away = over(samples * unit.on_host(policy), setup.rates.host_link) if setup.mirrored else 0.0
-        again = 2 * samples * (unit.saved["none"] - unit.saved[policy]) / setup.rates.device_bandwidth
+        again = over(2 * samples * (unit.saved["none"] - unit.saved[policy]), setup.rates.device_bandwidth)
+        forward = samples * unit.forward_flops / setup.speed
         backward = samples * (unit.backward_flops + unit.recompute_flops[policy]) / setup.speed + again
-        return {"forward": max(away, samples * unit.forward_flops / setup.speed), "backward": max(away, backward)}
+        return times._replace(forward=max(away, forward), backward=max(away, times.backward + backward))
 
 
 def _lacks(setup: Setup, row: Row) -> Iterator[str]:
