@@ -181,6 +181,7 @@ def test_the_report_has_the_timeline_of_one_step(given: dict[str, Any], number: 
     for section in given.values():
         section["dir"] = str(tmp_path / "traces")
     engine: Any = zero.initialize(model=make_net(), config=config(1, 1, zero={"report": str(tmp_path), **given}))[0]
+    engine.monitor.at_end.clear()  # no page: tests/monitor/test_report_at_end.py
     for index in range(6):
         step(engine, index)
     engine.destroy()

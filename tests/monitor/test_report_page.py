@@ -86,6 +86,12 @@ def test_a_resumed_run_goes_on_behind_a_torn_line_and_its_steps_are_the_newest(t
     assert rank.torn == 0
 
 
+def test_ranks_of_an_earlier_larger_run_in_the_folder_are_left_out(tmp_path: Path) -> None:
+    run_folders.write(tmp_path, range(1, 3), ranks=4)
+    run_folders.write(tmp_path, range(1, 3), ranks=2)
+    assert [rank.number for rank in read(tmp_path).ranks] == [0, 1]
+
+
 def test_a_folder_that_is_none_is_refused_with_what_was_wanted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for command in (["report", "--run", str(tmp_path)], ["top", "--once", str(tmp_path / "gone")]):
         assert main(command) == 2

@@ -29,7 +29,7 @@ def test_once_prints_a_row_for_each_rank(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_an_ended_rank_and_one_without_a_step_have_rows(tmp_path: Path) -> None:
-    run_folders.write(tmp_path, range(1, 4), ranks=1)
+    run_folders.write(tmp_path, range(1, 4))
     (tmp_path / "rank-1.jsonl").write_text(f'{{"event": "start", "time": {time.time() - 5}, "world": 2, "step": 0}}\n')
     ended, started = (dict(zip(top.HEAD, row, strict=True)) for row in top.rows(str(tmp_path)))
     assert (ended["phase"], ended["step"]) == ("ended", "3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
@@ -11,8 +12,7 @@ from zero.plan.layout import Span
 from zero.plan.placement import is_updated
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """owners: by rank, which elements of the flattened parameter it has; the ranks are those along one shard axis."""
 
     name: str
@@ -20,8 +20,7 @@ class Parameter:
     owners: Mapping[int, Span]
 
 
-@dataclass(frozen=True)
-class DescribedUnit:
+class DescribedUnit(NamedTuple):
     """What is gathered, reduced and updated together; numel: without padding.
 
     group: index in the optimizer, -1 for none. cut: parameters are whole only while they are used; else the owners have
@@ -58,23 +57,17 @@ def describe(sharded: ShardedModule) -> Description:
 
 def _unit(unit: Unit) -> DescribedUnit:
     plan, place, axis = unit.plan, unit.placement, unit.mesh.shard
-    windows = {rank: plan.layout.shard(index, axis.size) for index, rank in enumerate(axis.ranks)}
-
-    def owners(name: str) -> dict[int, Span]:
-        pieces = {rank: plan.layout.fragment(name, window) for rank, window in windows.items()}
-        return {rank: Span(piece.start, piece.numel) for rank, piece in pieces.items() if piece.numel}
-
-    parameters = zip(plan.params, unit.params, strict=True)
+    windows = [(rank, plan.layout.shard(index, axis.size)) for index, rank in enumerate(axis.ranks)]
+    parameters = []
+    for spec, param in zip(plan.params, unit.params, strict=True):
+        pieces = ((rank, plan.layout.fragment(spec.name, window)) for rank, window in windows)
+        owners = {rank: Span(piece.start, piece.numel) for rank, piece in pieces if piece.numel}
+        parameters.append(Parameter(spec.name, tuple(param.shape), owners))
+    params = _place(place.shard_store.resident, place.shard_offloaded)
+    optimizer = _place(place.state_store.resident, place.updated_on_host) if is_updated(plan) else "none"
+    numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
-        name=plan.name,
-        dtype=plan.dtype,
-        numel=sum(spec.numel for spec in plan.params),
-        group=plan.group,
-        cut=unit.cut,
-        state=unit.state.value,
-        params=_place(place.shard_store.resident, place.shard_offloaded),
-        optimizer=_place(place.state_store.resident, place.updated_on_host) if is_updated(plan) else "none",
-        parameters=tuple(Parameter(spec.name, tuple(param.shape), owners(spec.name)) for spec, param in parameters),
+        plan.name, plan.dtype, numel, plan.group, unit.cut, unit.state.value, params, optimizer, tuple(parameters)
     )
 
 
@@ -87,6 +80,6 @@ def _lines(unit: DescribedUnit) -> Iterator[str]:
     whole = "cut" if unit.cut else "whole"
     yield f"{unit.name}: {unit.numel:,} x {unit.dtype}, {whole}, {unit.state}, parameters: {unit.params}; {trained}"
     width = max(len(parameter.name) for parameter in unit.parameters)
-    for one in unit.parameters:
-        spans = ", ".join(f"rank {rank} [{span.start:,}:{span.stop:,}]" for rank, span in one.owners.items())
-        yield f"    {one.name:<{width}}  {'x'.join(map(str, one.shape)) or 'scalar':<12}  {spans}"
+    for name, shape, owners in unit.parameters:
+        spans = ", ".join(f"rank {rank} [{span.start:,}:{span.stop:,}]" for rank, span in owners.items())
+        yield f"    {name:<{width}}  {'x'.join(map(str, shape)) or 'scalar':<12}  {spans}"

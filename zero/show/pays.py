@@ -27,7 +27,8 @@ def pays(run: Run) -> list[str]:
         "Parallel pays, and more ranks would likely pay, too."
     )  # fmt: skip
     return [
-        f"{share:.0%} of a step is communication that nothing hides (mean of {len(shares)} rank(s)).",
+        f"{share:.0%} of a step is communication that nothing hides, waits for slower ranks among it (mean of "
+        f"{len(shares)} rank(s)).",
         f"That leaves {speedup:.2g} times the speed of one process, where a rank computes as fast as one process alone "
         "does; ranks that share cores or memory do not.",
         verdict,

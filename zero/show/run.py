@@ -65,7 +65,8 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, json.JSONDecodeError):
         facts = {}
-    return Run(path, facts, tuple(_rank(number, files[number], newest) for number in sorted(files)))
+    world = facts.get("world", max(files) + 1)  # of the newest run in the folder; others may have had more ranks
+    return Run(path, facts, tuple(_rank(number, files[number], newest) for number in sorted(files) if number < world))
 
 
 def _rank(number: int, path: Path, newest: int | None) -> Rank:
