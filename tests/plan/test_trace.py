@@ -212,6 +212,16 @@ def test_a_gpu_keeps_masks_of_dropout_in_bytes_and_no_scores():
     assert saved["cuda"] < 10 * TOKENS * 32 and saved["cpu"] > saved["cuda"] + 2 * 2 * TOKENS * TOKENS
 
 
+def test_a_model_is_left_as_it_was():
+    with torch.device("meta"):
+        model = Relu()
+    model.blocks[0].forward = own = model.blocks[0].forward
+    costs = [trace(model, inputs_of(model), load(settings("none", dtype, "Block"), 1)) for dtype in ("bf16", "fp32")]
+    assert 1.9 < costs[1].activations() / costs[0].activations() < 2.1
+    assert model.blocks[0].forward is own and "forward" not in vars(model.blocks[1])
+    assert all(param.dtype is torch.float32 and param.grad is None for param in model.parameters())
+
+
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match=r"'embed\.weight' is not on the meta device"):
         trace(Relu(), (torch.zeros(1, 2, dtype=torch.int64),) * 2, load({"train_batch_size": 1}, 1))

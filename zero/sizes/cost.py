@@ -6,7 +6,7 @@ Traced from a module by zero/sizes/trace.py, or by formula from a `Shape`. All n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,9 +27,14 @@ class Operator(NamedTuple):
     flops: float = 0.0
     nbytes: float = 0.0
 
-    def plus(self, other: Operator, times: int = 1) -> Operator:
-        """With those of another, so many times."""
-        return Operator(self.name, *(own + times * more for own, more in zip(self[1:], other[1:], strict=True)))
+
+def total(operators: Iterable[Operator], samples: int = 1) -> tuple[Operator, ...]:
+    """One for each name; FLOPs and bytes of one of so many samples."""
+    sums: dict[str, Operator] = {}
+    for name, count, flops, nbytes in operators:
+        one = sums.get(name, Operator(name))
+        sums[name] = Operator(name, one.count + count, one.flops + flops / samples, one.nbytes + nbytes / samples)
+    return tuple(sums.values())
 
 
 @dataclass(frozen=True)

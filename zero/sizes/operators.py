@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
-from zero.sizes.cost import ModelCost, Operator
+from zero.sizes.cost import ModelCost, Operator, total
 
 
 def operator_lines(cost: ModelCost, by_unit: bool = False) -> Iterator[str]:
@@ -13,11 +14,7 @@ def operator_lines(cost: ModelCost, by_unit: bool = False) -> Iterator[str]:
         for name, operators in cost.operators.items():
             yield from ("", f"{name or '<root>'}:", *_table(operators))
         return
-    sums: dict[str, Operator] = {}
-    for operators in cost.operators.values():
-        for each in operators:
-            sums[each.name] = sums.get(each.name, Operator(each.name)).plus(each)
-    yield from _table(sums.values())
+    yield from _table(total(chain.from_iterable(cost.operators.values())))
 
 
 def _table(operators: Iterable[Operator]) -> Iterator[str]:

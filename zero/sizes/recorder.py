@@ -29,16 +29,14 @@ CPU_ATTENTION: Mapping[Any, Callable[..., int]] = {
 class Recorder(TorchDispatchMode):
     """Inside the block: the operators that run, and every storage that they make.
 
-    operators: by name;
-    flops:     of all, as torch.utils.flop_counter counts;
+    operators: each run of each, with FLOPs as torch.utils.flop_counter counts them;
     made:      how many storages there were; each has its number, in order;
     paused:    whether nothing is noted now.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: dict[str, Operator] = {}
-        self.flops = 0
+        self.operators: list[Operator] = []
         self.made = 0
         self.paused = False
         self._numbers: dict[int, int] = {}  # address of a storage that lives -> its number
@@ -56,14 +54,11 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         nbytes = sum(self._note(tensor, tensor.untyped_storage().nbytes()) for tensor in _tensors(out))
         packet = func._overloadpacket
-        count = CPU_ATTENTION.get(packet)
-        if count is not None:
-            flops = count(*args, **kwargs)
+        if packet in CPU_ATTENTION:
+            flops = CPU_ATTENTION[packet](*args, **kwargs)
         else:
             flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
-        self.flops += flops
-        name = str(packet).removeprefix("aten.")
-        self.operators[name] = self.operators.get(name, Operator(name)).plus(Operator(name, 1, flops, nbytes))
+        self.operators.append(Operator(str(packet).removeprefix("aten."), 1, flops, nbytes))
         return out
 
     def _note(self, tensor: torch.Tensor, nbytes: int) -> int:
@@ -80,6 +75,11 @@ class Recorder(TorchDispatchMode):
     def _forget(self, address: int) -> None:
         number = self._numbers.pop(address)
         self._events.append((number, -self._sizes[number]))
+
+    @property
+    def flops(self) -> float:
+        """Of all."""
+        return sum(each.flops for each in self.operators)
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Of its storage; None where no operator has seen it."""

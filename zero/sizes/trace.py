@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from zero.plan.patterns import outermost
 from zero.recompute.call import recomputed
 from zero.recompute.saved_inputs import ALONE, InputStore, made_by_graph
 from zero.recompute.selective import Selective
-from zero.sizes.cost import POLICIES, ModelCost, Operator, UnitCost
+from zero.sizes.cost import POLICIES, ModelCost, Operator, UnitCost, total
 from zero.sizes.estimate import units_of
 from zero.sizes.recorder import DeviceKernels, Recorder
 
@@ -35,7 +37,7 @@ _META = torch.device("meta")
 def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cuda") -> ModelCost:
     """Run forward and backward of a model on the meta device; the cost of one sample of `inputs`.
 
-    model: on the meta device; its parameters take the dtype that the configuration computes in.
+    model: on the meta device; it is left as it was. Counted is in the dtype that the configuration computes in.
     inputs: arguments of its forward, in order or by name; tensors on whatever device, samples along their first
     dimension. settings: as `zero.config.load` gives; of `zero.recompute` it is `products` that counts. device: "cuda"
     or "cpu", by whose kernels is counted. Units in lists of modules, or those that `zero.units` names, are the blocks,
@@ -45,15 +47,15 @@ def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cud
     if elsewhere := [name for name, param in model.named_parameters() if not param.is_meta]:
         raise ValueError(f"model: parameter '{elsewhere[0]}' is not on the meta device; build the model there")
     dtype = settings.autocast_dtype or settings.compute_dtype
-    for param in model.parameters() if dtype != "fp32" else ():
-        if param.is_floating_point():
-            param.data = param.data.to(DTYPES[dtype])
-    given = tree_map_only(torch.Tensor, partial(_on_meta, dtype=dtype), inputs)
-    tracer = _Tracer(model, settings, device)
+    cast = partial(_on_meta, dtype=None if dtype == "fp32" else DTYPES[dtype])
+    given = tree_map_only(torch.Tensor, cast, inputs)
     positional, named = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    tracer, before = _Tracer(model, settings, device), [(param, param.data) for param in model.parameters()]
+    for param, values in before:
+        param.data = cast(values)
     try:
         with tracer.stubs():
-            return tracer.run(positional, named, _samples(given))
+            cost = tracer.run(positional, named, _samples(given))
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise
@@ -61,10 +63,15 @@ def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cud
             f"{type(model).__name__} asks for values while it runs, which a model without memory has not: {error}; "
             "leave out of the model's forward what depends on values, or give --params, --layers and --width"
         ) from error
+    finally:
+        for param, values in before:
+            param.data = values
+    note = f"Under torch.autocast all is counted in {dtype}; what it leaves in fp32, such as norms, takes twice that."
+    return replace(cost, notes=(*cost.notes, note)) if settings.autocast_dtype else cost
 
 
-def _on_meta(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    return tensor.to(_META, DTYPES[dtype] if tensor.is_floating_point() and dtype != "fp32" else tensor.dtype)
+def _on_meta(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(_META, dtype if tensor.is_floating_point() else None)
 
 
 def _samples(inputs: Any) -> int:
@@ -74,24 +81,32 @@ def _samples(inputs: Any) -> int:
     return sizes[0]
 
 
-class _Call(NamedTuple):
-    """What one call of a unit costs, of all samples of the inputs.
+class _Run(NamedTuple):
+    """One forward and backward of a unit under one policy, of all samples of the inputs.
 
-    own: policy -> bytes of what its graph holds of the tensors that were made inside;
-    inputs, outputs: policy -> which of the tensors that came from the graph, and of those that it gave, are held;
-    out, structure: what it gave, tensors on the meta device in it.
+    own: bytes of what its graph holds of the tensors that were made inside; inputs, outputs: which of the tensors that
+    came from the graph of the model, and of those that it gave, it holds; working: as of `UnitCost`; out, structure:
+    what it gave.
     """
 
-    forward_flops: int
-    backward_flops: int
-    own: dict[str, int]
-    inputs: dict[str, tuple[bool, ...]]
-    outputs: dict[str, tuple[bool, ...]]
-    recompute_flops: dict[str, int]
+    forward_flops: float
+    backward_flops: float
+    own: int
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
     working: int
-    operators: dict[str, Operator]
+    operators: list[Operator]
     out: list[Any]
     structure: TreeSpec
+
+
+class _Call(NamedTuple):
+    """One call of a unit: its run under each policy, and the numbers of storages that came and that it gave."""
+
+    anchor: str
+    runs: dict[str, _Run]
+    inputs: list[int | None]
+    outputs: list[int | None]
 
 
 class _Like(NamedTuple):
@@ -142,8 +157,8 @@ class _Tracer:
         self._kernels = DeviceKernels(device)
         self._every = settings.zero.recompute.products
         self._recorder = self._outer = Recorder()
-        self._known: dict[Hashable, _Call] = {}
-        self._calls: list[tuple[str, _Call, list[int | None], list[int | None]]] = []
+        self._known: dict[Hashable, dict[str, _Run]] = {}
+        self._calls: list[_Call] = []
         self._anchor = torch.empty(0, device=_META, requires_grad=True)  # what is made from nothing hangs on it
         self._end = 0  # the first storage that was made after the last block had run
         anchors = dict.fromkeys(unit.anchor for unit in units_of(model, settings) if unit.anchor)
@@ -182,90 +197,88 @@ class _Tracer:
             del out
             kept, forward_flops = recorder.alive(), recorder.flops
             torch.autograd.backward([loss])
-        before_end = sum(recorder.nbytes(each) for each in kept if each < self._end)
-        last = sum(recorder.nbytes(each) for each in kept if each >= self._end)
-        nothing = dict.fromkeys(POLICIES, 0.0)
-        flops = forward_flops / samples, (recorder.flops - forward_flops) / samples
-        root = UnitCost(
-            "", type(self._model).__name__, False, *flops, dict.fromkeys(POLICIES, before_end / samples), nothing, 0.0
+        before, last = (
+            sum(recorder.nbytes(each) for each in kept if (each >= self._end) is late) / samples
+            for late in (False, True)
         )
+        flops = forward_flops / samples, (recorder.flops - forward_flops) / samples
+        saved, nothing = dict.fromkeys(POLICIES, before), dict.fromkeys(POLICIES, 0.0)
+        root = UnitCost("", type(self._model).__name__, False, *flops, saved, nothing, 0.0)
         shapes = [leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        sequence = next((shape[1] for shape in shapes if len(shape) > 1), 1)
-        peak = recorder.peak(self._end) / samples
-        units = (*self._units(kept, samples), root)
-        return ModelCost(units, peak, last / samples, sequence, notes, self._operators(samples))
+        return ModelCost(
+            (*self._units(kept, samples), root),
+            recorder.peak(self._end) / samples,
+            last,
+            next((shape[1] for shape in shapes if len(shape) > 1), 1),
+            notes,
+            self._operators(samples),
+        )
 
     def _units(self, kept: set[int], samples: int) -> Iterator[UnitCost]:
         """In the order of their first calls. Each storage counts once: for what holds it first, under each policy."""
         counted = {policy: set(kept) for policy in POLICIES}
         saved: dict[str, dict[str, float]] = {}
-        calls = defaultdict(list)
-        for anchor, call, inputs, outputs in self._calls:
-            calls[anchor].append(call)
-            sums = saved.setdefault(anchor, dict.fromkeys(POLICIES, 0.0))
-            for policy in POLICIES if anchor in self._blocks else ():
-                held, given = (
-                    {number for number, holds in zip(numbers, flags[policy], strict=True) if holds}
-                    for numbers, flags in ((inputs, call.inputs), (outputs, call.outputs))
-                )
-                sums[policy] += call.own[policy] + sum(map(self._outer.nbytes, held - counted[policy] - {None}))
-                sums[policy] -= sum(map(self._outer.nbytes, given & kept))  # the root keeps it, too
+        runs = defaultdict(list)
+        for call in self._calls:
+            runs[call.anchor].append(call.runs)
+            sums = saved.setdefault(call.anchor, dict.fromkeys(POLICIES, 0.0))
+            for policy in POLICIES if call.anchor in self._blocks else ():
+                run = call.runs[policy]
+                held = set(compress(call.inputs, run.inputs)) - {None}
+                given = set(compress(call.outputs, run.outputs))
+                sums[policy] += (run.own + sum(map(self._outer.nbytes, held - counted[policy]))) / samples
+                sums[policy] -= sum(map(self._outer.nbytes, given & kept)) / samples  # the root keeps it, too
                 counted[policy] |= held | given
-        for anchor, each in calls.items():
+        for anchor, each in runs.items():
+            backward = {policy: sum(run[policy].backward_flops for run in each) / samples for policy in POLICIES}
             yield UnitCost(
                 anchor,
                 type(self._model.get_submodule(anchor)).__name__,
                 anchor in self._blocks,
-                sum(call.forward_flops for call in each) / samples,
-                sum(call.backward_flops for call in each) / samples,
-                {policy: nbytes / samples for policy, nbytes in saved[anchor].items()},
-                {policy: sum(call.recompute_flops[policy] for call in each) / samples for policy in POLICIES},
-                max(call.working for call in each) / samples,
+                sum(run["none"].forward_flops for run in each) / samples,
+                backward["none"],
+                saved[anchor],
+                {policy: flops - backward["none"] for policy, flops in backward.items()},
+                max(run["none"].working for run in each) / samples,
             )
 
     def _operators(self, samples: int) -> dict[str, tuple[Operator, ...]]:
-        tables = [(anchor, call.operators) for anchor, call, *_ in self._calls] + [("", self._outer.operators)]
-        found: dict[str, dict[str, Operator]] = {}
-        for anchor, table in tables:
-            sums = found.setdefault(anchor, {})
-            for name, operator in table.items():
-                sums[name] = sums.get(name, Operator(name)).plus(operator)
-        return {
-            anchor: tuple(
-                each._replace(flops=each.flops / samples, nbytes=each.nbytes / samples) for each in sums.values()
-            )
-            for anchor, sums in found.items()
-        }
+        found = defaultdict(list)
+        for call in self._calls:
+            found[call.anchor] += call.runs["none"].operators
+        found[""] += self._outer.operators
+        return {anchor: total(each, samples) for anchor, each in found.items()}
 
     def _stub(self, anchor: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a call of the unit gives, from nothing."""
         leaves, structure = tree_flatten((args, kwargs))
         block = anchor in self._blocks and torch.is_grad_enabled()
         kind = (_kind(module), block, torch.is_grad_enabled(), str(structure), *map(_described, leaves))
-        call = self._known.get(kind)
-        if call is None:
+        if kind not in self._known:
             self._outer.paused = True
-            call = self._known[kind] = self._measured(module, forward, leaves, structure, block)
+            self._known[kind] = self._measured(module, forward, leaves, structure, block)
             self._outer.paused = False
+        runs = self._known[kind]
+        plain = runs["none"]
         inputs = [leaf for leaf in leaves if made_by_graph(leaf)]
         # What does not come from the graph stays for the backward, whoever holds it, and so does all of what is no
         # block: in the run of the model each storage counts once.
         others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not made_by_graph(leaf)]
         kept = [tensor for tensor in others if not isinstance(tensor, nn.Parameter)]
         if not block:
-            own = torch.empty(call.own["none"], dtype=torch.uint8, device=_META)
-            kept += [own, *(each for each, holds in zip(inputs, call.inputs["none"], strict=True) if holds)]
+            own = torch.empty(plain.own, dtype=torch.uint8, device=_META)
+            kept += [own, *compress(inputs, plain.inputs)]
         else:
             self._end = self._outer.made
-        like = [leaf for leaf in call.out if isinstance(leaf, _Like)]
+        like = [leaf for leaf in plain.out if isinstance(leaf, _Like)]
         made = list(_Made.apply(like, kept, self._anchor, *inputs)) if like else []
         numbers = [self._outer.number(each) for each in made if each.requires_grad]
-        self._calls.append((anchor, call, [self._outer.number(each) for each in inputs], numbers))
-        return tree_unflatten([made.pop(0) if isinstance(leaf, _Like) else leaf for leaf in call.out], call.structure)
+        self._calls.append(_Call(anchor, runs, [self._outer.number(each) for each in inputs], numbers))
+        return tree_unflatten([made.pop(0) if isinstance(leaf, _Like) else leaf for leaf in plain.out], plain.structure)
 
     def _measured(
         self, module: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec, block: bool
-    ) -> _Call:
+    ) -> dict[str, _Run]:
         """Run the unit under each policy."""
 
         def computed(*args: Any, **kwargs: Any) -> Any:
@@ -275,29 +288,19 @@ class _Tracer:
         run = partial(self._run, leaves, structure)
         plain = run(computed)
         if not block:
-            return plain
+            return dict.fromkeys(POLICIES, plain)
         store = InputStore(ActivationCheckpointing(), ALONE, _META)
         selective = Selective("", self._every)
 
-        def again(contexts: Any) -> _Call:
+        def again(contexts: Any) -> _Run:
             return run(lambda *args, **kwargs: recomputed(computed, args, kwargs, store, contexts, module))
 
         again(selective.contexts)  # the first recomputation finds out which products are needed
-        runs = {"none": plain, "selective": again(selective.contexts), "full": again(None)}
-        nothing = tuple(False for _ in plain.inputs["none"])
-        inputs = {policy: each.inputs["none"] for policy, each in runs.items()}
-        extra = {policy: each.backward_flops - plain.backward_flops for policy, each in runs.items()}
-        own, outputs = (
-            {name: getattr(each, what)["none"] for name, each in runs.items()} for what in ("own", "outputs")
-        )
-        return plain._replace(
-            own=own | {"host": own["full"]},
-            inputs=inputs | {"host": nothing},
-            outputs=outputs | {"host": outputs["full"]},
-            recompute_flops=extra | {"host": extra["full"]},
-        )
+        full = again(None)
+        host = full._replace(inputs=(False,) * len(full.inputs))
+        return {"none": plain, "selective": again(selective.contexts), "full": full, "host": host}
 
-    def _run(self, leaves: list[Any], structure: TreeSpec, forward: Callable[..., Any]) -> _Call:
+    def _run(self, leaves: list[Any], structure: TreeSpec, forward: Callable[..., Any]) -> _Run:
         """Run forward and backward once, apart from the graph of the model."""
         with Recorder() as recorder:
             self._recorder = recorder
@@ -319,16 +322,13 @@ class _Tracer:
                 kept.discard(recorder.number(end))
                 torch.autograd.backward([end])
         self._recorder = self._outer
-        own = sum(recorder.nbytes(each) for each in kept.difference(numbers))
-        held = sum(map(recorder.nbytes, kept))
-        return _Call(
+        return _Run(
             forward_flops,
             recorder.flops - forward_flops,
-            {"none": own},
-            {"none": tuple(each in kept for each in numbers)},
-            {"none": tuple(each in kept for each in results)},
-            dict.fromkeys(POLICIES, 0),
-            max(0, recorder.peak() - held),
+            sum(map(recorder.nbytes, kept.difference(numbers))),
+            tuple(each in kept for each in numbers),
+            tuple(each in kept for each in results),
+            max(0, recorder.peak() - sum(map(recorder.nbytes, kept))),
             recorder.operators,
             specs,
             form,
