@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zero
 from zero.config import load
-from zero.sizes.cost import POLICIES, ModelCost
-from zero.sizes.recorder import CPU_ATTENTION
+from zero.sizes.cost import POLICIES, ModelCost, shape_cost
+from zero.sizes.recorder import FORMULAS
+from zero.sizes.shape import Shape as Shapes
 from zero.sizes.trace import trace
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -134,7 +135,7 @@ def as_said(make: Any, dtype: str, policies: tuple[str, ...] = POLICIES) -> None
         assert abs(said / real - 1) < 0.01, f"{policy}, {dtype}: traced {said:,.0f}, real {real:,}"
     assert cost.activations("none") > cost.activations("full") >= cost.activations("host")
     model = make()
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         loss_of(model, inputs_of(model)).backward()
     assert cost.flops * BATCH == counter.get_total_flops()
 
@@ -210,6 +211,71 @@ def test_a_gpu_keeps_masks_of_dropout_in_bytes_and_no_scores():
     saved = {device: traced(Dropping, "bf16", device).units[-1].saved["none"] for device in ("cpu", "cuda")}
     # On the CPU this has scores, attention's weights beside them.
     assert saved["cuda"] < 10 * TOKENS * 32 and saved["cpu"] > saved["cuda"] + 2 * 2 * TOKENS * TOKENS
+
+
+def test_attention_of_torchs_own_layer_keeps_no_scores_either():
+    class Encoder(Relu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(2))
+
+    names = [each.name for each in traced(Encoder, "bf16", "cuda").operators["blocks.0"]]
+    assert "_scaled_dot_product_flash_attention_backward" in names and "native_dropout" in names
+    assert not {"bmm", "_softmax", "bernoulli_"}.intersection(names)
+
+
+def test_products_of_experts_count_by_rows_that_are_there():
+    count = FORMULAS[torch.ops.aten._grouped_mm]
+    assert count((6, 4), (2, 4, 5)) == count((4, 6), (6, 5)) == 2 * 6 * 4 * 5
+    assert count((2, 3, 4), (2, 4, 5)) == 2 * 2 * 3 * 4 * 5
+
+
+class Gated(nn.Module):
+    """A block as `shape_cost` has it."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(torch.ones(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def norm(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return F.rms_norm(x, [x.shape[-1]], self.norms[index])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x, 0)
+        parts = [linear(y).unflatten(-1, (-1, 128)).transpose(1, 2) for linear in (self.q, self.k, self.v)]
+        attention = F.scaled_dot_product_attention(parts[0] * 2.0, parts[1] * 2.0, parts[2], is_causal=True)
+        x = x + self.o(attention.transpose(1, 2).flatten(2))
+        y = self.norm(x, 1)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def test_the_formula_of_a_shape_is_what_a_trace_finds():
+    width, inner, tokens = 256, 1024, 512
+
+    class Decoder(Relu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(2000, width)
+            self.blocks = nn.ModuleList(Gated(width, inner) for _ in range(3))
+            self.norm = nn.LayerNorm(width)
+            self.last = nn.Linear(width, 2000, bias=False)
+
+        def head(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(x)).float()
+
+    with torch.device("meta"):
+        model, given = Decoder(), torch.zeros(1, tokens, dtype=torch.long)
+    found = trace(model, (given, given), load(settings("none", "bf16", "Block"), 1))
+    formula = shape_cost(Shapes(3, width, inner, 2000), tokens)
+    assert formula.flops == found.flops
+    for policy in POLICIES:
+        assert formula.activations(policy) == pytest.approx(found.activations(policy), rel=0.01)
+        assert formula.recompute_flops(policy) == found.recompute_flops(policy)
+        assert formula.peak(policy) == pytest.approx(found.peak(policy), rel=0.05)
+    assert formula.logits == pytest.approx(found.logits, rel=0.01)
 
 
 def test_a_model_is_left_as_it_was():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,19 +13,28 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop, shape_wrapper
 
 from zero.sizes.cost import Operator
 
 aten = torch.ops.aten
-# torch's counter knows attention's kernels for GPUs only; the CPU's takes its tensors in the same order.
-CPU_ATTENTION: Mapping[Any, Callable[..., int]] = {
+_ATTENTION, _DROPOUT = F.scaled_dot_product_attention, F.dropout
+
+
+def _grouped_flop(one: Sequence[int], other: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    """Of `_grouped_mm`: rows, or what is summed over, is cut into groups, each with a matrix of its own."""
+    return 2 * math.prod(one if len(other) == 3 else one[-2:]) * other[-1]
+
+
+FORMULAS: Mapping[Any, Callable[..., int]] = {
+    # Tensors come in the order of the kernels for GPUs.
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop(q, k, v),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop(grad, q, k, v)
     ),
+    aten._grouped_mm: shape_wrapper(_grouped_flop),
 }
-"""`custom_mapping` for FlopCounterMode, from shapes to FLOPs."""
+"""What torch's counter lacks: attention on the CPU, and products of experts; `custom_mapping` for FlopCounterMode."""
 
 
 class Recorder(TorchDispatchMode):
@@ -54,8 +65,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         nbytes = sum(self._note(tensor, tensor.untyped_storage().nbytes()) for tensor in _tensors(out))
         packet = func._overloadpacket
-        if packet in CPU_ATTENTION:
-            flops = CPU_ATTENTION[packet](*args, **kwargs)
+        if packet in FORMULAS:
+            flops = FORMULAS[packet](*args, **kwargs)
         else:
             flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
         self.operators.append(Operator(str(packet).removeprefix("aten."), 1, flops, nbytes))
@@ -115,9 +126,10 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
 class DeviceKernels(TorchFunctionMode):
     """Has the meta device run what "cuda" or "cpu" would, where functions of torch choose a kernel by the device.
 
-    That is scaled dot-product attention, whose plain form would keep scores, and dropout, whose mask takes a byte an
-    element on a GPU. The conditions are those of torch's sdp_utils. A model that asks whether all values are so is told
-    yes, and no where it asks whether any is: as with whole samples, of which nothing is padded.
+    That is scaled dot-product attention, whose plain form would keep scores, by the conditions of torch's sdp_utils;
+    and on a GPU dropout, whose mask takes a byte an element, and RMS norm, which is one kernel there. A model that asks
+    whether all values are so is told yes, and no where it asks whether any is: as with whole samples, of which nothing
+    is padded.
     """
 
     def __init__(self, device: str) -> None:
@@ -127,16 +139,29 @@ class DeviceKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, or what the device has in its place."""
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is F.multi_head_attention_forward:
+            with self._patched():  # it calls the others where no mode sees them
+                return func(*args, **kwargs)
+        if func is _ATTENTION:
             return self._attention(*args, **kwargs)
-        if func is F.dropout and self._gpu:
+        if func is _DROPOUT and self._gpu:
             return _dropout(*args, **kwargs)
+        if func is F.rms_norm and self._gpu:
+            return _rms_norm(*args, **kwargs)
         if func is torch.Tensor.__bool__ and hasattr(args[0], "zero_answer"):
             return args[0].zero_answer
         out = func(*args, **kwargs)
         if func in (torch.all, torch.Tensor.all, torch.any, torch.Tensor.any) and out.is_meta:
             out.zero_answer = func in (torch.all, torch.Tensor.all)
         return out
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        F.scaled_dot_product_attention, F.dropout = self._attention, _dropout if self._gpu else _DROPOUT
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention, F.dropout = _ATTENTION, _DROPOUT
 
     def _attention(
         self,
@@ -159,19 +184,22 @@ class DeviceKernels(TorchFunctionMode):
         if fused and self._gpu and half and attn_mask is None and query.shape[-1] <= 256:
             return aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, scale=scale)[0]
         if fused and self._gpu and not grouped:
-            return aten._scaled_dot_product_efficient_attention(
-                *parts, attn_mask, True, dropout_p, is_causal, scale=scale
-            )[0]
+            if attn_mask is not None:
+                attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+            kernel = aten._scaled_dot_product_efficient_attention
+            return kernel(*parts, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
         if fused and not self._gpu and dropout_p == 0.0:
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                *parts, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-        return F.scaled_dot_product_attention(
-            *parts, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            return kernel(*parts, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return _ATTENTION(*parts, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     if training and 0 < p < 1 and not inplace:
         return torch.native_dropout(input, p, True)[0]
-    return F.dropout(input, p, training, inplace)
+    return _DROPOUT(input, p, training, inplace)
+
+
+def _rms_norm(input: torch.Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> torch.Tensor:
+    # The meta device takes the fused kernel apart; a layer norm keeps the same, and a mean for each token.
+    return torch.native_layer_norm(input, shape, weight, None, eps or 1e-6)[0]
