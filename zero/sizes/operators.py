@@ -18,8 +18,9 @@ def operator_lines(cost: ModelCost, by_unit: bool = False) -> Iterator[str]:
 
 
 def _table(operators: Iterable[Operator]) -> Iterator[str]:
+    operators = [each for each in operators if not each.name.startswith("empty")]  # those compute nothing
     found = sorted(operators, key=lambda each: (-each.flops, -each.nbytes, each.name))
-    width = max(len(each.name) for each in found) + 2
-    yield f"{'operator':<{width}}{'times':>10}{'GFLOP':>14}{'MB given':>14}"
+    width = max((len(each.name) for each in found), default=8) + 2
+    yield f"{'operator':<{width}}{'times':>10}{'GFLOP':>18}{'MB given':>18}"
     for each in found:
-        yield f"{each.name:<{width}}{each.count:>10,}{each.flops / 1e9:>14,.3f}{each.nbytes / 1e6:>14,.3f}"
+        yield f"{each.name:<{width}}{each.count:>10,}{each.flops / 1e9:>18,.3f}{each.nbytes / 1e6:>18,.3f}"
