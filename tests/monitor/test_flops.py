@@ -93,3 +93,25 @@ def test_what_was_counted_is_told_although_no_step_follows(tmp_path: Path) -> No
     engine.destroy()
     assert "forward 40.1 kFLOP, backward 80.2 kFLOP" in path.read_text()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+class Attention(torch.nn.Module):
+    """One head over five tokens, without parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_on_a_cpu_counts() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Attention())
+    sections = {
+        "flops_profiler": {"enabled": True, "profile_step": 0},
+        "zero": {"recompute": {"modules": ["Attention"]}},
+    }
+    engine: Any = zero.initialize(model=model, config=config(0, 1, **sections))[0]
+    found = engine._training.profiles._flops
+    engine.backward(engine(torch.ones(2, 1, 5, 8)).sum())
+    engine.step()
+    engine.destroy()
+    assert found.rows["1"].forward == found.recomputed == 2 * 2 * 2 * 5 * 5 * 8  # two products, of two samples
+    assert found.rows["0"].forward == 2 * TOKENS * 8 * 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.config.profile_sections import FlopsProfiler
 from zero.core.torch_private import backward_task
 from zero.log import logger
-from zero.monitor.taps import Stamp, Taps, now, seconds
+from zero.monitor.taps import Stamp, Taps, forward_of, now, seconds
 
 
 @dataclass
@@ -57,8 +57,10 @@ class FlopsProfile:
         device: torch.device,
         peak: Callable[[], float],
         taps: Taps,
+        formulas: Mapping[Any, Callable[..., int]],
     ) -> None:
-        """`peak`: gives the FLOP/s that the device can reach at most."""
+        """`peak`: gives the FLOP/s that the device reaches at most; `formulas`: of operators without one in torch."""
+        self._formulas = dict(formulas)
         self.forward = self.recomputed = self.apart = self.total = 0
         self.rows: dict[str, Row] = {}
         self._section, self._module, self._device, self._peak = section, module, device, functools.cache(peak)
@@ -98,11 +100,11 @@ class FlopsProfile:
             return
         if todo == "count":
             self._counted = step + 1
-            self._counter = FlopCounterMode(display=False)
+            self._counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
             self._counter.__enter__()
         for path, row in self.rows.items():
-            module, followed = self._module.get_submodule(path), functools.partial(self._followed, row)
-            self._taps.replace(self, module, "forward", followed)
+            where = forward_of(self._module.get_submodule(path))
+            self._taps.replace(self, *where, functools.partial(self._followed, row))
 
     def close(self) -> None:
         """The run ends; what was counted and not told is."""

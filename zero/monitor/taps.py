@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero.core.mesh import Axis
 from zero.watchdog.rank_status import Collective
@@ -74,6 +75,12 @@ class _Begun(Collective):
     """With the stamp of its begin in `at`."""
 
     at: Stamp
+
+
+def forward_of(module: nn.Module) -> tuple[Any, str]:
+    """Where the forward of a module is replaced, so that what `zero.recompute` runs again goes through it, too."""
+    own = vars(module).get("forward")
+    return (own, "inner") if hasattr(own, "inner") else (module, "forward")
 
 
 def now(device: torch.device) -> Stamp:

@@ -17,7 +17,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.state import State
 from zero.core.torch_private import backward_task
 from zero.core.unit import Unit
-from zero.monitor.taps import Stamp, Taps
+from zero.monitor.taps import Stamp, Taps, forward_of
 from zero.watchdog.rank_status import Collective
 
 MESSAGES = "messages"  # the stream of collectives, each from its begin until it was waited for
@@ -67,7 +67,7 @@ class Timeline:
             self._follow(unit)
             if unit.plan.anchor:
                 name = functools.partial(_pass, unit.plan.anchor)
-                self._around(sharded.module.get_submodule(unit.plan.anchor), "forward", name)
+                self._around(*forward_of(sharded.module.get_submodule(unit.plan.anchor)), name)
 
     def stop(self) -> list[Span]:
         """Leave the engine as it was; returns the spans."""

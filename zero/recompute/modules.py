@@ -32,7 +32,8 @@ Forward = Callable[..., Any]
 class Recomputed:
     """Stands for the forward of one module. Copies of the module, and files of it, get the plain forward of their own.
 
-    policy: what is kept; auto: who watches calls as long as that is not chosen, else None.
+    inner: what is run, and run again; policy: what is kept; auto: who watches calls as long as that is not chosen, else
+    None.
     """
 
     def __init__(self, module: nn.Module, name: str, number: int, every: int, inputs: InputStore) -> None:
@@ -42,7 +43,7 @@ class Recomputed:
         self._number = number
         self._plain: Forward = module.forward
         self._own = "forward" in module.__dict__
-        self._inner = self._plain
+        self.inner = self._plain
         self._selective = Selective(name, every)
         self._inputs = inputs
         functools.update_wrapper(self, self._plain, updated=())  # for those who read the names of its arguments
@@ -51,15 +52,15 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; where a graph is built, keep what the policy says."""
         if not torch.is_grad_enabled():
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         if self.auto is not None and not torch.compiler.is_compiling():
-            done, out = self.auto.call(self._number, self._module, self._inner, args, kwargs)
+            done, out = self.auto.call(self._number, self._module, self.inner, args, kwargs)
             if done:
                 return out
         if self.policy is Policy.NONE:
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         contexts = self._selective.contexts if self.policy is Policy.SELECTIVE else None
-        return recomputed(self._inner, args, kwargs, self._inputs, contexts, self._module)
+        return recomputed(self.inner, args, kwargs, self._inputs, contexts, self._module)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """What copies and saved files get instead; used by `copy.deepcopy` and by `torch.save`."""
@@ -68,11 +69,11 @@ class Recomputed:
 
     def compile(self, compiler: Callable[[Forward], Forward]) -> None:
         """Compile what is run and run again; recomputation stays outside of it."""
-        self._inner = compiler(self._plain)
+        self.inner = compiler(self._plain)
 
     def undo_compile(self) -> None:
         """Run the plain forward again."""
-        self._inner = self._plain
+        self.inner = self._plain
 
     def undo(self) -> None:
         """Give the module its own forward back."""
