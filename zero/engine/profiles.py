@@ -21,7 +21,7 @@ from zero.monitor.taps import Taps
 from zero.monitor.trace import StepTrace
 from zero.optim.optimizer import ZeroOptimizer
 from zero.sizes.rates import DEVICES, REACHED
-from zero.sizes.recorder import CPU_ATTENTION
+from zero.sizes.recorder import FORMULAS
 
 
 class Profiles:
@@ -52,7 +52,7 @@ class Profiles:
         if config.flops_profiler.enabled and rank == 0:
             dtype = config.autocast_dtype or config.compute_dtype
             most = functools.partial(peak, dtype, device)
-            self._flops = FlopsProfile(config.flops_profiler, sharded.module, device, most, self._taps, CPU_ATTENTION)
+            self._flops = FlopsProfile(config.flops_profiler, sharded.module, device, most, self._taps, FORMULAS)
         self.step_ended(0)
 
     def step_ended(self, step: int) -> None:

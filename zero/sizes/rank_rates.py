@@ -24,7 +24,7 @@ from zero.core.joining import init_distributed
 from zero.core.mesh import Axis, local_device, make_mesh
 from zero.plan.sharding import Sharding
 from zero.report import drive, speed
-from zero.sizes.recorder import CPU_ATTENTION
+from zero.sizes.recorder import FORMULAS
 
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
@@ -75,7 +75,7 @@ def _flops(dtype: str, width: int, device: torch.device) -> float:
     def turn() -> None:
         layer(batch).sum().backward()
 
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         turn()
     return counter.get_total_flops() / _median(turn, device)
 
