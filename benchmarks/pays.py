@@ -6,7 +6,7 @@
 Each rank has the same micro-batch, so that n ranks do n times the work. The speedup is that of tokens per second
 beside a single process; more ranks pay where it is at least 1 + (n - 1) / 2, as for `zero plan`. The share of
 communication is by how much a step is longer than one without messages: measured, of as many ranks that train each
-alone at the same time; planned, of a simulated step. Rates are measured for each number of ranks; 4 ranks share 2 cores.
+alone at the same time; planned, of a simulated step. Rates are measured for each number of ranks.
 """
 
 from __future__ import annotations
