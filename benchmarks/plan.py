@@ -274,7 +274,7 @@ def main() -> int:
     lines = [line(*each) for each in zip(rows, plans, found, strict=True)]
     text = f"{machine_line()}\n\n{table(HEADER, lines)}"
     print(text)
-    if not args.rows and not args.no_time:
+    if not args.rows:
         numel = sum(param.numel() for param in SIZES.model().parameters())
         about = ABOUT.format(numel=numel, ranks=RANKS, repeat=REPEAT, **dataclasses.asdict(SIZES))
         (Path(__file__).parent / "plan.md").write_text(f"{about}\n{text}\n", encoding="utf-8")
