@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero.core import comm
@@ -31,7 +32,7 @@ _TIMEOUT = 120.0  # seconds that ranks wait for each other
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AIO = 1, 8, 1 << 20  # the defaults of the section `aio`
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
-_BATCH, _SEQUENCE, _HEAD = 2, 256, 64  # of the transformer block
+_BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
 
 
 def run(answers: Path, dtype: str, width: int, folder: str) -> None:
@@ -65,15 +66,20 @@ def run(answers: Path, dtype: str, width: int, folder: str) -> None:
 
 
 def _flops(dtype: str, width: int, device: torch.device) -> float:
-    """FLOP/s of forward and backward of a transformer block, with all that is no matrix product in it."""
+    """FLOP/s of forward and backward of transformer blocks, with all that is no matrix product in them.
+
+    Several, so that weights come from memory, as in a model. Gradients are new ones each time, as in the engine.
+    """
     kind, heads = _DTYPES[dtype], max(1, width // _HEAD)
-    layer = torch.nn.TransformerEncoderLayer(
-        heads * max(1, width // heads), heads, 4 * width, 0.0, "gelu", batch_first=True, device=device, dtype=kind
+    sizes = heads * max(1, width // heads), heads, 4 * width, 0.0, "gelu"
+    blocks = nn.Sequential(
+        *(nn.TransformerEncoderLayer(*sizes, batch_first=True, device=device, dtype=kind) for _ in range(_BLOCKS))
     )
-    batch = torch.randn(_BATCH, _SEQUENCE, layer.linear2.out_features, device=device, dtype=kind, requires_grad=True)
+    batch = torch.randn(_BATCH, _SEQUENCE, sizes[0], device=device, dtype=kind, requires_grad=True)
 
     def turn() -> None:
-        layer(batch).sum().backward()
+        blocks.zero_grad()
+        blocks(batch).sum().backward()
 
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         turn()
