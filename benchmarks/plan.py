@@ -218,12 +218,12 @@ def line(row: Row, planned: Planned, seen: Seen) -> list[str]:
     """Of the table."""
     mine, theirs = planned.nbytes, seen.nbytes
     pairs = [*zip(mine.kinds, theirs.kinds, strict=True), *zip(mine[1:], theirs[1:], strict=True)]
-    time_ = [f"{1e3 * planned.seconds:,.0f}"]
+    foretold = f"{1e3 * planned.seconds:,.0f}" if seen.seconds else "-"
     return [
         str(row),
         *(cell(*pair) for pair in pairs),
         stat([1e3 * each for each in seen.seconds]).text() if seen.seconds else "-",
-        *time_,
+        foretold,
         ", ".join(wrong(planned, seen)) or "-",
     ]
 
