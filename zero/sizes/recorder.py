@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop, shape_wrapper
 
+from zero.core.torch_private import storage_id
 from zero.sizes.cost import Operator
 
 aten = torch.ops.aten
@@ -73,14 +74,14 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note(self, tensor: torch.Tensor, nbytes: int) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._numbers:
+        address = storage_id(tensor)
+        if address in self._numbers:
             return 0
-        number = self._numbers[storage._cdata] = self.made
+        number = self._numbers[address] = self.made
         self.made += 1
         self._sizes[number] = nbytes
         self._events.append((number, nbytes))
-        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+        weakref.finalize(tensor.untyped_storage(), self._forget, address).atexit = False
         return nbytes
 
     def _forget(self, address: int) -> None:
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Of its storage; None where no operator has seen it."""
-        return self._numbers.get(tensor.untyped_storage()._cdata)
+        return self._numbers.get(storage_id(tensor))
 
     def nbytes(self, number: int) -> int:
         """Of this storage, 0 where it was made before the block."""
