@@ -13,6 +13,7 @@ from zero.launch.args import checkpoint as checkpoint_args
 from zero.launch.args import config as config_args
 from zero.launch.args import run as run_args
 from zero.launch.args import ssh as ssh_args
+from zero.launch.args import tune as tune_args
 from zero.launch.contract import CLOSED_PIPE
 from zero.plan import command as plan_command
 
@@ -54,6 +55,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     )
     about = "compare a script's first steps under each stage with plain torch"
     check_args.add_arguments(commands.add_parser("check", help=about, allow_abbrev=False))
+    about = "find the fastest configuration of a script, by a plan and short runs"
+    tune_args.add_arguments(commands.add_parser("tune", help=about, allow_abbrev=False))
     about = "run a command on all hosts of a hostfile"
     ssh_args.add_arguments(commands.add_parser("ssh", help=about, allow_abbrev=False))
     about = "print the JSON Schema of the config, for an editor to complete and check the file with"
@@ -144,6 +147,14 @@ def _check(args: argparse.Namespace) -> int:
         return _refuse("check", error)
 
 
+def _tune(args: argparse.Namespace) -> int:
+    request = tune_args.request(args)
+    request.check()
+    from zero.engine.tune import script
+
+    return script.run(request)
+
+
 def _ssh(args: argparse.Namespace) -> int:
     from zero.launch.remote import ssh_command
 
@@ -215,6 +226,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
 _COMMANDS = {
     "run": _run,
     "check": _check,
+    "tune": _tune,
     "ssh": _ssh,
     "plan": _plan,
     "schema": _schema,

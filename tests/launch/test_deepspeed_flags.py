@@ -46,7 +46,7 @@ TAKEN = [
 REFUSED = [
     ("--save_pid", "the shell has it in $!"),
     ("--venv_script v.sh", "every host runs the Python that runs this command"),
-    ("--autotuning tune", "there is no autotuning"),
+    ("--autotuning tune", "`zero tune script.py` finds a configuration"),
     ("--elastic_training", "--max_restarts N restarts the ranks"),
     ("--min_elastic_nodes 1", "--min_nodes M"),
     ("--max_elastic_nodes 4", "--num_nodes says how many there are at most"),

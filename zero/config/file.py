@@ -127,7 +127,7 @@ class File(Section):
     expert_parallel: Annotated[Settings, Unavailable(_ONLY_DATA, on=enabled)]
     compile: Annotated[Settings, Unavailable("DeepCompile is not available; leave it out", at="deepcompile")]
     elasticity: Annotated[Settings, Unavailable("is not available in this release; set train_batch_size", on=enabled)]
-    autotuning: Annotated[Settings, _NOT_ENABLED]
+    autotuning: Annotated[Settings, Unavailable("is not read; use `zero tune script.py`", on=enabled)]
     hybrid_engine: Annotated[Settings, _NOT_ENABLED]
     progressive_layer_drop: Annotated[Settings, _NOT_ENABLED]
     data_efficiency: Annotated[Settings, _NOT_ENABLED]

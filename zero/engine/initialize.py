@@ -36,7 +36,8 @@ from zero.engine.arguments import (
     parameter_groups,
     resolve_config,
 )
-from zero.engine.check.assigned import AssignedRun, assigned_run, make_plain
+from zero.engine.assignment import Assigned
+from zero.engine.check.assigned import assigned_run, make_plain
 from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
@@ -99,7 +100,7 @@ def initialize(
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
     stand_ins = [name for name, value in objects.items() if value is not None]
     assigned = assigned_run()
-    settings = _load(source, data.size, stand_ins, assigned)
+    settings = _load(source, data.size, stand_ins, assigned, model)
     over = data.group, data.sharded_over(settings)
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
@@ -135,10 +136,10 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
     init_distributed(distributed_port=port, timeout=timeout)
 
 
-def _load(source: Any, world_size: int, stand_ins: list[str], assigned: AssignedRun | None) -> Config:
+def _load(source: Any, world_size: int, stand_ins: list[str], assigned: Assigned | None, model: nn.Module) -> Config:
     settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
-        settings = load(assigned.config(settings), world_size, filled=False)
+        settings = load(assigned.config(settings, model), world_size, filled=False)
     check_installed(settings)
     if settings.log_level is not None:
         set_level(settings.log_level)

@@ -217,7 +217,7 @@ class _Forward:
         if not leaves or (args and kwargs):
             return None
         try:
-            cost = trace(_meta_copy(self._module), kwargs or args, config, self._device)
+            cost = trace(meta_copy(self._module), kwargs or args, config, self._device)
         except Exception as error:  # whatever a model does on the meta device, the run goes on
             logger.info("activations are not planned: %s: %s", type(error).__name__, error)
             return None
@@ -228,7 +228,7 @@ def _on_meta(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _meta_copy(module: nn.Module) -> nn.Module:
+def meta_copy(module: nn.Module) -> nn.Module:
     """The module with parameters and buffers that have no memory; those of the module are not read."""
     memo: dict[int, Any] = {
         id(param): nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)

@@ -38,6 +38,14 @@ _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
 def run(answers: Path, dtype: str, width: int, folder: str) -> None:
     """Join the ranks that were started together, measure, and write down what was found."""
     init_distributed()
+    rates = measure(dtype, width, folder)
+    (answers / str(dist.get_rank() if dist.is_initialized() else 0)).write_text(json.dumps(rates), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def measure(dtype: str, width: int = 512, folder: str = "") -> dict[str, Any]:
+    """The fields of `Rates` on this rank, while all others do the same."""
     device = local_device()
     # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
     found = speed.measure(2 * _SECONDS, 1 << 23)
@@ -60,9 +68,7 @@ def run(answers: Path, dtype: str, width: int, folder: str) -> None:
     if mesh.data.size > 1:
         rates |= _links(mesh.data, device)
     mesh.watchdog.close()
-    (answers / str(mesh.global_rank)).write_text(json.dumps(rates), encoding="utf-8")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return rates
 
 
 def _flops(dtype: str, width: int, device: torch.device) -> float:

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from zero.config import Config
 from zero.core.mesh import local_device
+from zero.engine.assignment import VARIABLE, Assigned
 from zero.engine.check.plain import PlainEngine, plain_optimizer
 from zero.engine.check.recording import Recorder, load, save
 from zero.engine.check.runs import Kind, Run, overridden
-from zero.log import rank_zero
-
-VARIABLE = "ZERO_CHECK"
-"""Set by `zero check` for the script: the run and the folder for what comes of it, as JSON."""
 
 
-class AssignedRun:
+class AssignedRun(Assigned):
     """The run that `zero check` wants of this process, with a folder for its outcome, and that of the run to follow."""
 
     def __init__(self, run: Run, folder: Path, lead: Path | None = None) -> None:
+        super().__init__(folder)
         self.run = run
-        self.folder = folder
+        self.plain = run.kind is not Kind.ENGINE
         self._lead = load(lead) if lead is not None else None
         self._recorders: list[Recorder] = []
-        atexit.register(self._write_steps)
 
     @property
-    def plain(self) -> bool:
-        """Whether this run is one in plain torch."""
-        return self.run.kind is not Kind.ENGINE
+    def taken(self) -> int:
+        """Optimizer steps that all engines have taken."""
+        return min((recorder.engine.global_steps for recorder in self._recorders), default=0)
 
-    def config(self, settings: Config) -> dict[str, Any]:
+    def config(self, settings: Config, model: Any) -> dict[str, Any]:
         """The configuration that replaces the script's."""
         return overridden(settings, self.run)
 
@@ -61,26 +54,22 @@ class AssignedRun:
         if any(recorder.engine.global_steps < self.run.steps for recorder in training):
             return
         save(self.folder, training[0].engine.global_rank, training)
-        if dist.is_initialized():
-            dist.barrier()  # a rank that ends early may take what others still need with it
-        rank_zero(logging.INFO, "zero check: %d steps are done, which is all; the script ends here", self.run.steps)
-        raise SystemExit(0)
-
-    def _write_steps(self) -> None:
-        """At the end of the process: write how many steps the script took."""
-        steps = [recorder.engine.global_steps for recorder in self._recorders]
-        if self.folder.is_dir():
-            (self.folder / "steps.txt").write_text(str(min(steps, default=0)))
+        self.end("zero check")
 
 
 @functools.cache
-def assigned_run() -> AssignedRun | None:
-    """The run that this process was started for; None outside of `zero check`. Read once."""
+def assigned_run() -> Any:
+    """The `Assigned` that this process was started for; None outside of `zero check` and `zero tune`. Read once."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
     values = json.loads(text)
-    folder, lead = Path(values.pop("folder")), values.pop("lead")
+    folder = Path(values.pop("folder"))
+    if "trial" in values:
+        from zero.engine.tune.trial import Trial, TriedRun
+
+        return TriedRun(Trial(**values["trial"]), folder)
+    lead = values.pop("lead")
     run = Run(**{**values, "kind": Kind(values["kind"])})
     return AssignedRun(run, folder, Path(lead) if lead else None)
 

@@ -11,6 +11,7 @@ from typing import Any
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.unavailable import lookup
+from zero.engine.assignment import unseen
 
 
 class Kind(enum.Enum):
@@ -84,15 +85,9 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     The loss scale of fp16 is 1 and moments are fp32 on both sides: a scale that moves, or moments in fewer bits,
     would be a difference that is meant.
     """
-    raw = copy.deepcopy(settings.raw)
+    raw = unseen(settings.raw)
     micro = settings.train_micro_batch_size_per_gpu
     raw |= {TRAIN: micro * run.accumulation * settings.world_size, MICRO: micro, STEPS: run.accumulation}
-    raw |= {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
-    seen = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
-    raw = {key: value for key, value in raw.items() if key not in seen}
-    if isinstance(raw.get("zero"), dict):
-        seen = ("report", "unit_norms", "alarm", "profile")
-        raw["zero"] = {key: value for key, value in raw["zero"].items() if key not in seen}
     if run.kind is Kind.ENGINE:
         section = raw.get("zero_optimization")
         raw["zero_optimization"] = _placed({**(section if isinstance(section, dict) else {}), "stage": run.stage}, run)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zero.core.released import UNCLIPPED
@@ -64,25 +65,29 @@ def _outcome(request: CheckRequest, folder: Path, one: Run, lead: Outcome | None
     folder, begin = folder / one.kind.value, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
     folder.mkdir()
-    status, output = _launch(request, one, folder, lead.folder if lead is not None else None)
+    assignment = environment(one, folder, lead.folder if lead is not None else None)
+    status, output = launch(request.command(), assignment, request.timeout)
     outcome = load(folder) if status == 0 else None
     seconds = time.monotonic() - begin
     if outcome is not None:
         say(f"{one.name}: {seconds:.1f} s")
         return outcome
-    why, tail = _why(request, one, folder, status), "\n".join(output.splitlines()[-_TAIL:])
+    why, tail = (
+        why_not(folder, one.steps, status, f"{request.timeout:g} s (--timeout)"),
+        "\n".join(output.splitlines()[-_TAIL:]),
+    )
     say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
     raise Failed(why)
 
 
-def _launch(request: CheckRequest, one: Run, folder: Path, lead: Path | None) -> tuple[int | None, str]:
-    """The exit status, None when the time was over, and everything printed."""
-    command = [sys.executable, "-m", "zero", *request.command()]
+def launch(words: Sequence[str], assignment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
+    """Run `zero` with these words and variables: the exit status, None when the time was over, and all it printed."""
+    command = [sys.executable, "-m", "zero", *words]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A session of its own, so that Ctrl-C comes here first and the launcher is asked to end once.
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environment(one, folder, lead)},
+            env={**os.environ, **assignment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -90,7 +95,7 @@ def _launch(request: CheckRequest, one: Run, folder: Path, lead: Path | None) ->
         )
         status: int | None = None
         try:
-            status = process.wait(request.timeout)
+            status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -112,14 +117,13 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _why(request: CheckRequest, one: Run, folder: Path, status: int | None) -> str:
+def why_not(folder: Path, wanted: int, status: int | None, limit: str) -> str:
+    """Why a run has nothing to show, of which so many steps were wanted; `limit`: seconds, and where they come from."""
     if status is None:
-        return f"not done after {request.timeout:g} s (--timeout)"
+        return f"not done after {limit}"
     if status != 0:
         return f"exit status {status}"
     steps = folder / "steps.txt"
     if not steps.exists():
         return "the script ended without a call of zero.initialize"
-    return (
-        f"the script ended after {steps.read_text()} of {one.steps} optimizer steps; --steps says how many are wanted"
-    )
+    return f"the script ended after {steps.read_text()} of {wanted} optimizer steps; --steps says how many are wanted"

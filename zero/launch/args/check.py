@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zero.launch.args.hosts import filled
 from zero.launch.args.run import ConfigFlags, add_config
@@ -19,21 +20,17 @@ runs. The micro-batch stays what the config says, and the global batch follows t
 when all is well, and 1 when a run differs or fails."""
 
 
-OPTIONS = ("--steps", "--stages", "--accumulation", "--num_gpus", "--nproc", "--timeout", "--offload")
+OPTIONS = ("--steps", "--stages", "--accumulation", "--num_gpus", "--nproc", "--ranks", "--timeout", "--offload")
 
 
-@dataclass(frozen=True)
-class CheckRequest:
-    """What `zero check` was asked to do."""
+@dataclass(frozen=True, kw_only=True)
+class ScriptRequest:
+    """A script that a command runs more than once, each time with other values in its configuration."""
 
     script: str
     script_args: tuple[str, ...]
-    steps: int
-    stages: tuple[int, ...]
-    accumulations: tuple[int, ...]
     num_gpus: int | None
-    timeout: float
-    offload: bool = False
+    steps: int
     config: ConfigFlags = field(default_factory=ConfigFlags)
 
     def check(self) -> None:
@@ -42,11 +39,6 @@ class CheckRequest:
             raise LaunchError(f"there is no script {self.script!r}")
         self.config.check()
 
-    @property
-    def stray_options(self) -> tuple[str, ...]:
-        """Arguments of the script that look like ours; where it has no such options, they were meant for us."""
-        return tuple(arg for arg in self.script_args if arg.split("=")[0] in OPTIONS)
-
     def command(self) -> list[str]:
         """The arguments of the launcher for one run."""
         ranks = [] if self.num_gpus is None else ["--num_gpus", str(self.num_gpus)]
@@ -54,32 +46,58 @@ class CheckRequest:
         return ["run", "--hostfile", "", *ranks, *self.config.words(), "--", self.script, *self.script_args]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest(ScriptRequest):
+    """What `zero check` was asked to do."""
+
+    stages: tuple[int, ...]
+    accumulations: tuple[int, ...]
+    timeout: float
+    offload: bool = False
+
+    @property
+    def stray_options(self) -> tuple[str, ...]:
+        """Arguments of the script that look like ours; where it has no such options, they were meant for us."""
+        return tuple(arg for arg in self.script_args if arg.split("=")[0] in OPTIONS)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the arguments of `zero check`."""
     parser.usage = "zero check [options] script [arguments of the script]"
     parser.description = _ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    about = "optimizer steps per run (default: %(default)s)"
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help=about)
     parser.add_argument("--stages", type=_numbers, default=(0, 1, 2, 3), metavar="0,3", help="default: all four")
     about = "micro-batches per step (default: 1,2)"
     parser.add_argument("--accumulation", type=_numbers, default=(1, 2), metavar="1,2", help=about)
-    about = "processes, as in zero run (default: one per visible GPU)"
-    parser.add_argument("--num_gpus", "--nproc", type=int, metavar="N", help=about)
     about = "seconds that one run may take (default: 600)"
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help=about)
     about = "also with optimizer state and parameters in host memory, stages 1 to 3"
     parser.add_argument("--offload", action="store_true", help=about)
+    add_script(parser, steps=3)
+
+
+def add_script(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Give `parser` the arguments of `ScriptRequest`."""
+    about = "optimizer steps per run (default: %(default)s)"
+    parser.add_argument("--steps", type=int, default=steps, metavar="N", help=about)
+    about = "processes, as in zero run (default: one per visible GPU)"
+    parser.add_argument("--num_gpus", "--nproc", "--ranks", type=int, metavar="N", help=about)
     add_config(parser)
     parser.add_argument("script", help="the training script; the arguments after it are its own")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
 
 
+def of_script(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `ScriptRequest` that have other forms as arguments."""
+    return {
+        "script_args": tuple(parsed.script_args),
+        "config": ConfigFlags(parsed.config, tuple(parsed.sets)),
+    }
+
+
 def request(parsed: argparse.Namespace) -> CheckRequest:
     """The request that the parsed arguments make."""
-    config = ConfigFlags(parsed.config, tuple(parsed.sets))
-    more = {"script_args": tuple(parsed.script_args), "accumulations": parsed.accumulation, "config": config}
-    return filled(CheckRequest, parsed, **more)
+    return filled(CheckRequest, parsed, accumulations=parsed.accumulation, **of_script(parsed))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

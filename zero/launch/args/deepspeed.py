@@ -14,7 +14,7 @@ _REFUSED = {
     "--save_pid": "no file with a process id is written; the shell has it in $! after `zero run ... &`",
     "--venv_script": "every host runs the Python that runs this command, and so its environment; variables go into "
     ".zero_env or --env_file",
-    "--autotuning": "there is no autotuning",
+    "--autotuning": "`zero tune script.py` finds a configuration",
     "--elastic_training": _ELASTIC,
     "--min_elastic_nodes": _ELASTIC,
     **dict.fromkeys(("--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--rdzv_conf"), _MEETING),

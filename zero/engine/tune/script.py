@@ -1,0 +1,213 @@
+"""`zero tune`: the script's own run, which brings the plan, then runs of the best few of it, and a table."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zero.config.override import apply
+from zero.engine.check.script import launch, why_not
+from zero.engine.tune.trial import OUT_OF_MEMORY, WARMUP, Trial
+from zero.launch.args.tune import TuneRequest
+from zero.log import logger
+
+_FIRST = 3  # groups (stage, placement, mesh) of which one row is tried before several of one group
+_OUT_OF_MEMORY = re.compile(rf"{OUT_OF_MEMORY}|not enough memory|allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
+_ALIKE = 0.05  # of the planned time
+_MB = 1e6
+
+
+class Untunable(ValueError):
+    """There is nothing to tune; the message says why."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One run, and its row of the plan, see `TriedRun`; of the script's own the row may have a name alone.
+
+    seconds: of each measured step, empty where the run did not come so far; then `why` says the reason.
+    """
+
+    row: Mapping[str, Any]
+    seconds: Sequence[float] = ()
+    memory: int = 0
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        return self.row["name"]
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds) if self.seconds else float("inf")
+
+    @property
+    def spread(self) -> float:
+        """Half of the middle half of the steps, as a share of the median."""
+        low, _, high = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else (0.0, 0.0, 0.0)
+        return (high - low) / 2 / self.median
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """All runs, the script's own first; what the plan said of the rest, and the configuration of the fastest."""
+
+    runs: Sequence[Tried]
+    rows: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def best(self) -> Tried:
+        """The fastest."""
+        return min(self.runs, key=lambda run: run.median)
+
+    def __str__(self) -> str:
+        width = max(len(run.name) for run in self.runs) + 2
+        heads = ("ms planned", "ms", "+- %", "MB planned", "MB")
+        lines = [" " * width + "".join(f"{head:>12}" for head in heads)]
+        for run in self.runs:
+            cells = [""] * len(heads)
+            if "sent" in run.row:
+                cells[0], cells[3] = f"{1e3 * run.row['seconds']:,.1f}", f"{run.row['bytes'] / _MB:,.0f}"
+            if run.seconds:
+                cells[1], cells[2] = f"{1e3 * run.median:,.1f}", f"{100 * run.spread:.0f}"
+                cells[4] = f"{run.memory / _MB:,.0f}"
+            mark = "* " if run is self.best else "  "
+            lines.append(f"{mark + run.name:<{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {run.why}")
+        fit = sum(not row["lacks"] for row in self.rows)
+        lines += ["", f"{len(self.runs)} runs in {self.seconds:.0f} s; {fit} of {len(self.rows)} planned ones fit."]
+        return "\n".join([*lines, *self._reasons()]).rstrip()
+
+    def _reasons(self) -> Iterator[str]:
+        """Why the fastest is."""
+        own, best = self.runs[0], self.best
+        if best is own:
+            yield "The script's own configuration is the fastest of them."
+        elif own.seconds:
+            yield f"{best.name} takes {best.median / own.median:.0%} of the time of the script's own, {own.name}."
+        else:
+            yield f"The script's own, {own.name}, gave no time: {own.why}."
+        if "sent" in own.row and best is not own:
+            sent, before = (run.row["sent"] / _MB for run in (best, own))
+            each, earlier = (run.row["micro_batch"] for run in (best, own))
+            more = f"and computes {each} samples at once (own: {earlier})"
+            yield f"It sends {sent:,.1f} MB in a step (own: {before:,.1f}), {more}."
+        near = [run.name for run in self.runs if run is not best and run.median < best.median * (1 + best.spread)]
+        if near:
+            yield f"Within the spread of its steps: {'; '.join(near)}."
+
+
+def run(request: TuneRequest) -> int:
+    """Do what `zero tune` was asked to, print the table and write the file: then the exit status is 0."""
+    try:
+        found = tune(request)
+    except Untunable as error:
+        logger.error("zero tune: %s", error)
+        return 1
+    print(found)
+    Path(request.json).write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
+    print(f"{request.json} has the configuration.", flush=True)
+    return 0
+
+
+def tune(request: TuneRequest) -> Tuned:
+    """Run the script as it is, then as the plan of that run says. Raises `Untunable`."""
+    begin = time.monotonic()
+    memory = request.memory and request.memory * 1e9
+    with tempfile.TemporaryDirectory(prefix="zero-tune-") as name:
+        folder, runs = Path(name), []
+
+        def tried(row: Mapping[str, Any]) -> Tried:
+            left = begin + request.limit - time.monotonic()
+            trial = Trial(row.get("sets", {}), request.steps, memory, None if runs else request.space)
+            place = folder / str(len(runs))
+            place.mkdir()
+            status, output = launch(request.command(), trial.environment(place), left)
+            found = _tried(place, row, trial, status, output, left)
+            logger.info("%s: %s", found.name, found.why or f"{1e3 * found.median:.1f} ms")
+            return found
+
+        runs.append(tried({"name": "the script's own"}))
+        plan = _plan(folder / "0", runs[0])
+        rows = _ordered(plan["rows"])
+        runs[0] = replace(runs[0], row=next((row for row in rows if row["name"] == plan["own"]), {"name": plan["own"]}))
+        longest = time.monotonic() - begin
+        while len(runs) <= request.runs and (row := _next(rows, runs)) is not None:
+            before = time.monotonic()
+            if before + longest > begin + request.limit:
+                break
+            runs.append(tried(row))
+            longest = max(longest, time.monotonic() - before)
+    if not any(run.seconds for run in runs):
+        raise Untunable(f"no run came to its {WARMUP + request.steps} steps; the script's own was {runs[0].why}")
+    best = min(runs, key=lambda run: run.median)
+    sets = best.row.get("sets", {}) if best is not runs[0] else {}
+    return Tuned(runs, rows, apply(plan["config"], sets), time.monotonic() - begin)
+
+
+def _plan(folder: Path, own: Tried) -> dict[str, Any]:
+    """What the script's own run wrote before its first forward. Only too little memory is a reason to go on without."""
+    path = folder / "plan.json"
+    plan = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "error" in plan:
+        raise Untunable(f"the model cannot be planned: {plan['error']}")
+    if not plan or own.why not in ("", OUT_OF_MEMORY):
+        raise Untunable(own.why)
+    return plan
+
+
+def _tried(
+    folder: Path, row: Mapping[str, Any], trial: Trial, status: int | None, output: str, seconds: float
+) -> Tried:
+    """What a run has left."""
+    files = sorted(folder.glob("rank-*.json"))
+    if status != 0 or not files:
+        why = why_not(folder, WARMUP + trial.steps, status, f"{seconds:.0f} s (--limit)")
+        if _OUT_OF_MEMORY.search(output):
+            why = OUT_OF_MEMORY
+        elif status:
+            said = [line for line in output.splitlines() if line.strip() and not line.startswith("zero run: ")]
+            why += f": {said[-1][:200] if said else 'it printed nothing'}"
+        return Tried(row, why=why)
+    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    memory, samples = max(rank["memory"] for rank in ranks), ranks[0]["samples"]
+    wanted = row.get("micro_batch", samples)
+    if samples != wanted:
+        why = f"the script gives {samples} samples at once, and not {wanted}: its loader does not ask the configuration"
+        return Tried(row, why=why)
+    return Tried(row, ranks[0]["seconds"], memory)
+
+
+def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """By the plan's time. What it holds for alike goes by the calls that it takes, which the plan does not count."""
+    fastest = min((row["seconds"] for row in rows if not row["lacks"]), default=1.0)
+
+    def key(row: Mapping[str, Any]) -> tuple[float, ...]:
+        return int(math.log(row["seconds"] / fastest) / math.log1p(_ALIKE)), -row["micro_batch"], row["bytes"]
+
+    return sorted(rows, key=key)
+
+
+def _next(rows: Sequence[Mapping[str, Any]], runs: Sequence[Tried]) -> Mapping[str, Any] | None:
+    """What to try next: the best of each of the best groups, then others of the group that is the fastest.
+
+    Rows are those of the plan in its order. What takes more than a run that was out of memory is left out.
+    """
+    names, most = {run.name for run in runs}, float("inf")
+    most = min((run.row.get("bytes", most) for run in runs if run.why == OUT_OF_MEMORY), default=most)
+    left = [row for row in rows if row["name"] not in names and not row["lacks"] and row["bytes"] < most]
+    tried = {run.row.get("group") for run in runs[1:]}
+    fastest = min(runs, key=lambda run: run.median).row.get("group")
+    new = [row for row in left if row["group"] not in tried] if len(tried) < _FIRST else []
+    return next(iter([*new, *(row for row in left if row["group"] == fastest), *left]), None)
