@@ -73,6 +73,8 @@ def test_every_rank_writes_its_steps():
     run = json.loads((path / "run.json").read_text())
     assert run["world"] == 2 and run["configuration"]["zero_optimization"]["stage"] == 2
     assert run["versions"]["torch"] == torch.__version__ and run["configuration"]["steps_per_print"] is None
+    if rank == 0:
+        assert run["plan"] == {kind: steps[0]["bytes"][kind] for kind in ("parameters", "optimizer")}
     net = make_net()
     assert sum(unit["numel"] for unit in run["units"]) == sum(param.numel() for param in net.parameters())
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from zero.engine.reality import planned
 from zero.monitor.step_report import finite
 from zero.plan.formats import ITEMSIZE
 
@@ -39,4 +40,12 @@ def run_facts(engine: Any) -> dict[str, Any]:
             }
             for unit in engine._sharded.units
         ],
+        "plan": _plan(engine) if engine.optimizer is not None else {},
     }
+
+
+def _plan(engine: Any) -> dict[str, int]:
+    """Bytes that are planned to be there at the end of a step, by the kinds that reports of steps have."""
+    row = planned(engine._config, engine._sharded)
+    host = {} if engine.host_nbytes() is None else {f"host {kind}": each for kind, each in row.host._asdict().items()}
+    return {"parameters": row.device.parameters, "optimizer": row.device.masters + row.device.moments} | host

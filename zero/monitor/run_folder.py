@@ -3,7 +3,7 @@
 DIR/run.json        by rank 0 at the start: {"time": seconds since 1970, "configuration": the JSON with its defaults,
                     "world": ranks, "stage": 0-3, "device": text, "versions": {name: text},
                     "units": [{"name", "numel", "bytes" of the whole parameters, "dtype"}, ...] as registered,
-                    "plan": {kind: bytes per rank}} (where there is a plan)
+                    "plan": {kind: bytes per rank at the end of a step}}
 DIR/rank-N.jsonl    by each rank: one JSON object on a line, flushed with it, so that SIGKILL loses at most one. In a
                     run that goes on with the same folder its lines follow those that are there, after another "start".
                     Numbers that are not finite are null; what is not known is left out. "time" is seconds since 1970.
