@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 STEPS = 8
 VOCABULARY = 64
-KINDS = ("gpt2", "llama", "mixtral")
+KINDS = (pytest.param("gpt2", marks=pytest.mark.long), "llama", "mixtral")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 

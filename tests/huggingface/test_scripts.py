@@ -15,8 +15,7 @@ LONG = pytest.mark.long
 CASES = [
     *[("Trainer", 3), pytest.param("Trainer", 1, marks=LONG), pytest.param("Trainer", 2, marks=LONG)],
     *[("Accelerate", 2), pytest.param("Accelerate", 1, marks=LONG), pytest.param("Accelerate", 3, marks=LONG)],
-    *[("PEFT", 3), pytest.param("PEFT", 1, marks=LONG), pytest.param("PEFT", 2, marks=LONG)],
-    *[("TRL", 3), pytest.param("TRL", 1, marks=LONG), pytest.param("TRL", 2, marks=LONG)],
+    *[pytest.param(title, stage, marks=LONG) for title in ("PEFT", "TRL") for stage in (1, 2, 3)],
 ]
 
 

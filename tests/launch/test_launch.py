@@ -177,6 +177,7 @@ def test_what_a_killed_rank_started_ends_too(zero, tmp_path, script):
     assert gone([int((tmp_path / "helper.pid").read_text())])
 
 
+@pytest.mark.long
 def test_restarts_recover_with_gloo_on_one_port_and_after_everything_of_the_failed_attempt_is_gone(
     zero, tmp_path, script
 ):

@@ -70,6 +70,7 @@ def until_there(path: Path) -> str:
     return path.read_text()
 
 
+@pytest.mark.long
 def test_the_page_is_there_when_the_run_has_ended(tmp_path: Path) -> None:
     pytest.importorskip("bokeh")
     train(tmp_path)

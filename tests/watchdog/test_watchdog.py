@@ -121,6 +121,7 @@ sys.stdout.write(f"trained {engine.global_steps}\\n")
 """
 
 
+@pytest.mark.long
 def test_forked_workers_and_a_program_that_just_ends_do_no_harm(launchers: Launchers, tmp_path: Path) -> None:
     """Without destroy(): the process ends by itself, with exit code 0."""
     here = Path(__file__).parents[1]
