@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One line of a shell block, and what the block of text that follows says it prints, where there is one."""
+    """One line of a shell block, and what the block of text right below says it prints, where there is one."""
 
     words: list[str]
     output: str | None
@@ -64,7 +64,9 @@ def commands(page: Path) -> Iterator[Command]:
     there = blocks(page)
     for block, follows in itertools.zip_longest(there, there[1:]):
         if block.language == "sh":
-            output = follows.text if follows is not None and follows.language == "text" else None
+            end = block.line + block.text.count("\n") + 1
+            shown = follows is not None and follows.language == "text" and follows.line == end + 2
+            output = follows.text if shown else None
             lines = (_COMMENT.sub("", line) for line in block.text.splitlines())
             yield from (Command(shlex.split(line), output) for line in lines if line.strip())
 
