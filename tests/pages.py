@@ -121,6 +121,7 @@ def run_script(folder: str, words: list[str], port: int | None) -> str:
     """
     import torch.distributed as dist
 
+    dist.barrier()  # a rank that is still connecting must find the others there
     dist.destroy_process_group()  # the script makes one
     said = io.StringIO()
     with _in(folder), contextlib.redirect_stdout(said):
