@@ -29,7 +29,8 @@ from zero.config import load
 from zero.engine.reality import Observed, alive_now
 from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
-from zero.sizes.rates import DEVICES, Rates, measured
+from zero.sizes.rank_rates import measure
+from zero.sizes.rates import DEVICES, Rates, together
 from zero.sizes.search import Search, Setup
 from zero.sizes.trace import trace
 
@@ -93,10 +94,11 @@ class Bytes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Bytes, and seconds of each timed step, the maximum over ranks."""
+    """Bytes, and seconds of each timed step, the maximum over ranks; and the rates that were measured just before."""
 
     nbytes: Bytes
     seconds: list[float]
+    rates: Rates
 
 
 class Meter(LiveBytes):
@@ -147,6 +149,7 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
 
 def try_row(rank: int, row: Row, folder: str, timed: bool = True) -> Seen:
     """Train under it; collective."""
+    rates = rates_now(row, folder) if timed else DEVICES["h100"]
     engine, *_ = zero.initialize(model=row.sizes.model(), config=row.settings(folder))
     batches = [row.sizes.data(step, rank) for step in range(row.accumulation)]
     for _ in range(WARMUP):
@@ -158,7 +161,19 @@ def try_row(rank: int, row: Row, folder: str, timed: bool = True) -> Seen:
         step(engine, batches)
         seconds.append(time.perf_counter() - begin)
     engine.destroy()
-    return Seen(nbytes, slowest(seconds) if timed else [])
+    return Seen(nbytes, slowest(seconds) if timed else [], rates)
+
+
+def rates_now(row: Row, folder: str) -> Rates:
+    """Of the ranks that train, as `zero plan MODEL --device measured` finds them with ranks of its own; collective."""
+    own = measure(
+        "bf16" if row.bf16 else "fp32",
+        folder=folder if "nvme" in (row.optimizer, row.params) else "",
+        model=lambda: (row.sizes.model(), row.sizes.data(0, 0)),
+    )
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return together(found)
 
 
 def worker(rank: int, rows: list[Row], folder: str, timed: bool) -> list[Seen]:
@@ -258,7 +273,8 @@ parameters (P) rest if not on the device, recomputation, dtype, micro-batches fo
 What is real: kinds of model state, the most of each whenever a unit began to travel (`zero.engine.reality.Observed`);
 activations, what the forward left for the backward; the peak, the most bytes of all tensors after any operation
 (`benchmarks/live.py`); sent, the engine's count of what left the process. Time is the median of {repeat} steps, that
-of the slower rank; the plan's is from rates measured just before, by `zero.sizes.rates.measured`.
+of the slower rank; the plan's is from rates that `zero.sizes.rank_rates` measured on the same ranks just before the
+row, as `--device measured` does: this machine is shared, and its speed changes by a quarter within minutes.
 
 The last column names what is further off than it may be: kinds 3 %, the peak 5 %, sent 1 %, time 20 %.
 """
@@ -268,9 +284,8 @@ def main() -> int:
     args = parse()
     rows = [ROWS[index] for index in args.rows] or ROWS
     with tempfile.TemporaryDirectory() as folder:
-        rates = DEVICES["h100"] if args.no_time else measured(RANKS, "bf16", SIZES.width, folder)
         found = run_ranks(worker, RANKS, rows, folder, not args.no_time)
-        plans = [plan(row, folder, rates) for row in rows]
+        plans = [plan(row, folder, seen.rates) for row, seen in zip(rows, found, strict=True)]
     lines = [line(*each) for each in zip(rows, plans, found, strict=True)]
     text = f"{machine_line()}\n\n{table(HEADER, lines)}"
     print(text)

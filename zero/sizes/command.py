@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from zero.config import Config, ConfigError, load
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.override import apply
 from zero.config.read import read
+from zero.memory.available import available_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.asks import answer
 from zero.sizes.choice import own_choice
@@ -106,6 +109,30 @@ class Source:
             self._known[key] = trace(self.model, self.inputs, settings, kernels)
         return self._known[key]
 
+    def rates(self, settings: Config) -> tuple[Rates, str]:
+        """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
+        ranks, dtype = settings.world_size, settings.autocast_dtype or settings.compute_dtype
+        why = "there is no model to run"
+        if self.inputs is not None:
+            sequence = self._given.sequence or _SEQUENCE
+            # A GPU that has too little says so; a host would end any process.
+            wanted, there = self._nbytes(settings), math.inf if _has_gpu() else available_nbytes(ranks)
+            why = f"the model would take {wanted / GB:,.1f} GB of each rank here, of {there / GB:,.1f}"
+            if wanted < there:
+                try:
+                    rates = measured(ranks, dtype, model=self._given.model, sequence=sequence)
+                    return rates, "FLOP/s are those of the model itself, with the inputs that it is given here."
+                except RuntimeError as error:
+                    why = f"running the model failed: {str(error).splitlines()[-1]}"
+        return measured(ranks, dtype), f"FLOP/s are those of transformer blocks: {why}."
+
+    def _nbytes(self, settings: Config) -> float:
+        """Of parameters and gradients in fp32 and activations, to run forward and backward once."""
+        from zero.sizes.trace import samples_in
+
+        numel = sum(param.numel() for param in self.model.parameters())
+        return 8 * numel + samples_in(self.inputs) * self.cost(settings).peak()
+
     def operators(self) -> Iterator[str]:
         """What `--trace` prints."""
         if self.inputs is None:
@@ -169,10 +196,14 @@ def _settings(given: argparse.Namespace) -> Config:
 
 def _setup(given: argparse.Namespace, source: Source) -> Setup:
     settings = _settings(given)
-    ranks = settings.world_size
-    rates, mirrored = _rates(given.device, ranks, settings.compute_dtype)
+    ranks, cost = settings.world_size, source.cost(settings)
+    if given.device == "measured":
+        rates, note = source.rates(settings)
+        cost, mirrored = replace(cost, notes=(*cost.notes, note)), _has_gpu()
+    else:
+        rates, mirrored = _given(given.device), True
     per_host = -(-ranks // given.nodes) if given.nodes else given.ranks_per_host
-    return Setup(source.model, source.cost(settings), settings, rates, per_host, mirrored, source.cost)
+    return Setup(source.model, cost, settings, rates, per_host, mirrored, source.cost)
 
 
 def _has_gpu() -> bool:
@@ -181,11 +212,9 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _rates(device: str, ranks: int, dtype: str) -> tuple[Rates, bool]:
-    """Rates of a device, and whether it has memory of its own."""
-    if device == "measured":
-        return measured(ranks, dtype), _has_gpu()
+def _given(device: str) -> Rates:
+    """Of the device with this name."""
     name = _DEVICE if device == "cuda" else device
     if name not in DEVICES:
         raise ValueError(f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu")
-    return DEVICES[name], True
+    return DEVICES[name]

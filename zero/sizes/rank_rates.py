@@ -1,16 +1,19 @@
 """What one of several ranks reaches while the others do the same: started by `zero.sizes.rates.measured`.
 
-`python -m zero.sizes.rank_rates DIR DTYPE WIDTH FOLDER`: each rank writes a JSON object with the fields of `Rates` to
-a file in DIR. FOLDER: on the drive to be measured, "" for none.
+`python -m zero.sizes.rank_rates DIR DTYPE WIDTH FOLDER MODEL SEQUENCE`: each rank writes a JSON object with the fields
+of `Rates` to a file in DIR. FOLDER: on the drive to be measured, "" for none. MODEL, SEQUENCE: as `zero plan` is given
+them, "" for transformer blocks.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from zero.core.mesh import Axis, local_device, make_mesh
 from zero.plan.sharding import Sharding
 from zero.report import drive, speed
 from zero.sizes.recorder import FORMULAS
+from zero.sizes.source import load_model
+from zero.sizes.trace import Inputs, arguments, ends
 
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
@@ -33,25 +38,33 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AIO = 1, 8, 1 << 20  # the defaults of the section `aio`
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
 _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
+_MESSAGES, _ROUNDS = 8, 8  # of each size between two waits for all ranks; and how often
+_BESIDE = 256, 1, 1, 128  # width, blocks, batch, sequence of what is computed beside a message: some 10 ms
+
+Build = Callable[[], tuple[nn.Module, Inputs]]
+"""Makes a model with values in memory, and the arguments of its forward."""
 
 
-def run(answers: Path, dtype: str, width: int, folder: str) -> None:
+def run(answers: Path, dtype: str, width: int, folder: str, model: str, sequence: int) -> None:
     """Join the ranks that were started together, measure, and write down what was found."""
     init_distributed()
-    rates = measure(dtype, width, folder)
+    rates = measure(dtype, width, folder, partial(load_model, model, sequence, local_device()) if model else None)
     (answers / str(dist.get_rank() if dist.is_initialized() else 0)).write_text(json.dumps(rates), encoding="utf-8")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def measure(dtype: str, width: int = 512, folder: str = "") -> dict[str, Any]:
-    """The fields of `Rates` on this rank, while all others do the same."""
+def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None = None) -> dict[str, Any]:
+    """The fields of `Rates` on this rank, while all others do the same; collective.
+
+    FLOP/s are those of `model`, None for a transformer of this width.
+    """
     device = local_device()
     # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
     found = speed.measure(2 * _SECONDS, 1 << 23)
     step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
     rates: dict[str, Any] = {
-        "flops": {name: _flops(name, width, device) for name in dict.fromkeys(("fp32", dtype))},
+        "flops": {name: _flops(name, width, device, model) for name in dict.fromkeys(("fp32", dtype))},
         "device_bandwidth": _copied(device, device) if device.type == "cuda" else step,
         "host_bandwidth": step,
         "host_link": _copied(torch.device("cpu"), device) if device.type == "cuda" else copied,
@@ -71,25 +84,38 @@ def measure(dtype: str, width: int = 512, folder: str = "") -> dict[str, Any]:
     return rates
 
 
-def _flops(dtype: str, width: int, device: torch.device) -> float:
-    """FLOP/s of forward and backward of transformer blocks, with all that is no matrix product in them.
-
-    Several, so that weights come from memory, as in a model. Gradients are new ones each time, as in the engine.
-    """
-    kind, heads = _DTYPES[dtype], max(1, width // _HEAD)
-    sizes = heads * max(1, width // heads), heads, 4 * width, 0.0, "gelu"
-    blocks = nn.Sequential(
-        *(nn.TransformerEncoderLayer(*sizes, batch_first=True, device=device, dtype=kind) for _ in range(_BLOCKS))
-    )
-    batch = torch.randn(_BATCH, _SEQUENCE, sizes[0], device=device, dtype=kind, requires_grad=True)
+def _flops(dtype: str, width: int, device: torch.device, model: Build | None) -> float:
+    """FLOP/s of forward and backward, with all that is no matrix product in them, on ranks that wait for each other."""
+    kind = _DTYPES[dtype]
+    module, inputs = (partial(_blocks, width) if model is None else model)()
+    module = module.to(device, kind).train()
+    args, kwargs = arguments(inputs, device, kind)
 
     def turn() -> None:
-        blocks.zero_grad()
-        blocks(batch).sum().backward()
+        module.zero_grad()  # gradients are new ones each time, as in the engine
+        found = ends(module(*args, **kwargs))
+        torch.autograd.backward(found, list(map(torch.ones_like, found)))
+        _meet()
 
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         turn()
     return counter.get_total_flops() / _median(turn, device)
+
+
+def _blocks(
+    width: int, count: int = _BLOCKS, batch: int = _BATCH, sequence: int = _SEQUENCE
+) -> tuple[nn.Module, Inputs]:
+    """Of a transformer: several, so that weights come from memory, as in a model."""
+    heads = max(1, width // _HEAD)
+    sizes = heads * max(1, width // heads), heads, 4 * width, 0.0, "gelu"
+    blocks = (nn.TransformerEncoderLayer(*sizes, batch_first=True) for _ in range(count))
+    return nn.Sequential(*blocks), (torch.randn(batch, sequence, sizes[0]),)
+
+
+def _meet() -> None:
+    """Wait for the other ranks: they are never quite in step, and the slowest one counts."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _copied(source: torch.device, target: torch.device) -> float:
@@ -100,34 +126,53 @@ def _copied(source: torch.device, target: torch.device) -> float:
 
 
 def _links(axis: Axis, device: torch.device) -> dict[str, float]:
-    """What a rank sends per second in a gather, and what a gather takes that sends next to nothing."""
+    """What a rank sends per second in a gather, and what a gather takes that sends next to nothing.
 
-    def gather(nbytes: int) -> Callable[[], None]:
+    Where cores carry messages, both are what computing takes longer beside one: a thread that sends waits for a core
+    that computes, and a rank for one that was late, many times as long as while nobody computes.
+    """
+    block, inputs = _blocks(*_BESIDE)
+
+    def turns(nbytes: int) -> Callable[[], None]:
         full = torch.zeros(axis.size * nbytes, dtype=torch.uint8, device=device)
 
         def turn() -> None:
-            comm.gather(full, axis, 0).wait()
+            for _ in range(_MESSAGES):
+                sent = comm.gather(full, axis, 0) if nbytes else None
+                if device.type == "cpu":
+                    block(*inputs).sum().backward()
+                if sent is not None:
+                    sent.wait()
+            _meet()
 
         return turn
 
-    latency = _median(gather(_SMALL), device, rounds=50)
-    seconds = _median(gather(_LARGE), device, rounds=8) - latency
-    link = (axis.size - 1) * _LARGE / max(seconds, 1e-9)
-    return {"latency": latency, "intra_host": link, "inter_host": link}
+    kinds = [turns(nbytes) for nbytes in (0, _SMALL, _LARGE)]
+    rounds = [[_median(turn, device, 1) / _MESSAGES for turn in kinds] for _ in range(_ROUNDS)]
+    latency = statistics.median(small - none for none, small, _ in rounds)
+    more = statistics.median(large - small for _, small, large in rounds)
+    link = (axis.size - 1) * _LARGE / max(more, 1e-9)
+    return {"latency": max(latency, 0.0), "intra_host": link, "inter_host": link}
 
 
 def _median(turn: Callable[[], object], device: torch.device, rounds: int = 0) -> float:
-    """Seconds of a turn, of `rounds` (alike on all ranks), or of as many as take `_SECONDS`."""
-    turn()
-    times, end = [], time.perf_counter() + _SECONDS
-    while len(times) < rounds or (not rounds and (time.perf_counter() < end or not times)):
+    """Seconds of a turn, of `rounds`, or of as many as take `_SECONDS`; alike on all ranks, which it asks for that."""
+    times: list[float] = []
+    if not rounds:
+        turn()
+    while len(times) < max(1, rounds):
         begin = time.perf_counter()
         turn()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
+        if not rounds:
+            wanted = torch.tensor(_SECONDS / times[0], device=device)
+            if dist.is_initialized():
+                dist.all_reduce(wanted, dist.ReduceOp.MAX)
+            rounds = math.ceil(wanted.item())
     return statistics.median(times)
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:6], int(sys.argv[6]))

@@ -19,10 +19,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _SECONDS = 180  # for ranks to start, measure and end
 
@@ -102,24 +102,36 @@ def _given(name: str, sheet: _Sheet) -> Rates:
 DEVICES: Mapping[str, Rates] = {name: _given(name, sheet) for name, sheet in _SHEETS.items()}
 
 
-def measured(ranks: int, dtype: str = "fp32", width: int = 512, folder: str | None = None) -> Rates:
+def measured(
+    ranks: int, dtype: str = "fp32", width: int = 512, folder: str | None = None, model: str = "", sequence: int = 1
+) -> Rates:
     """The rates of this machine with `ranks` ranks on it, all of which compute and send at the same time.
 
     Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
-    FLOP/s are taken (small ones reach less); folder: where a drive is to be measured, None for none. Each figure is the
-    median over ranks. `inter_host` is `intra_host`: there is one host. Raises RuntimeError with what the ranks said.
+    FLOP/s are taken (small ones reach less); folder: where a drive is to be measured, None for none; model, sequence:
+    as `zero.sizes.source.load_model` takes them, whose own FLOP/s are taken then. Each figure is the median over ranks.
+    `inter_host` is `intra_host`: there is one host. Raises RuntimeError with what the ranks said.
     """
     with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
         words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.sizes.rank_rates"]
-        command = [sys.executable, "-m", "zero", *words, answers, dtype, str(width), folder or ""]
+        words += [answers, dtype, str(width), folder or "", model, str(sequence)]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
+            [sys.executable, "-m", "zero", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
         said = sorted(Path(answers).iterdir())
         if done.returncode or len(said) < ranks:
             end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
             raise RuntimeError(f"the rates of this machine could not be measured on {ranks} rank(s):\n{end}")
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in said]
+        return together([json.loads(path.read_text(encoding="utf-8")) for path in said])
+
+
+def together(found: Sequence[Mapping[str, Any]]) -> Rates:
+    """The median of each figure over ranks, of what `zero.sizes.rank_rates.measure` gave on each."""
     flops = {name: statistics.median(each["flops"][name] for each in found) for name in found[0]["flops"]}
     rates = {name: statistics.median(each[name] for each in found) for name in found[0] if name != "flops"}
     return Rates(name="measured", flops=flops, **rates)

@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from zero.sizes.trace import Inputs
 
+_META = torch.device("meta")
 _TOKENS = 2  # samples of a model of transformers
 
 
-def load_model(text: str, sequence: int) -> tuple[nn.Module, Inputs]:
-    """A model on the meta device, in training mode, and the arguments of its forward; nothing is allocated.
+def load_model(text: str, sequence: int, device: torch.device = _META) -> tuple[nn.Module, Inputs]:
+    """A model in training mode, and the arguments of its forward; on the meta device nothing is allocated.
 
     text: `module:function`, which is called without arguments and gives a model and its inputs: a tuple, or a dict by
     names, with samples along the first dimension. Or a folder with the config.json of a Hugging Face model, whose
@@ -27,14 +28,14 @@ def load_model(text: str, sequence: int) -> tuple[nn.Module, Inputs]:
     not known; ImportError without transformers.
     """
     if Path(text).is_dir():
-        model, inputs = _of_folder(Path(text), sequence)
+        model, inputs = _of_folder(Path(text), sequence, device)
     elif ":" in text:
-        model, inputs = _of_function(text)
+        model, inputs = _of_function(text, device)
     else:
         raise ValueError(
             f"model: got {text!r}; wanted module:function, such as train:make_model, or a folder with a config.json"
         )
-    return model.to("meta").train(), inputs
+    return model.to(device).train(), inputs
 
 
 class _NoValues(TorchFunctionMode):
@@ -52,7 +53,7 @@ class _NoValues(TorchFunctionMode):
 _FILLS = ("normal_", "uniform_", "fill_", "zero_", "copy_")
 
 
-def _of_function(text: str) -> tuple[nn.Module, Inputs]:
+def _of_function(text: str, device: torch.device) -> tuple[nn.Module, Inputs]:
     name, _, function = text.partition(":")
     sys.path.insert(0, "")  # as `python -m` does: modules of the folder that the command is called in
     try:
@@ -65,7 +66,7 @@ def _of_function(text: str) -> tuple[nn.Module, Inputs]:
         if not hasattr(make, part):
             raise ValueError(f"model: {text!r}: '{name}' has no {function}; wanted a function without arguments")
         make = getattr(make, part)
-    with torch.device("meta"), _NoValues():
+    with device, _NoValues():
         made = make()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -78,7 +79,7 @@ def _of_function(text: str) -> tuple[nn.Module, Inputs]:
     return model, inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
 
 
-def _of_folder(folder: Path, sequence: int) -> tuple[nn.Module, Inputs]:
+def _of_folder(folder: Path, sequence: int, device: torch.device) -> tuple[nn.Module, Inputs]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model: {folder} has no config.json; wanted the folder of a Hugging Face model")
@@ -89,14 +90,14 @@ def _of_folder(folder: Path, sequence: int) -> tuple[nn.Module, Inputs]:
     config = transformers.AutoConfig.from_pretrained(folder)
     named = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
     kind = getattr(transformers, named[0], None) if named else None
-    with torch.device("meta"), _NoValues():
+    with device, _NoValues():
         model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind._from_config(config)
     if model.main_input_name != "input_ids" or "labels" not in _arguments(model):
         raise ValueError(
             f"model: a {type(model).__name__} takes more than ids and labels of tokens, and what is not known; write a "
             "function that gives (model, inputs), and say module:function"
         )
-    tokens = torch.empty(_TOKENS, sequence, dtype=torch.long, device="meta")
+    tokens = torch.zeros(_TOKENS, sequence, dtype=torch.long, device=device)
     model.config.use_cache = False
     return model, {"input_ids": tokens, "labels": tokens}
 

@@ -47,15 +47,14 @@ def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cud
     if elsewhere := [name for name, param in model.named_parameters() if not param.is_meta]:
         raise ValueError(f"model: parameter '{elsewhere[0]}' is not on the meta device; build the model there")
     dtype = settings.autocast_dtype or settings.compute_dtype
-    cast = partial(_on_meta, dtype=None if dtype == "fp32" else DTYPES[dtype])
-    given = tree_map_only(torch.Tensor, cast, inputs)
-    positional, named = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    kind = None if dtype == "fp32" else DTYPES[dtype]
+    positional, named = arguments(inputs, _META, kind)
     tracer, before = _Tracer(model, settings, device), [(param, param.data) for param in model.parameters()]
     for param, values in before:
-        param.data = cast(values)
+        param.data = _moved(values, _META, kind)
     try:
         with tracer.stubs():
-            cost = tracer.run(positional, named, _samples(given))
+            cost = tracer.run(positional, named, samples_in(inputs))
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise
@@ -70,11 +69,20 @@ def trace(model: nn.Module, inputs: Inputs, settings: Config, device: str = "cud
     return replace(cost, notes=(*cost.notes, note)) if settings.autocast_dtype else cost
 
 
-def _on_meta(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(_META, dtype if tensor.is_floating_point() else None)
+def arguments(
+    inputs: Inputs, device: torch.device, dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Those of a forward, in order and by name: on this device, numbers with a fraction in this dtype."""
+    given = tree_map_only(torch.Tensor, partial(_moved, device=device, dtype=dtype), inputs)
+    return ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
 
 
-def _samples(inputs: Any) -> int:
+def _moved(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def samples_in(inputs: Any) -> int:
+    """How many: of the first tensor, along its first dimension. Raises ValueError where there is none."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not sizes:
         raise ValueError("inputs: there is no tensor among them; wanted the arguments of the model's forward")
@@ -336,17 +344,23 @@ class _Tracer:
 
 
 def _loss(out: Any) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """What backward begins at: the loss among what a model gives; else something that takes all of it."""
+    """What backward begins at, or something that takes all of it."""
+    found = ends(out)
+    if found[0].dim() == 0:
+        return found[0], ()
+    note = "The model gives no loss: what comes after its result is not counted; give it targets to have that, too."
+    return _Made.apply([_SCALAR], [], *found)[0], (note,)
+
+
+def ends(out: Any) -> list[torch.Tensor]:
+    """What backward begins at: the loss among what a model gives; else all that has a graph. ValueError for nothing."""
     named = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if isinstance(named, torch.Tensor):
-        return named, ()
-    if tensors and tensors[0].dim() == 0:
-        return tensors[0], ()
+        return [named]
     if not tensors:
         raise ValueError("model: nothing that it gives depends on a parameter that is trained")
-    note = "The model gives no loss: what comes after its result is not counted; give it targets to have that, too."
-    return _Made.apply([_SCALAR], [], *tensors)[0], (note,)
+    return tensors[: 1 if tensors[0].dim() == 0 else None]
 
 
 def _blocks(model: nn.Module, patterns: Sequence[str]) -> set[str]:
