@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from zero.config import load
 from zero.engine.reality import Observed, alive_now
 from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
-from zero.sizes.rank_rates import measure
+from zero.sizes.rank_rates import flops_of, measure
 from zero.sizes.rates import DEVICES, Rates, together
 from zero.sizes.search import Search, Setup
 from zero.sizes.trace import trace
@@ -56,9 +57,14 @@ class Row(NamedTuple):
         """Of the model and its batch."""
         return dataclasses.replace(SIZES, bf16=self.bf16)
 
+    @property
+    def dtype(self) -> str:
+        """That the model computes in."""
+        return "bf16" if self.bf16 else "fp32"
+
     def __str__(self) -> str:
         places = ["" if at == "none" else f"{what} {at}" for what, at in zip("OP", self[1:3], strict=True)]
-        words = [str(self.stage), *places, self.policy, "bf16" if self.bf16 else "fp32", f"x{self.accumulation}"]
+        words = [str(self.stage), *places, self.policy, self.dtype, f"x{self.accumulation}"]
         return " ".join(word for word in words if word not in ("", "none"))
 
     def settings(self, folder: str) -> dict[str, Any]:
@@ -94,7 +100,7 @@ class Bytes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Bytes, and seconds of each timed step, the maximum over ranks; and the rates that were measured just before."""
+    """Bytes, and seconds of each timed step, the maximum over ranks; and the rates that were measured before."""
 
     nbytes: Bytes
     seconds: list[float]
@@ -147,38 +153,43 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
     return Bytes(observed.most[: len(STATE)], kept, at_rest + meter.most, *away, observed.sent)
 
 
-def try_row(rank: int, row: Row, folder: str, timed: bool = True) -> Seen:
+def try_row(rank: int, row: Row, folder: str, rates: Rates, timed: bool = True) -> Seen:
     """Train under it; collective."""
-    rates = rates_now(row, folder) if timed else DEVICES["h100"]
     engine, *_ = zero.initialize(model=row.sizes.model(), config=row.settings(folder))
     batches = [row.sizes.data(step, rank) for step in range(row.accumulation)]
     for _ in range(WARMUP):
         step(engine, batches)
     nbytes, seconds = observe(engine, batches), []
+    speeds = speed_now(row) if timed else []
     for _ in range(REPEAT if timed else 0):
         dist.barrier()
         begin = time.perf_counter()
         step(engine, batches)
         seconds.append(time.perf_counter() - begin)
+    if timed:
+        speeds += speed_now(row)
+        rates = dataclasses.replace(rates, flops={row.dtype: statistics.harmonic_mean(speeds)})
     engine.destroy()
     return Seen(nbytes, slowest(seconds) if timed else [], rates)
 
 
-def rates_now(row: Row, folder: str) -> Rates:
-    """Of the ranks that train, as `zero plan MODEL --device measured` finds them with ranks of its own; collective."""
-    own = measure(
-        "bf16" if row.bf16 else "fp32",
-        folder=folder if "nvme" in (row.optimizer, row.params) else "",
-        model=lambda: (row.sizes.model(), row.sizes.data(0, 0)),
-    )
+def speed_now(row: Row) -> list[float]:
+    """The FLOP/s that each rank reaches with the model; collective."""
+    own = flops_of(row.dtype, SIZES.width, torch.device("cpu"), lambda: (row.sizes.model(), row.sizes.data(0, 0)))
+    return of_ranks(own)
+
+
+def of_ranks(own: Any) -> list[Any]:
+    """What each rank has, in their order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
-    return together(found)
+    return found
 
 
 def worker(rank: int, rows: list[Row], folder: str, timed: bool) -> list[Seen]:
     """All rows, one after the other."""
-    return [try_row(rank, row, folder, timed) for row in rows]
+    rates = together(of_ranks(measure("bf16", SIZES.width, folder))) if timed else DEVICES["h100"]
+    return [try_row(rank, row, folder, rates, timed) for row in rows]
 
 
 class Planned(NamedTuple):
@@ -273,8 +284,8 @@ parameters (P) rest if not on the device, recomputation, dtype, micro-batches fo
 What is real: kinds of model state, the most of each whenever a unit began to travel (`zero.engine.reality.Observed`);
 activations, what the forward left for the backward; the peak, the most bytes of all tensors after any operation
 (`benchmarks/live.py`); sent, the engine's count of what left the process. Time is the median of {repeat} steps, that
-of the slower rank; the plan's is from rates that `zero.sizes.rank_rates` measured on the same ranks just before the
-row, as `--device measured` does: this machine is shared, and its speed changes by a quarter within minutes.
+of the slower rank; the plan's is from rates that `zero.sizes.rank_rates` measured on the same ranks, the model's FLOP/s
+just before and after those steps: this machine is shared, and its speed changes by a quarter within seconds.
 
 The last column names what is further off than it may be: kinds 3 %, the peak 5 %, sent 1 %, time 20 %.
 """

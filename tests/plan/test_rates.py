@@ -71,7 +71,7 @@ def test_flops_are_those_of_the_model_itself_in_the_dtype(monkeypatch: pytest.Mo
             return super().forward(values)
 
     monkeypatch.setattr(rank_rates, "_SECONDS", 0.01)
-    found = rank_rates._flops("bf16", 512, CPU, lambda: (Slow(8, 8), {"values": torch.ones(4, 8)}))
+    found = rank_rates.flops_of("bf16", 512, CPU, lambda: (Slow(8, 8), {"values": torch.ones(4, 8)}))
     assert seen == {(torch.bfloat16, torch.bfloat16)} and 0 < found <= SLOW_FLOPS
 
 

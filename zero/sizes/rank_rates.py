@@ -38,7 +38,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AIO = 1, 8, 1 << 20  # the defaults of the section `aio`
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
 _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
-_MESSAGES, _ROUNDS = 8, 8  # of each size between two waits for all ranks; and how often
+_MESSAGES, _ROUNDS = 8, 16  # of each size between two waits for all ranks; and how often
 _BESIDE = 256, 1, 1, 128  # width, blocks, batch, sequence of what is computed beside a message: some 10 ms
 
 Build = Callable[[], tuple[nn.Module, Inputs]]
@@ -64,7 +64,7 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
     found = speed.measure(2 * _SECONDS, 1 << 23)
     step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
     rates: dict[str, Any] = {
-        "flops": {name: _flops(name, width, device, model) for name in dict.fromkeys(("fp32", dtype))},
+        "flops": {name: flops_of(name, width, device, model) for name in dict.fromkeys(("fp32", dtype))},
         "device_bandwidth": _copied(device, device) if device.type == "cuda" else step,
         "host_bandwidth": step,
         "host_link": _copied(torch.device("cpu"), device) if device.type == "cuda" else copied,
@@ -84,7 +84,7 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
     return rates
 
 
-def _flops(dtype: str, width: int, device: torch.device, model: Build | None) -> float:
+def flops_of(dtype: str, width: int, device: torch.device, model: Build | None) -> float:
     """FLOP/s of forward and backward, with all that is no matrix product in them, on ranks that wait for each other."""
     kind = _DTYPES[dtype]
     module, inputs = (partial(_blocks, width) if model is None else model)()

@@ -254,6 +254,7 @@ class Search:
         pace = Pace(ahead, section.offload_optimizer.buffer_count, accumulation, scheme.sharding.grads)
         same = (DRIVE,) if setup.mirrored else (DRIVE, {DEVICE, LINK, HOST})
         norm = over(self._state(accumulation)[0].device.gradients, setup.rates.device_bandwidth)
+        norm += setup.rates.latency if setup.ranks > 1 else 0.0  # ranks tell each other their parts of it
         return predict(times, norm, pace, same, _STEPS[any(unit.update for unit in times)])
 
     def _computed(self, times: UnitTimes, unit: UnitCost | None, policy: str, samples: int) -> UnitTimes:
