@@ -110,19 +110,17 @@ def measured(
     Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
     FLOP/s are taken (small ones reach less); folder: where a drive is to be measured, None for none; model, sequence:
     as `zero.sizes.source.load_model` takes them, whose own FLOP/s are taken then. Each figure is the median over ranks.
-    `inter_host` is `intra_host`: there is one host. Raises RuntimeError with what the ranks said.
+    `inter_host` is `intra_host`: there is one host. Raises RuntimeError with what the
+    ranks said.
     """
     with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
         words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.sizes.rank_rates"]
         words += [answers, dtype, str(width), folder or "", model, str(sequence)]
-        done = subprocess.run(
-            [sys.executable, "-m", "zero", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        command, options = [sys.executable, "-m", "zero", *words], {"stdin": subprocess.DEVNULL, "check": False}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, **options)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"measuring {ranks} rank(s) of this machine took over {_SECONDS} s") from error
         said = sorted(Path(answers).iterdir())
         if done.returncode or len(said) < ranks:
             end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
