@@ -110,8 +110,7 @@ def measured(
     Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
     FLOP/s are taken (small ones reach less); folder: where a drive is to be measured, None for none; model, sequence:
     as `zero.sizes.source.load_model` takes them, whose own FLOP/s are taken then. Each figure is the median over ranks.
-    `inter_host` is `intra_host`: there is one host. Raises RuntimeError with what the
-    ranks said.
+    `inter_host` is `intra_host`: there is one host. Raises RuntimeError that says why it could not be.
     """
     with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
         words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.sizes.rank_rates"]
