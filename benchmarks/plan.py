@@ -153,24 +153,24 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
     return Bytes(observed.most[: len(STATE)], kept, at_rest + meter.most, *away, observed.sent)
 
 
-def try_row(rank: int, row: Row, folder: str, rates: Rates, timed: bool = True) -> Seen:
-    """Train under it; collective."""
+def try_row(rank: int, row: Row, folder: str, rates: Rates | None = None) -> Seen:
+    """Train under it; collective. rates: of the machine, but for the model's FLOP/s; None for bytes only."""
     engine, *_ = zero.initialize(model=row.sizes.model(), config=row.settings(folder))
     batches = [row.sizes.data(step, rank) for step in range(row.accumulation)]
     for _ in range(WARMUP):
         step(engine, batches)
     nbytes, seconds = observe(engine, batches), []
-    speeds = speed_now(row) if timed else []
-    for _ in range(REPEAT if timed else 0):
+    speeds = speed_now(row) if rates else []
+    for _ in range(REPEAT if rates else 0):
         dist.barrier()
         begin = time.perf_counter()
         step(engine, batches)
         seconds.append(time.perf_counter() - begin)
-    if timed:
+    if rates:
         speeds += speed_now(row)
         rates = dataclasses.replace(rates, flops={row.dtype: statistics.harmonic_mean(speeds)})
     engine.destroy()
-    return Seen(nbytes, slowest(seconds) if timed else [], rates)
+    return Seen(nbytes, slowest(seconds) if rates else [], rates or DEVICES["h100"])
 
 
 def speed_now(row: Row) -> list[float]:
@@ -188,8 +188,8 @@ def of_ranks(own: Any) -> list[Any]:
 
 def worker(rank: int, rows: list[Row], folder: str, timed: bool) -> list[Seen]:
     """All rows, one after the other."""
-    rates = together(of_ranks(measure("bf16", SIZES.width, folder))) if timed else DEVICES["h100"]
-    return [try_row(rank, row, folder, rates, timed) for row in rows]
+    rates = together(of_ranks(measure("bf16", SIZES.width, folder))) if timed else None
+    return [try_row(rank, row, folder, rates) for row in rows]
 
 
 class Planned(NamedTuple):

@@ -174,3 +174,11 @@ def test_every_row_makes_a_configuration_that_is_one(start: dict[str, Any]) -> N
         assert found.shard_size == row.choice.shard_size
         assert found.train_micro_batch_size_per_gpu == row.micro_batch
         assert replace(made, settings=found).policy == row.policy
+
+
+def test_ranks_that_share_a_norm_wait_for_a_message() -> None:
+    for ranks, longer in ((1, 0.0), (2, 1.0)):
+        base = setup(ranks)
+        late = replace(base, rates=replace(base.rates, latency=base.rates.latency + 1.0))
+        busy = [Search(each, Choice(0)).row("none", 1).step.busy["device"] for each in (base, late)]
+        assert busy[1] - busy[0] == pytest.approx(longer)
