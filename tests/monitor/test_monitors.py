@@ -144,6 +144,26 @@ def test_csv_files_have_deepspeeds_names_and_a_later_run_goes_on_with_them(tmp_p
     assert rows == [["step", "lr"], ["2", "0.01"], ["4", "0.01"], ["2", "0.01"]]
 
 
+def test_what_was_told_is_on_the_drive_without_a_further_step(tmp_path, monkeypatch):
+    for name in ("_QUIET", "_FLUSH_EVERY"):
+        monkeypatch.setattr(f"zero.monitor.monitor.{name}", 0.01)
+    sink = Sink()
+    sink.flush = lambda: sink.got.append("flush")
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine, *_ = zero.initialize(
+        model=make_net(), config=config(0, 1, steps_per_print=float("inf"), csv_monitor=section)
+    )
+    engine.monitor.add(sink)
+    engine.monitor.write_events([("Eval/a", 0.25, 8), ("Eval/a", 0.5, 16)])
+    until = time.monotonic() + 60
+    while sink.got[-1:] != ["flush"] or ("Eval/a", 0.5, 16) not in sink.got:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    rows = list(csv.reader((tmp_path / "job" / "Eval_a.csv").open()))
+    assert rows == [["step", "a"], ["8", "0.25"], ["16", "0.5"]]
+    engine.destroy()
+
+
 def test_a_full_disk_under_the_csv_is_one_warning(tmp_path, warned):
     """/dev/full takes nothing, as a disk that is full."""
     folder = tmp_path / "job"
@@ -272,4 +292,7 @@ def test_wandb_itself_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(2, wandb={"enabled": True})
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    end = time.monotonic() + 60  # a process of wandb writes it, which may go on for a moment
+    while b"train_loss" not in written.read_bytes() and time.monotonic() < end:
+        time.sleep(0.1)
     assert b"train_loss" in written.read_bytes()

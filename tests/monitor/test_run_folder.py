@@ -73,6 +73,7 @@ def test_every_rank_writes_its_steps():
     run = json.loads((path / "run.json").read_text())
     assert run["world"] == 2 and run["configuration"]["zero_optimization"]["stage"] == 2
     assert run["versions"]["torch"] == torch.__version__ and run["configuration"]["steps_per_print"] is None
+    assert run["crowding"] >= torch.get_num_threads() / os.cpu_count()
     if rank == 0:
         assert run["plan"] == {kind: steps[0]["bytes"][kind] for kind in ("parameters", "optimizer")}
     net = make_net()

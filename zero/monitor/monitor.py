@@ -8,6 +8,7 @@ import functools
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from zero.show.at_end import make_page
 from zero.watchdog.rank_status import RankStatus
 
 _PATIENCE = 60.0  # seconds that the end of a run waits for sinks
+_QUIET = 1.0  # seconds in which nothing was told, after which it is looked what the rank does
+_FLUSH_EVERY = 5.0  # seconds
 
 
 class Monitor:
@@ -100,6 +103,7 @@ class _Writer:
         self.thread: threading.Thread | None = None
         self._status = status
         self._said: dict[str, str] = {}
+        self._flushed = time.monotonic()
 
     def start(self) -> None:
         """Start the thread, once."""
@@ -110,13 +114,14 @@ class _Writer:
     def _run(self) -> None:
         while True:
             try:
-                told = self.queue.get(timeout=1.0)
+                told = self.queue.get(timeout=_QUIET)
             except queue.Empty:
-                self._write(self._phase())
-                continue
+                told = self._phase()
             if told is None:
                 return self._close()
             self._write(told)
+            if time.monotonic() - self._flushed >= _FLUSH_EVERY:
+                self._flush()
 
     def _phase(self) -> Told:
         now = self._status.record(0, 0)
@@ -127,6 +132,7 @@ class _Writer:
         return Line("phase", phase)
 
     def _close(self) -> None:
+        self._flush()
         for close in (*(getattr(sink, "close", bool) for sink in self.sinks.values()), *self.at_end):
             try:
                 close()
@@ -137,17 +143,25 @@ class _Writer:
     def _write(self, told: Told) -> None:
         line, events = told.line(), told.events()
         for name, sink in list(self.sinks.items()):
-            try:
-                if isinstance(sink, RunFolder):
-                    sink.write_line(line)
-                elif events:
-                    sink.write_events(events)
-            except Exception as error:
-                del self.sinks[name]
-                text = "%s: nothing more is written there, and the run goes on: %s: %s"
-                logger.warning(text, name, type(error).__name__, error)
-                with contextlib.suppress(Exception):
-                    getattr(sink, "close", bool)()
+            if isinstance(sink, RunFolder):
+                self._try(name, sink.write_line, line)
+            elif events:
+                self._try(name, sink.write_events, events)
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        for name, sink in list(self.sinks.items()):
+            self._try(name, getattr(sink, "flush", bool))
+
+    def _try(self, name: str, call: Callable[..., object], *what: object) -> None:
+        try:
+            call(*what)
+        except Exception as error:
+            sink = self.sinks.pop(name)
+            text = "%s: nothing more is written there, and the run goes on: %s: %s"
+            logger.warning(text, name, type(error).__name__, error)
+            with contextlib.suppress(Exception):
+                getattr(sink, "close", bool)()
 
 
 def _end(writer: _Writer) -> None:

@@ -2,6 +2,7 @@
 
 DIR/run.json        by rank 0 at the start: {"time": seconds since 1970, "configuration": the JSON with its defaults,
                     "world": ranks, "stage": 0-3, "device": text, "versions": {name: text},
+                    "crowding": on a CPU, threads of ranks for each core; 0 on a GPU,
                     "units": [{"name", "numel", "bytes" of the whole parameters, "dtype"}, ...] as registered,
                     "plan": {kind: bytes per rank at the end of a step}}
 DIR/rank-N.jsonl    by each rank: one JSON object on a line, flushed with it, so that SIGKILL loses at most one. In a

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
+import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,40 +19,65 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"
 
 
 class Sink(Protocol):
-    """Somewhere values go; the script's own may be anything with this method, and with `close()` if it likes."""
+    """Somewhere values go; the script's own may be anything with this method, and with these if it likes.
+
+    flush(): called about every 5 seconds, where there is something to write or not. close(): at the end, after `flush`.
+    """
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Take (name, value, samples so far) of each; called from a thread of its own, with one call at a time."""
 
 
 class CsvSink:
-    """A file for each name in `output_path`/`job_name`, with the header `step,NAME`; one that is there goes on."""
+    """A file for each name in `output_path`/`job_name`, with the header `step,NAME`; one that is there goes on.
+
+    Rows are written by `flush`, so that not every value of every step opens a file.
+    """
 
     def __init__(self, section: JobFolder) -> None:
         self._folder = Path(section.output_path, section.job_name)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._rows: dict[str, list[tuple[int, float]]] = {}  # by name
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Append one row to the file of each name."""
+        """Keep one row for the file of each name."""
         for name, value, samples in event_list:
+            self._rows.setdefault(name, []).append((samples, value))
+
+    def flush(self) -> None:
+        """Append the rows to their files."""
+        rows, self._rows = self._rows, {}
+        for name, each in rows.items():
             path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             with path.open("a", newline="") as file:
                 header = [["step", name.rpartition("/")[2]]] if file.tell() == 0 else []
-                csv.writer(file).writerows([*header, [samples, value]])
+                csv.writer(file).writerows([*header, *each])
 
 
 class TensorBoardSink:
-    """Torch's SummaryWriter in `output_path`/`job_name`."""
+    """Torch's writer of TensorBoard's files, in `output_path`/`job_name`; what it gets goes there with `flush`.
+
+    It has a thread of its own, which each value would wake.
+    """
 
     def __init__(self, section: JobFolder) -> None:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(log_dir=str(Path(section.output_path, section.job_name)))
+        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        folder = str(Path(section.output_path, section.job_name))
+        self._writer = importlib.import_module("torch.utils.tensorboard").FileWriter(folder, max_queue=1000)
+        self._kept: list[tuple[Any, int, float]] = []
         self.close = self._writer.close
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Add a scalar of each."""
-        for name, value, samples in event_list:
-            self._writer.add_scalar(name, value, samples)
+        """Keep a scalar of each; those of a step are one record, which costs a part of what one for each does."""
+        for samples, events in itertools.groupby(event_list, lambda event: event[2]):
+            values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value, _ in events]
+            self._kept.append((self._summary(value=values), samples, time.time()))
+
+    def flush(self) -> None:
+        """Write them."""
+        kept, self._kept = self._kept, []
+        for record in kept:
+            self._writer.add_summary(*record)
         self._writer.flush()
 
 
