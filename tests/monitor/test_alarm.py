@@ -86,6 +86,31 @@ def test_a_checkpoint_says_why_it_was_saved():
     engine.destroy()
 
 
+@pytest.mark.ranks(2)
+def test_a_run_that_goes_on_from_a_checkpoint_decides_alike():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    before, _, _ = train(SPIKE - 1, 2, loss=6, window=SPIKE - 1, action="skip")
+    before.save_checkpoint(folder[0], "before")
+    before.destroy()
+    for tag, skipped in (("before", 1), (None, 0)):  # the window is full only with what was before
+        engine, _, _ = train(0, 2, loss=6, window=SPIKE - 1, action="skip")
+        if tag is not None:
+            engine.load_checkpoint(folder[0], tag)
+        engine.backward(engine(*share(0)) * (100.0 if dist.get_rank() == 1 else 1.0))
+        engine.step()
+        assert engine.skipped_steps == skipped
+        engine.destroy()
+
+
+def test_what_a_window_was_is_kept_as_far_as_it_fits():
+    one, other = alarms(loss=2, window=4), alarms(loss=2, norm=2, window=3)
+    for step, loss in enumerate((9.0, 1.0, 2.0, 3.0), 1):
+        one.skips(step, loss, 1.0)
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict() == {"last": {"loss": [1.0, 2.0, 3.0], "norm": []}, "quiet_until": 0}
+
+
 def test_what_stands_out():
     alarm = alarms(loss=2, window=4)
     assert not any(alarm._judge("loss", value) for value in (1.0, 2.0, 100.0, 1.0)), "the window is not full"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from zero.config.monitor_sections import Alarm
 from zero.log import rank_zero
@@ -44,6 +45,17 @@ class Alarms:
         if self._tag:
             tag, self._tag = self._tag, ""
             save_checkpoint(self._section.folder, tag, save_latest=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values of the window, and until which step no further checkpoint is due; the same on all ranks."""
+        return {"last": {name: list(last) for name, last in self._last.items()}, "quiet_until": self._quiet_until}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Judge as where `state` was taken; of a window longer than ours by its newest values."""
+        for name, last in self._last.items():
+            last.clear()
+            last.extend(state["last"].get(name, ()))
+        self._quiet_until = state["quiet_until"]
 
     def _judge(self, name: str, value: float | None) -> str | None:
         if value is None:

@@ -30,14 +30,15 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 
 
 def shared_state(engine: Any) -> dict[str, Any]:
-    """Counters, scheduler, loss scale, data position, hyperparameters, and the seed of `zero.reduce` "tree".
+    """Counters, scheduler, loss scale, data position, hyperparameters, `zero.alarm`'s window, the seed of a "tree".
 
     To be asked between accumulation windows, whose gradients are in no checkpoint. What `zero.recompute` with policy
     "auto" has chosen is no state: it changes no number, and is measured again for the batch and the device of then.
     """
     optimizer, scheduler, loader = engine.optimizer, engine.lr_scheduler, _loader(engine)
     scaler = optimizer.loss_scaler if optimizer is not None else None
-    replicas, randomness = engine._training.replicas, engine._training.randomness
+    training = engine._training
+    replicas, randomness, alarms = training.replicas, training.randomness, training.alarms
     counters = {name: getattr(engine, name) for name in _COUNTERS} | {"micro_steps": engine._accumulation.start}
     return {
         "counters": counters,
@@ -47,6 +48,7 @@ def shared_state(engine: Any) -> dict[str, Any]:
         "groups": None if optimizer is None else [_of_group(group) for group in optimizer.param_groups],
         "randomness": None if randomness is None else randomness.state_dict(),
         "own_buffers": None if replicas is None else replicas.own_buffers,
+        "alarms": None if alarms is None else alarms.state_dict(),
     }
 
 
@@ -89,6 +91,8 @@ def restore(
         training.randomness.load_state_dict(shared["randomness"])
     if training.replicas is not None:
         training.replicas.resume(shared["own_buffers"])
+    if training.alarms is not None and shared.get("alarms") is not None:  # older checkpoints have none
+        training.alarms.load_state_dict(shared["alarms"])
     loader = _loader(engine)
     if _both("a data position (engine.training_dataloader)", shared["data"], loader):
         loader.load_state_dict(shared["data"])
