@@ -123,12 +123,32 @@ def test_the_share_of_communication_is_what_nothing_hides() -> None:
     assert exposed(gpu) == pytest.approx(0.2), "of the streams alone: what the host waits for may be hidden"
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(0.05, "more ranks"), (0.3, "good part"), (0.8, "does not pay")])
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.05, "more ranks"), (0.24, "good part"), (0.3, "hardly"), (0.8, "does not")]
+)
 def test_the_verdict_follows_from_the_share(share: float, verdict: str, tmp_path: Path) -> None:
     spans = [["main", "wait gather a", 0.0, share], ["main", "forward a", share, 1.0]]
     for rank in range(2):
         (tmp_path / f"rank-{rank}.jsonl").write_text(json.dumps({"event": "timeline", "step": 5, "spans": spans}))
     assert verdict in " ".join(pays(read(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("crowding", "said"),
+    [
+        (2.0, ["2 threads share each core", "1.8 times the speed", "hardly pays"]),
+        (1.0, ["3.6 times the speed", "no core is left for messages"]),
+        (0.5, ["3.6 times the speed", "more ranks would likely pay"]),
+    ],
+)
+def test_ranks_that_share_cores_are_no_faster_for_it(crowding: float, said: list[str], tmp_path: Path) -> None:
+    run_folders.write(tmp_path, range(1, 3), ranks=4, crowding=crowding)
+    spans = [["main", "wait gather a", 0.0, 0.1], ["main", "forward a", 0.1, 1.0]]
+    for rank in range(4):
+        with (tmp_path / f"rank-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "timeline", "step": 5, "spans": spans}) + "\n")
+    text = " ".join(pays(read(tmp_path)))
+    assert all(part in text for part in said)
 
 
 def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

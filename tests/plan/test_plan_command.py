@@ -55,7 +55,7 @@ def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture) -> None:
 ROWS = [(Choice(2),), *longer((Choice(3, "cpu", "cpu"),), (Choice(1, "cpu"),), (Choice(3, shard_size=1),))]
 
 
-def trains(settings: dict[str, Any]) -> tuple[int, list[str]]:
+def trains(settings: dict[str, Any] | str) -> tuple[int, list[str]]:
     engine, *_ = zero.initialize(model=make_net(), config=settings)
     for step in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(*share(step)))
@@ -117,6 +117,19 @@ def test_a_model_of_ones_own_is_planned(
     assert {"addmm", "mm"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert main([*words, "--shardable"]) == 0
     assert "blocks.*.up x 4 (Linear): column" in capsys.readouterr().out
+
+
+def test_an_engine_takes_the_very_file(pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planned_model.py").write_text(textwrap.dedent(MODULE))
+    given, made = tmp_path / "given.json", tmp_path / "made.json"
+    given.write_text(json.dumps(config(1, 2)))
+    words = ["planned_model:make", "--world", "2", "--config", str(given), "--device", "a100", "--json", str(made)]
+    assert main(["plan", *words]) == 0
+    written = load(made, 2)
+    policy = written.zero.recompute.policy
+    ran = pool.run(2, trains, str(made))
+    assert ran == [(written.zero_optimization.stage, [policy] * len(ran[0][1]))] * 2
 
 
 # Numbers of ranks.

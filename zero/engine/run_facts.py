@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
@@ -11,6 +12,7 @@ import numpy
 import torch
 
 from zero.engine.reality import planned
+from zero.memory.available import cores
 from zero.monitor.step_report import finite
 from zero.plan.formats import ITEMSIZE
 
@@ -25,6 +27,7 @@ def run_facts(engine: Any) -> dict[str, Any]:
         "world": engine.world_size,
         "stage": config.zero_optimization.stage,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "crowding": _crowding() if device.type == "cpu" else 0.0,
         "versions": {
             "zero": sys.modules["zero"].__version__,
             "torch": str(torch.__version__),
@@ -42,6 +45,12 @@ def run_facts(engine: Any) -> dict[str, Any]:
         ],
         "plan": _plan(engine) if engine.optimizer is not None else {},
     }
+
+
+def _crowding() -> float:
+    """How many threads of this host's ranks, or of this rank bound to some of them, are there for each core."""
+    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(threads / cores(), threads * ranks / (os.cpu_count() or 1))
 
 
 def _plan(engine: Any) -> dict[str, int]:

@@ -18,21 +18,28 @@ def pays(run: Run) -> list[str]:
     shares = [exposed(each) for each in spans if each]
     if not shares:
         return [f"Not known for these {world} ranks: the folder has no timeline of a step, from which it is read."]
-    share = sum(shares) / len(shares)
-    speedup = world * (1 - share)
+    share, crowding = sum(shares) / len(shares), run.facts.get("crowding", 0.0)
+    speedup = world * (1 - share) / max(1.0, crowding)
+    shared = f", and {crowding:.2g} threads share each core" if crowding > 1 else ""
     verdict = (
         "Parallel does not pay here: one process alone would be as fast." if speedup <= 1 else
-        "Parallel hardly pays: most of a step is communication." if share > 0.5 else
+        "Parallel hardly pays: most of what further ranks could give is lost." if speedup < enough(world) else
         "Parallel pays, though communication takes a good part of each step." if share > 0.2 else
-        "Parallel pays, and more ranks would likely pay, too."
+        "Parallel pays, and more ranks would likely pay, too." if crowding < 1 else
+        "Parallel pays by that, but no core is left for messages, nor for more ranks: measure one process beside it."
     )  # fmt: skip
     return [
         f"{share:.0%} of a step is communication that nothing hides, waits for slower ranks among it (mean of "
-        f"{len(shares)} rank(s)).",
-        f"That leaves {speedup:.2g} times the speed of one process, where a rank computes as fast as one process alone "
-        "does; ranks that share cores or memory do not.",
+        f"{len(shares)} rank(s)){shared}.",
+        f"That leaves {speedup:.2g} times the speed of one process with as many threads, where a core computes as fast "
+        "beside busy ones as alone; ranks that share the memory's bandwidth do not.",
         verdict,
     ]
+
+
+def enough(ranks: int) -> float:
+    """From which speed beside one process `ranks` pay: half of what each further one could give, as for `zero plan`."""
+    return 1 + (ranks - 1) / 2
 
 
 def exposed(spans: Iterable[tuple[str, str, float, float]]) -> float:
