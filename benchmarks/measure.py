@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import platform
@@ -9,6 +10,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -52,6 +54,36 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+class Kept:
+    """A file of JSON lines, one for each part of a measurement that is done: the next call goes on behind them."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        """`seconds`: after which this call begins no further part."""
+        self._path = path
+        self._until = time.monotonic() + seconds
+        self.parts: list[dict[str, Any]] = []
+        if path.exists():
+            self.parts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def of(self, what: str) -> list[dict[str, Any]]:
+        """Those of one kind, oldest first."""
+        return [part for part in self.parts if part["what"] == what]
+
+    def add(self, what: str, **values: Any) -> None:
+        """Keep one more; it says on standard output that it is there."""
+        part = {"what": what, **values}
+        self.parts.append(part)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(part) + "\n")
+        print(f"{what}: {values.get('name', len(self.of(what)))}", flush=True)
+
+    def go_on(self) -> None:
+        """End the program, with status 75, where the time of this call is over."""
+        if time.monotonic() > self._until:
+            print(f"{len(self.parts)} parts are in {self._path}; the same command goes on behind them", flush=True)
+            sys.exit(75)
 
 
 def machine_line() -> str:

@@ -1,30 +1,39 @@
-"""Does data parallelism pay here? One process beside 2 and 4 ranks, three sizes of model, and what `zero plan` says.
+"""Does data parallelism pay? One process beside 2 and 4 ranks, three sizes of model: measured, planned, and said.
 
-    python benchmarks/pays.py
-    python benchmarks/pays.py --sizes small --ranks 1 2 --repeat 2
+    python benchmarks/pays.py --kept pays.jsonl --seconds 200     # again and again, until benchmarks/pays.md is written
 
-Each rank has the same micro-batch, so that n ranks do n times the work. The speedup is that of tokens per second
-beside a single process; more ranks pay where it is at least 1 + (n - 1) / 2, as for `zero plan`. The share of
-communication is by how much a step is longer than one without messages: measured, of as many ranks that train each
-alone at the same time; planned, of a simulated step. Rates are measured for each number of ranks.
+Each rank has the same micro-batch and one thread, so that n ranks do n times the work. The speedup is that of tokens
+per second beside a single process; more ranks pay where it is at least 1 + (n - 1) / 2. It is measured, as `zero plan`
+simulates it with rates that are measured right before for each number of ranks, and as the last lines of the report say
+it of the very ranks that were measured. The share of communication is by how much a step is longer than one without
+messages: measured, of as many ranks that train each alone at the same time; planned, of a simulated step; in the
+report, what a rank waits for messages.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
+import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from measure import machine_line, run_ranks, slowest, stat, table
+from measure import Kept, machine_line, run_ranks, slowest, stat, table
 from torch.distributed.device_mesh import init_device_mesh
 from variants import ADAMW
 from variants import Setup as Sizes
 
 import zero
 from zero.config import load
+from zero.show import pays as said
+from zero.show.run import read
 from zero.sizes.choice import own_choice
 from zero.sizes.rates import Rates, measured
 from zero.sizes.search import Search, Setup
@@ -37,8 +46,12 @@ SIZES = {
     "large": Sizes(width=512, layers=6, heads=8, vocab=2048, context=256, batch=2, bf16=False),
 }
 STAGE = 1
-WARMUP = 2
-PAYS = 0.5  # of what each further rank could give
+LIMITS = """The three verdicts: measured / planned / said.
+
+What disagrees, and why: where the ranks keep all cores busy, messages are copied and summed on cores that would else
+compute, and ranks take caches and memory from each other. The report sees of that only what a rank waits for, and says
+that it cannot see the rest; the plan sees what its rates lose, which were measured beside as many ranks."""
+WARMUP = 5  # steps; the last of them is the one that a report has a timeline of
 
 
 class Times(NamedTuple):
@@ -48,26 +61,27 @@ class Times(NamedTuple):
     alone: float
 
 
-class Planned(NamedTuple):
+class Foreseen(NamedTuple):
     """Seconds of a step, and the share that messages make it longer by."""
 
-    seconds: float
+    step: float
     share: float
 
 
-def settings(sizes: Sizes) -> dict[str, Any]:
-    """The JSON."""
+def settings(sizes: Sizes, folder: str | None) -> dict[str, Any]:
+    """The JSON; `folder`: of the report, None for none."""
     return {
         "train_micro_batch_size_per_gpu": sizes.batch,
         "steps_per_print": float("inf"),
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "zero_optimization": {"stage": STAGE},
+        "zero": {"report": folder},
     }
 
 
-def seconds(rank: int, sizes: Sizes, repeat: int, mesh: Any) -> float:
+def seconds(rank: int, sizes: Sizes, repeat: int, mesh: Any, folder: str | None) -> float:
     """Of a step on the ranks of `mesh`, None for all."""
-    engine, *_ = zero.initialize(model=sizes.model(), config=settings(sizes), mesh_param=mesh)
+    engine, *_ = zero.initialize(model=sizes.model(), config=settings(sizes, folder), mesh_param=mesh)
     times = []
     for number in range(WARMUP + repeat):
         batch = sizes.data(number, rank)
@@ -80,35 +94,105 @@ def seconds(rank: int, sizes: Sizes, repeat: int, mesh: Any) -> float:
     return stat(slowest(times[WARMUP:])).median
 
 
-def worker(rank: int, sizes: list[Sizes], repeat: int) -> list[Times]:
-    """Each size; collective."""
+def worker(rank: int, sizes: Sizes, repeat: int, folder: str) -> Times:
+    """Both ways; collective."""
     world = dist.get_world_size()
+    together = seconds(rank, sizes, repeat, None, folder)
     if world == 1:
-        return [Times(*[seconds(rank, each, repeat, None)] * 2) for each in sizes]
+        return Times(together, together)
     alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ranks", "alone"))["alone"]
-    return [Times(*(seconds(rank, each, repeat, mesh) for mesh in (None, alone))) for each in sizes]
+    return Times(together, seconds(rank, sizes, repeat, alone, None))
 
 
-def plan(sizes: Sizes, ranks: int, rates: Rates) -> Planned:
+def plan(sizes: Sizes, ranks: int, rates: Rates) -> Foreseen:
     """As `zero plan` says it."""
     with torch.device("meta"):
         model = sizes.model()
-    config = load(settings(sizes), ranks, filled=False)
+    config = load(settings(sizes, None), ranks, filled=False)
     setup = Setup(model, trace(model, sizes.data(0, 0), config, "cpu"), config, rates, ranks, False)
     row = Search(setup, own_choice(config)).row("none", sizes.batch)
-    return Planned(row.step.step, waits(setup, row).longer if ranks > 1 else 0.0)
+    return Foreseen(row.step.step, waits(setup, row).longer if ranks > 1 else 0.0)
 
 
-def pays(ranks: int, speedup: float) -> str:
-    """The verdict."""
-    return "yes" if speedup >= 1 + PAYS * (ranks - 1) else "no"
+def measure(kept: Kept, args: argparse.Namespace) -> None:
+    """All that is not yet in the file; sizes and numbers of ranks by turns."""
+    done = {(part["what"], part["name"], part["turn"]) for part in kept.parts}
+    for turn, name, ranks in itertools.product(range(args.turns), args.sizes, args.ranks):
+        sizes, part = SIZES[name], {"name": f"{name} {ranks}", "turn": turn}
+        if ("seen", *part.values()) not in done:
+            kept.go_on()
+            with tempfile.TemporaryDirectory() as folder:
+                times = run_ranks(worker, ranks, sizes, args.repeat, folder)
+                kept.add("seen", **part, times=times, said=said.pays(read(folder)))
+        if turn == 0 and ("planned", *part.values()) not in done:
+            kept.go_on()
+            kept.add("planned", **part, times=plan(sizes, ranks, measured(ranks, "fp32", sizes.width)))
+
+
+def verdict(ranks: int, speedup: float) -> str:
+    """Whether that many ranks pay."""
+    return "yes" if speedup >= said.enough(ranks) else "no"
+
+
+HEADER = ["model", "ranks", "ms/step", "planned", "speedup", "planned", "said", "communication", "planned", "said"]
+
+
+def report(kept: Kept, args: argparse.Namespace) -> tuple[str, bool]:
+    """The table, and whether all verdicts agree."""
+    lines, agree = [], True
+    for name in args.sizes:
+        base, simulated = turns(kept, f"{name} 1"), foreseen(kept, f"{name} 1")
+        for ranks in args.ranks:
+            seen, planned = turns(kept, f"{name} {ranks}"), foreseen(kept, f"{name} {ranks}")
+            together = [times.together for times, _ in seen]
+            cells = [stat([1e3 * each for each in together]).text(), f"{1e3 * planned.step:,.0f}"]
+            if ranks == 1:
+                lines.append([name, "1", *cells, *["-"] * 8])
+                continue
+            faster = stat([ranks * one.together / each for (one, _), each in zip(base, together, strict=True)])
+            ways = [faster.median, ranks * simulated.step / planned.step, mid(speed(text) for _, text in seen)]
+            longer = mid(max(0.0, 1 - times.alone / times.together) for times, _ in seen)
+            shares = [longer, planned.share, mid(share(text) for _, text in seen)]
+            verdicts = [verdict(ranks, each) for each in ways]
+            same = len(set(verdicts)) == 1
+            agree = agree and same
+            cells += [faster.text(2), *(f"{each:.2f}" for each in ways[1:]), *(f"{each:.0%}" for each in shares)]
+            lines.append([name, str(ranks), *cells, " / ".join(verdicts), "yes" if same else "NO"])
+    return f"{machine_line()}\n\n{table([*HEADER, 'pays', 'agree'], lines)}", agree
+
+
+def turns(kept: Kept, name: str) -> list[tuple[Times, list[str]]]:
+    """What was seen in each, and said."""
+    return [(Times(*part["times"]), part["said"]) for part in kept.of("seen") if part["name"] == name]
+
+
+def foreseen(kept: Kept, name: str) -> Foreseen:
+    """What was planned."""
+    return next(Foreseen(*part["times"]) for part in kept.of("planned") if part["name"] == name)
+
+
+def mid(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def share(text: list[str]) -> float:
+    """Of communication, as the report says it."""
+    return int(re.match(r"(\d+)%", text[0])[1]) / 100
+
+
+def speed(text: list[str]) -> float:
+    """Beside one process, as the report says it."""
+    return float(re.match(r"That leaves ([\d.]+) times", text[1])[1])
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="whether more ranks pay, measured and planned")
+    parser = argparse.ArgumentParser(description="whether more ranks pay, measured, planned and said by the report")
+    parser.add_argument("--kept", type=Path, required=True, help="file of the parts that are done")
+    parser.add_argument("--seconds", type=float, default=1e6, help="after which a call begins no further part")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="the first one is 1")
-    parser.add_argument("--repeat", type=int, default=6, help="timed steps")
+    parser.add_argument("--repeat", type=int, default=6, help="timed steps of a turn")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each")
     args = parser.parse_args()
     if args.ranks[:1] != [1] or args.repeat < 1:
         parser.error("--ranks wants 1 first, --repeat at least 1")
@@ -117,26 +201,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    sizes = [SIZES[name] for name in args.sizes]
-    rates = {ranks: measured(ranks, "fp32", SIZES["middle"].width) for ranks in args.ranks}
-    found = {ranks: run_ranks(worker, ranks, sizes, args.repeat) for ranks in args.ranks}
-    lines, agree = [], True
-    for at, name in enumerate(args.sizes):
-        plans = {ranks: plan(sizes[at], ranks, rates[ranks]) for ranks in args.ranks}
-        for ranks in args.ranks:
-            seen, planned = found[ranks][at], plans[ranks]
-            faster = ranks * found[1][at].together / seen.together
-            foreseen = ranks * plans[1].seconds / planned.seconds
-            same = pays(ranks, faster) == pays(ranks, foreseen)
-            agree = agree and same
-            cells = [f"{1e3 * seen.together:,.0f}", f"{1e3 * planned.seconds:,.0f}", f"{faster:.2f}", f"{foreseen:.2f}"]
-            shares = [f"{max(0.0, 1 - seen.alone / seen.together):.0%}", f"{planned.share:.0%}"]
-            verdicts = (
-                ["-"] * 3 if ranks == 1 else [pays(ranks, faster), pays(ranks, foreseen), "yes" if same else "NO"]
-            )
-            lines.append([name, str(ranks), *cells, *shares, *verdicts])
-    header = ["model", "ranks", "ms/step", "planned", "speedup", "planned", "communication", "planned", "pays"]
-    print(f"{machine_line()}\n\n{table([*header, 'planned', 'agree'], lines)}")
+    kept = Kept(args.kept, args.seconds)
+    measure(kept, args)
+    text, agree = report(kept, args)
+    print(text)
+    about = "# Does parallel pay?\n\nWritten by `python benchmarks/pays.py`.\n" + __doc__.split("\n\n")[2] + LIMITS
+    (Path(__file__).parent / "pays.md").write_text(f"{about}\n\n{text}\n", encoding="utf-8")
     return 0 if agree else 1
 
 

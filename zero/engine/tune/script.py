@@ -124,36 +124,42 @@ def run(request: TuneRequest) -> int:
 def tune(request: TuneRequest) -> Tuned:
     """Run the script as it is, then as the plan of that run says. Raises `Untunable`."""
     begin = time.monotonic()
-    memory = request.memory and request.memory * 1e9
     with tempfile.TemporaryDirectory(prefix="zero-tune-") as name:
-        folder, runs = Path(name), []
-
-        def tried(row: Mapping[str, Any]) -> Tried:
-            left = begin + request.limit - time.monotonic()
-            trial = Trial(row.get("sets", {}), request.steps, memory, None if runs else request.space)
-            place = folder / str(len(runs))
-            place.mkdir()
-            status, output = launch(request.command(), trial.environment(place), left)
-            found = _tried(place, row, trial, status, output, left)
-            logger.info("%s: %s", found.name, found.why or f"{1e3 * found.median:.1f} ms")
-            return found
-
-        runs.append(tried({"name": "the script's own"}))
-        plan = _plan(folder / "0", runs[0])
-        rows = _ordered(plan["rows"])
-        runs[0] = replace(runs[0], row=next((row for row in rows if row["name"] == plan["own"]), {"name": plan["own"]}))
+        own, rows, config = _own_run(request, Path(name))
+        runs = [own]
         longest = time.monotonic() - begin
         while len(runs) <= request.runs and (row := _next(rows, runs)) is not None:
             before = time.monotonic()
             if before + longest > begin + request.limit:
                 break
-            runs.append(tried(row))
+            runs.append(try_row(request, row, Path(name, str(len(runs))), begin + request.limit - before))
             longest = max(longest, time.monotonic() - before)
     if not any(run.seconds for run in runs):
         raise Untunable(f"no run came to its {WARMUP + request.steps} steps; the script's own was {runs[0].why}")
     best = min(runs, key=lambda run: run.median)
     sets = best.row.get("sets", {}) if best is not runs[0] else {}
-    return Tuned(runs, rows, apply(plan["config"], sets), time.monotonic() - begin)
+    return Tuned(runs, rows, apply(config, sets), time.monotonic() - begin)
+
+
+def _own_run(request: TuneRequest, folder: Path) -> tuple[Tried, list[Mapping[str, Any]], dict[str, Any]]:
+    """Run the script as it is: that run, the rows of its plan in the order to try them, and its configuration."""
+    own = try_row(request, {"name": "the script's own"}, folder / "0", request.limit, request.space)
+    plan = _plan(folder / "0", own)
+    rows = _ordered(plan["rows"])
+    found = next((row for row in rows if row["name"] == plan["own"]), {"name": plan["own"]})
+    return replace(own, row=found), rows, plan["config"]
+
+
+def try_row(
+    request: TuneRequest, row: Mapping[str, Any], folder: Path, left: float, space: Sequence[str] | None = None
+) -> Tried:
+    """Run the script under a row of the plan, for `left` seconds at most; `space`: of what it is to make a plan."""
+    trial = Trial(row.get("sets", {}), request.steps, request.memory and request.memory * 1e9, space)
+    folder.mkdir()
+    status, output = launch(request.command(), trial.environment(folder), left)
+    found = _tried(folder, row, trial, status, output, left)
+    logger.info("%s: %s", found.name, found.why or f"{1e3 * found.median:.1f} ms")
+    return found
 
 
 def _plan(folder: Path, own: Tried) -> dict[str, Any]:
