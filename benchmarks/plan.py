@@ -30,7 +30,7 @@ from zero.config import load
 from zero.engine.reality import Observed, alive_now
 from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
-from zero.sizes.rank_rates import flops_of, measure
+from zero.sizes.rank_rates import flops_of, measure, recomputing
 from zero.sizes.rates import DEVICES, Rates, together
 from zero.sizes.search import Search, Setup
 from zero.sizes.trace import trace
@@ -168,15 +168,20 @@ def try_row(rank: int, row: Row, folder: str, rates: Rates | None = None) -> See
         seconds.append(time.perf_counter() - begin)
     if rates:
         speeds += speed_now(row)
-        rates = dataclasses.replace(rates, flops={row.dtype: statistics.harmonic_mean(speeds)})
+        again = {row.dtype: recomputing(*model_of(row))} if row.policy != "none" else {}
+        rates = dataclasses.replace(rates, flops={row.dtype: statistics.harmonic_mean(speeds)}, recompute=again)
     engine.destroy()
     return Seen(nbytes, slowest(seconds) if rates else [], rates or DEVICES["h100"])
 
 
 def speed_now(row: Row) -> list[float]:
     """The FLOP/s that each rank reaches with the model; collective."""
-    own = flops_of(row.dtype, SIZES.width, torch.device("cpu"), lambda: (row.sizes.model(), row.sizes.data(0, 0)))
-    return of_ranks(own)
+    return of_ranks(flops_of(*model_of(row)))
+
+
+def model_of(row: Row) -> tuple[Any, ...]:
+    """What is measured of a row: its dtype and model."""
+    return row.dtype, SIZES.width, torch.device("cpu"), lambda: (row.sizes.model(), row.sizes.data(0, 0))
 
 
 def of_ranks(own: Any) -> list[Any]:
@@ -285,7 +290,8 @@ What is real: kinds of model state, the most of each whenever a unit began to tr
 activations, what the forward left for the backward; the peak, the most bytes of all tensors after any operation
 (`benchmarks/live.py`); sent, the engine's count of what left the process. Time is the median of {repeat} steps, that
 of the slower rank; the plan's is from rates that `zero.sizes.rank_rates` measured on the same ranks, the model's FLOP/s
-just before and after those steps: this machine is shared, and its speed changes by a quarter within seconds.
+just before and after those steps, and what recomputing it takes: this machine is shared, and its speed changes by a
+quarter within seconds.
 
 The last column names what is further off than it may be: kinds 3 %, the peak 5 %, sent 1 %, time 20 %.
 """

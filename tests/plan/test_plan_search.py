@@ -182,3 +182,14 @@ def test_ranks_that_share_a_norm_wait_for_a_message() -> None:
         late = replace(base, rates=replace(base.rates, latency=base.rates.latency + 1.0))
         busy = [Search(each, Choice(0)).row("none", 1).step.busy["device"] for each in (base, late)]
         assert busy[1] - busy[0] == pytest.approx(longer)
+
+
+def test_measured_recomputation_takes_the_device_as_much_longer() -> None:
+    known = {"bf16": {"none": 0.0, "selective": 0.1, "full": 0.5}}
+    base = setup(1)
+    measured = replace(base, rates=replace(base.rates, recompute=known))
+    busy = {policy: Search(measured, Choice(0)).row(policy, 2).step.busy["device"] for policy in known["bf16"]}
+    blocks = sum(unit.forward_flops + unit.backward_flops for unit in base.cost.units if unit.recomputable)
+    for policy, longer in known["bf16"].items():
+        assert busy[policy] - busy["none"] == pytest.approx(longer * 2 * blocks / measured.speed)
+    assert busy["none"] == Search(base, Choice(0)).row("none", 2).step.busy["device"]

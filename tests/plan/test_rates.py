@@ -42,7 +42,7 @@ def test_given_devices_have_every_rate_and_no_more_than_their_data_sheets_say() 
     for name, rates in DEVICES.items():
         values = asdict(rates)
         assert (values.pop("name"), min(values.pop("flops").values()) > 0) == (name, True)
-        assert all(value > 0 for value in values.values())
+        assert values.pop("recompute") == {} and all(value > 0 for value in values.values())
         assert rates.flops["fp16"] > rates.flops["fp32"]
     assert H100.flops["bf16"] == pytest.approx(989e12 * REACHED["flops"])
     assert H100.device_bandwidth == pytest.approx(3.35e12 * REACHED["bandwidth"])
@@ -73,6 +73,25 @@ def test_flops_are_those_of_the_model_itself_in_the_dtype(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank_rates, "_SECONDS", 0.01)
     found = rank_rates.flops_of("bf16", 512, CPU, lambda: (Slow(8, 8), {"values": torch.ones(4, 8)}))
     assert seen == {(torch.bfloat16, torch.bfloat16)} and 0 < found <= SLOW_FLOPS
+
+
+def test_recomputation_is_what_a_pass_takes_longer_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            calls.append(self)
+            return super().forward(values).relu()
+
+    def counted(turn: Any, device: torch.device, rounds: int) -> int:
+        calls.clear()
+        turn()
+        return len(calls)
+
+    monkeypatch.setattr(rank_rates, "_median", counted)
+    blocks = [Counted(8, 8) for _ in range(3)]
+    found = rank_rates.recomputing("fp32", 512, CPU, lambda: (nn.Sequential(*blocks), (torch.ones(2, 8),)))
+    assert found == {"none": 0.0, "selective": 1.0, "full": 1.0}, "each forward runs twice"
 
 
 def test_a_message_costs_what_computing_takes_longer_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
 from zero.core.joining import init_distributed
 from zero.core.mesh import Axis, local_device, make_mesh
 from zero.plan.sharding import Sharding
+from zero.recompute.modules import Recomputed
+from zero.recompute.policy import Policy
+from zero.recompute.saved_inputs import ALONE, InputStore
 from zero.report import drive, speed
 from zero.sizes.recorder import FORMULAS
 from zero.sizes.source import load_model
-from zero.sizes.trace import Inputs, arguments, ends
+from zero.sizes.trace import Inputs, arguments, blocks_of, ends
 
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
@@ -38,6 +42,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _AIO = 1, 8, 1 << 20  # the defaults of the section `aio`
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
 _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
+_AGAIN = 4  # rounds of all policies of recomputation
 _MESSAGES, _ROUNDS = 8, 16  # of each size between two waits for all ranks; and how often
 _BESIDE = 256, 1, 1, 128  # width, blocks, batch, sequence of what is computed beside a message: some 10 ms
 
@@ -63,8 +68,10 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
     # The fused step's are medians over two seconds in `zero report`; here the matter is what ranks take of each other.
     found = speed.measure(2 * _SECONDS, 1 << 23)
     step, copied = (found.fp32 if dtype == "fp32" else found.mixed) * 1e9, found.copy * 1e9
+    dtypes = dict.fromkeys(("fp32", dtype))
     rates: dict[str, Any] = {
-        "flops": {name: flops_of(name, width, device, model) for name in dict.fromkeys(("fp32", dtype))},
+        "flops": {name: flops_of(name, width, device, model) for name in dtypes},
+        "recompute": {dtype: recomputing(dtype, width, device, model)},
         "device_bandwidth": _copied(device, device) if device.type == "cuda" else step,
         "host_bandwidth": step,
         "host_link": _copied(torch.device("cpu"), device) if device.type == "cuda" else copied,
@@ -86,6 +93,31 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
 
 def flops_of(dtype: str, width: int, device: torch.device, model: Build | None) -> float:
     """FLOP/s of forward and backward, with all that is no matrix product in them, on ranks that wait for each other."""
+    _, turn = _pass(dtype, width, device, model)
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        turn()
+    return counter.get_total_flops() / _median(turn, device)
+
+
+def recomputing(dtype: str, width: int, device: torch.device, model: Build | None) -> dict[str, float]:
+    """How many times as long forward and backward take longer, where all blocks recompute, by policy."""
+    module, turn = _pass(dtype, width, device, model)
+    store = InputStore(ActivationCheckpointing(), ALONE, device)
+    blocks = [Recomputed(module.get_submodule(name), name, 0, 1, store) for name in sorted(blocks_of(module, ()))]
+
+    def seconds(policy: Policy) -> float:
+        for block in blocks:
+            block.policy = policy
+        return _median(turn, device, 1)
+
+    policies = Policy.NONE, Policy.SELECTIVE, Policy.FULL
+    rounds = [[seconds(policy) for policy in policies] for _ in range(1 + _AGAIN)][1:]  # the first finds its way
+    each = {policy.value: statistics.median(row[at] / row[0] for row in rounds) for at, policy in enumerate(policies)}
+    return {policy: max(0.0, times - 1.0) for policy, times in each.items()}
+
+
+def _pass(dtype: str, width: int, device: torch.device, model: Build | None) -> tuple[nn.Module, Callable[[], None]]:
+    """A model, and one forward and backward of it."""
     kind = _DTYPES[dtype]
     module, inputs = (partial(_blocks, width) if model is None else model)()
     module = module.to(device, kind).train()
@@ -97,9 +129,7 @@ def flops_of(dtype: str, width: int, device: torch.device, model: Build | None) 
         torch.autograd.backward(found, list(map(torch.ones_like, found)))
         _meet()
 
-    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        turn()
-    return counter.get_total_flops() / _median(turn, device)
+    return module, turn
 
 
 def _blocks(

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,9 @@ class Rates:
     device_bandwidth, host_bandwidth: what the optimizer's step reads and writes, there;
     host_link: between device and host; drive_read, drive_write: this rank's share of the drive;
     intra_host, inter_host: what it sends to ranks of its host, and of others; latency: of one collective;
-    device_memory, host_memory: what there is for it.
+    device_memory, host_memory: what there is for it;
+    recompute: by dtype and policy, how many times as long forward and backward of a block take longer with it; where
+    that is not known, it follows from FLOPs and bytes.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Rates:
     latency: float
     device_memory: float
     host_memory: float
+    recompute: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class _Sheet(NamedTuple):
@@ -129,6 +132,11 @@ def measured(
 
 def together(found: Sequence[Mapping[str, Any]]) -> Rates:
     """The median of each figure over ranks, of what `zero.sizes.rank_rates.measure` gave on each."""
-    flops = {name: statistics.median(each["flops"][name] for each in found) for name in found[0]["flops"]}
-    rates = {name: statistics.median(each[name] for each in found) for name in found[0] if name != "flops"}
-    return Rates(name="measured", flops=flops, **rates)
+    return Rates(name="measured", **{name: _median([each[name] for each in found]) for name in found[0]})
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Of numbers, or of each number in mappings."""
+    if isinstance(values[0], Mapping):
+        return {key: _median([each[key] for each in values]) for key in values[0]}
+    return statistics.median(values)

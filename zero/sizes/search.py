@@ -70,10 +70,15 @@ class Setup:
         """Bytes of the device that a run may take."""
         return USABLE * self.rates.device_memory
 
+    @property
+    def dtype(self) -> str:
+        """That the forward computes in."""
+        return self.settings.autocast_dtype or self.settings.compute_dtype
+
     @cached_property
     def speed(self) -> float:
         """FLOP/s in the dtype of the forward. Raises ValueError where the device has none in that."""
-        dtype = self.settings.autocast_dtype or self.settings.compute_dtype
+        dtype = self.dtype
         if dtype not in self.rates.flops:
             known = ", ".join(self.rates.flops)
             raise ValueError(
@@ -264,10 +269,13 @@ class Search:
             return times
         setup = self.setup
         away = over(samples * unit.on_host(policy), setup.rates.host_link) if setup.mirrored else 0.0
+        forward, backward = (samples * flops / setup.speed for flops in (unit.forward_flops, unit.backward_flops))
         again = over(2 * samples * (unit.saved["none"] - unit.saved[policy]), setup.rates.device_bandwidth)
-        forward = samples * unit.forward_flops / setup.speed
-        backward = samples * (unit.backward_flops + unit.recompute_flops[policy]) / setup.speed + again
-        return times._replace(forward=max(away, forward), backward=max(away, times.backward + backward))
+        again += samples * unit.recompute_flops[policy] / setup.speed
+        known = setup.rates.recompute.get(setup.dtype, {})
+        if unit.recomputable and known:
+            again = known["full" if policy == "host" else policy] * (forward + backward)
+        return times._replace(forward=max(away, forward), backward=max(away, times.backward + backward + again))
 
 
 def _lacks(setup: Setup, row: Row) -> Iterator[str]:

@@ -171,7 +171,7 @@ class _Tracer:
         self._end = 0  # the first storage that was made after the last block had run
         anchors = dict.fromkeys(unit.anchor for unit in units_of(model, settings) if unit.anchor)
         self._anchors = [each for each in anchors if not any(each.startswith(f"{other}.") for other in anchors)]
-        self._blocks = _blocks(model, settings.zero.units).intersection(self._anchors)
+        self._blocks = blocks_of(model, settings.zero.units).intersection(self._anchors)
 
     @contextmanager
     def stubs(self) -> Iterator[None]:
@@ -363,7 +363,7 @@ def ends(out: Any) -> list[torch.Tensor]:
     return tensors[: 1 if tensors[0].dim() == 0 else None]
 
 
-def _blocks(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+def blocks_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Names of modules that follow each other in lists, or that the patterns name."""
     modules = dict(model.named_modules())
     if patterns:
