@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from importlib.machinery import ModuleSpec
 
 import pytest
 from nodes import OURS, ROOT, alive, environment, eventually
 from ports import free_port
 
 from zero.__main__ import main
-from zero.launch.args.run import LaunchError, Request
+from zero.launch.args.run import LaunchError, Request, check_script
 from zero.launch.node.outcome import Failure, of
 from zero.launch.node.plan import plan
 
@@ -270,6 +271,20 @@ def test_missing_script_is_said_before_anything_starts(tmp_path, monkeypatch, ca
     assert capsys.readouterr().err == (
         "zero run: error: --num_nodes: got 2, but there is this machine only; name others with --hostfile\n"
     )
+
+
+def test_a_module_of_an_editable_installation_is_found(monkeypatch):
+    """Such an installation may be no folder of the Python path, but a finder."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return ModuleSpec(name, None) if name == "installed_editable" else None
+
+    with pytest.raises(LaunchError, match="no module 'installed_editable'"):
+        check_script("installed_editable.main", True, False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    check_script("installed_editable.main", True, False)
 
 
 def request(**changed) -> Request:
