@@ -283,7 +283,7 @@ def test_a_module_of_an_editable_installation_is_found(monkeypatch):
 
     with pytest.raises(LaunchError, match="no module 'installed_editable'"):
         check_script("installed_editable.main", True, False)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path, Finder])
     check_script("installed_editable.main", True, False)
 
 

@@ -95,8 +95,9 @@ def check_script(script: str, module: bool, no_python: bool) -> None:
         # Only the first part of the name: to look deeper would import the package here.
         top = script.split(".")[0]
         here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
-        # Not in sys.path alone: an editable installation has a finder of its own.
-        if here is None and not any(finder.find_spec(top, None) for finder in sys.meta_path):
+        # Not in sys.path alone: an editable installation has a finder of its own. Old ones may lack the method.
+        finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        if here is None and not any(finder.find_spec(top, None) for finder in finders):
             raise LaunchError(f"there is no module {top!r} in {Path.cwd()} or in the Python path")
     elif no_python:
         if shutil.which(script) is None:
