@@ -18,6 +18,7 @@ from zero.core import comm
 from zero.core.mesh import Axis
 from zero.log import logger
 from zero.memory.host_bytes import LINE
+from zero.memory.streams import record_event
 from zero.plan.layout import round_up
 
 
@@ -67,8 +68,7 @@ class Snapshot:
         place.copy_(values, non_blocking=self._pinned)
         self._used = round_up(self._used + values.nbytes, LINE)
         self.chunks.append(chunk._replace(values=place))
-        if values.device.type == "cuda":
-            self._mark = torch.cuda.current_stream(values.device).record_event()
+        self._mark = record_event(values.device) or self._mark
 
     def copies(self) -> Iterator[TensorChunk]:
         """The copies, once they are there."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zero.checkpoint.index import CHUNK
+from zero.memory.streams import record_event
 
 STEP = 16 << 20  # bytes of one of the two buffers
 ASKED = CHUNK // 2  # numbers that are asked for at once, at least; blocks of any dtype are whole CHUNKs
@@ -76,7 +77,7 @@ class Staging:
             part = flat[begin : begin + STEP]
             place = self._buffers[index % 2][: part.numel()]
             place.copy_(part, non_blocking=pinned)
-            arrived = torch.cuda.current_stream(flat.device).record_event() if pinned else None
+            arrived = record_event(flat.device)
             if filled is not None:
                 yield _arrived(*filled)
             filled = place, arrived

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from zero.core.mesh import Axis, local_device
 from zero.core.tree import sum_tree
 from zero.kernels.bucket import sum_rows
+from zero.memory.streams import synchronize
 from zero.watchdog.rank_status import Collective
 from zero.watchdog.watchdog import Watchdog
 
@@ -247,7 +248,7 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     with axis.watchdog.sending(collective):
         work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
     # The caller reads the values at once. On NCCL that is where the host waits for the other ranks.
-    arrive = torch.cuda.current_stream(values.device).synchronize if axis.native else None
+    arrive = partial(synchronize, values.device) if axis.native else None
     axis.watchdog.wait((work,), collective, arrive)
     return out.view(axis.size, -1)
 

@@ -18,6 +18,7 @@ from zero.core.mesh import Mesh
 from zero.core.reduction import Accumulator, Reduction, reduce
 from zero.core.tree import Leaf
 from zero.memory.host_gradients import HostGradAccumulator
+from zero.memory.state_placement import StatePlacement
 from zero.plan.units import UnitPlan
 
 
@@ -52,16 +53,17 @@ class Gradients:
         dtypes: GradientDtypes,
         device: torch.device,
         tag: int,
-        host: HostGradAccumulator | None = None,
+        placement: StatePlacement,
     ) -> None:
-        """`host`: where the reduced sum adds up instead of in the memory of this device."""
+        """`placement`: says whether the reduced sum adds up on this device, and has the stream of reductions."""
         self.plan = plan
         self.flat: torch.Tensor | None = None
-        self.sum: Accumulator = host or DeviceAccumulator(dtypes.kept)
+        self.sum: Accumulator = placement.host_gradients or DeviceAccumulator(dtypes.kept)
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
         self._dtypes = self._base = dtypes
         self._device = device
+        self._stream = placement.streams.reductions
         self._tag = tag
         self._filled: set[int] = set()  # parameters whose span of `flat` holds a gradient
         self._arrived: set[int] = set()  # parameters that got one in the backward that runs
@@ -179,18 +181,21 @@ class Gradients:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self.flat, self._dtypes = None, self._base
         self._filled.clear()
-        self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
+        with self._stream.after_current():
+            self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
 
     def advance(self, later: int) -> None:
         """Go on with the reduction, `later` units (1 or 2) having begun theirs since."""
         if self._reduction is not None:
-            self._reduction.advance(self.sum, later)
+            with self._stream.before_current():
+                self._reduction.advance(self.sum, later)
 
     def finish(self) -> None:
         """Wait until `shard` holds the sum."""
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
-            reduction.finish(self.sum)
+            with self._stream.before_current():
+                reduction.finish(self.sum)
 
     def drop(self) -> None:
         """Forget every gradient; waits for messages on their way, which still use the buffers."""

@@ -11,9 +11,9 @@ from zero.core.master import Master
 from zero.core.param_buffer import ParamBuffer
 from zero.core.state import State
 from zero.core.tensors import different
-from zero.memory.copy_stream import record_event, wait_event
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
+from zero.memory.streams import record_event, wait_event
 from zero.plan.layout import Fragment, Span
 
 
@@ -53,7 +53,7 @@ class MasterSync:
         return self._buffer.full.narrow(0, *self.window)
 
     def fill(self) -> None:
-        """Start to copy the shard to its place in the full buffer, from wherever it rests, on the stream of copies."""
+        """Start to copy the shard to its place in the full buffer, from wherever it rests, on the current stream."""
         self._filled = self._placement.read_shard(self.shard, self.own_part())
 
     def wait_filled(self) -> None:

@@ -15,13 +15,13 @@ from zero.core.mesh import Mesh
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
-from zero.memory.copy_stream import CopyStream
 from zero.memory.file_store import SwapFile, close_all
 from zero.memory.host_bytes import host_bytes, host_table, record_nbytes, shard_nbytes
 from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
 from zero.memory.store import Store
+from zero.memory.streams import Streams
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy, place
 from zero.plan.units import UnitPlan
 
@@ -41,6 +41,7 @@ class Offload:
         mesh: Mesh,
         device: torch.device,
         numerics: MixedPrecisionPolicy,
+        streams: Streams,
     ) -> None:
         """Take all memory that will be needed; RuntimeError with a table, on all ranks, where one has too little.
 
@@ -66,7 +67,7 @@ class Offload:
         self._all(self._check_room, mesh)
         self._all(self._take, mesh)
         rank_zero(logging.INFO, "host memory of each rank:\n%s", host_table(self.host))
-        self._copies, self._staging = CopyStream(device), StagingBuffers(device, self._separate)
+        self._streams, self._staging = streams, StagingBuffers(device, self._separate, streams.down)
 
     def placement(self, index: int) -> StatePlacement:
         """The placement of unit `index`; to be called once for each, in order."""
@@ -77,7 +78,7 @@ class Offload:
         return StatePlacement(
             update_device=cpu if updated_on_host else self._device,
             shard_device=cpu if shard_offloaded else self._device,
-            copies=self._copies,
+            streams=self._streams,
             shard_offloaded=shard_offloaded,
             shard_copied=is_updated(plan) and keeps_copy(placement, self._separate),
             state_store=self._state_store(plan, placement),

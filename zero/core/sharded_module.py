@@ -31,6 +31,7 @@ from zero.core.unit import Unit
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
 from zero.memory.state_placement import StatePlacement
+from zero.memory.streams import Streams
 from zero.plan.memory import StateBytes
 from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
@@ -215,15 +216,15 @@ def wrap(
     mesh.watchdog.units = [plan.name for plan in plans]
     by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
-    offload = None
+    offload, streams = None, Streams.beside(device)
     section = settings.zero_optimization
     if is_enabled(section):
         ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
-        offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics)
+        offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics, streams)
     units, freed = [], Freed()
     try:
         for index, plan in enumerate(plans):
-            placement = StatePlacement(device, device) if offload is None else offload.placement(index)
+            placement = StatePlacement(device, device, streams) if offload is None else offload.placement(index)
             unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
             dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
             unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))

@@ -139,8 +139,8 @@ class Unit:
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
         if trained:
             shapes = [param.shape for param in self.params]
-            host, tag = self.placement.host_gradients, TAGS * self.index + 1
-            self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, tag, host)
+            tag = TAGS * self.index + 1
+            self.gradients = Gradients(self.plan, shapes, self.mesh, gradient_dtypes, device, tag, self.placement)
 
     # -- the parameters
 
@@ -167,22 +167,22 @@ class Unit:
 
         `after_update`: the caller is the update of this unit, which has published what it wrote.
         """
-        copies, axis, tag = self.placement.copies, self.mesh.shard, TAGS * self.index
+        streams, axis, tag = self.placement.streams, self.mesh.shard, TAGS * self.index
         with self.buffer.lock:
             if self.state not in (State.SHARDED, State.REQUESTED, State.STALE):
                 return
-            if not self.cut:
-                with copies.entered() if after_update else contextlib.nullcontext():
-                    self._transfer = comm.gather(self.full, axis, tag)
-            else:
-                self.buffer.allocate()  # not on the stream of copies: memory is reused in the order of its own stream
-                with copies.after_current():
-                    if self.secondary is None:
+            if self.cut:
+                self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
+            if after_update:
+                streams.gathers.wait(streams.up.record_event())
+            with streams.gathers.after_current():
+                if self.secondary is None:
+                    if self.cut:
                         self.masters.fill()
-                        self._transfer = comm.gather(self.full, axis, tag)
-                    else:
-                        self.send_secondary()
-                        self._transfer = self.secondary.gather(self.full, tag)
+                    self._transfer = comm.gather(self.full, axis, tag)
+                else:
+                    self.send_secondary()
+                    self._transfer = self.secondary.gather(self.full, tag)
             self.buffer.move("gather")
 
     def send_secondary(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from zero.kernels.bucket import sum_rows
 from zero.kernels.norm import sum_squares_into
 from zero.memory.available import host_threads
-from zero.memory.copy_stream import CopyStream
+from zero.memory.streams import SideStream
 
 
 class StagingBuffers:
@@ -19,11 +19,11 @@ class StagingBuffers:
     worker: the thread that adds them, so that whoever runs the backward goes on; it ends when nobody holds us any more.
     """
 
-    def __init__(self, device: torch.device, separate: bool) -> None:
-        """`separate`: the device has memory of its own, from which sums must be brought."""
+    def __init__(self, device: torch.device, separate: bool, copies: SideStream) -> None:
+        """`separate`: the device has memory of its own, from which sums must be brought, by `copies`."""
         self.separate = separate
         self.worker = ThreadPoolExecutor(1, "zero-staging")  # starts its thread when it is first used
-        self.copies = CopyStream(device)
+        self.copies = copies
         self._pinned = device.type == "cuda"
         self._places: list[torch.Tensor | None] = [None, None]
         self._users: list[HostGradAccumulator | None] = [None, None]

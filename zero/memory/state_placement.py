@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero.memory.copy_stream import CopyStream
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.store import Store
+from zero.memory.streams import Streams, record_event
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class StatePlacement:
 
     update_device:   computes the optimizer's step; masters and moments are used there;
     shard_device:    the parameter shard is used there;
-    copies:          stream of the copies from host to device;
+    streams:         those of the engine, beside the one that computes;
     shard_offloaded: the shard does not rest on the device that computes forward and backward;
     shard_copied:    shard and master are used in different memories, so the master has a copy of the shard beside it;
     state_store:     where masters and moments rest;
@@ -29,7 +29,7 @@ class StatePlacement:
 
     update_device: torch.device
     shard_device: torch.device
-    copies: CopyStream = field(default_factory=lambda: CopyStream(torch.device("cpu")))
+    streams: Streams = field(default_factory=lambda: Streams.beside(torch.device("cpu")))
     shard_offloaded: bool = False
     shard_copied: bool = False
     state_store: Store = field(default_factory=Store)
@@ -91,7 +91,7 @@ class StatePlacement:
             return False
         # A buffer of a store may belong to another unit as soon as it is written back.
         shard[part].copy_(master_shard[part], non_blocking=self.resident)
-        return shard.device != master_shard.device
+        return self.shard_offloaded != self.updated_on_host
 
     def follow_shard(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> None:
         """Copy `part` of the shard, which somebody wrote, to the master's shard, where they are two."""
@@ -99,10 +99,10 @@ class StatePlacement:
             master_shard[part].copy_(shard[part])
 
     def read_shard(self, shard: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
-        """Start to copy the shard to `target` [n], inside `copies.after_current()`; returns an event after the copy."""
+        """Start to copy the shard to `target` [n] on the current stream; returns an event after the copy."""
         self.shard_store.acquire()
         target.copy_(shard, non_blocking=True)
-        event = self.copies.record_event()
+        event = record_event(target.device)
         self.shard_store.write_back(changed=False, after=event)
         return event
 

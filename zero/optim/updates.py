@@ -23,6 +23,7 @@ from zero.core.unit import Unit
 from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
+from zero.memory.streams import record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer
 from zero.optim.unit_norms import UnitNorms
 
@@ -93,14 +94,17 @@ class UnitUpdater:
 
     def _submit(self, updates: Sequence[Update]) -> None:
         """Have the host run these; each unit waits for its own."""
+        ready = record_event(self._units[0].full.device)  # after all that reads the parameters as they are
         self._submitted = [update.unit for update in updates]
         self._next += self._submitted
-        pending = [PendingUpdate(self._worker.submit(self._run, each), os.getpid(), self.waits) for each in updates]
+        pending = [
+            PendingUpdate(self._worker.submit(self._run, each, ready), os.getpid(), self.waits) for each in updates
+        ]
         for update, result in zip(updates, pending, strict=True):
             update.unit.masters.defer(result)
 
     @torch.no_grad()
-    def _run(self, update: Update) -> torch.cuda.Event | None:
+    def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """One update of the host, in its thread; returns an event after which the device has the result."""
         unit, rank = update.unit, update.unit.mesh.global_rank
         if self.failure is not None:
@@ -108,11 +112,12 @@ class UnitUpdater:
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
         try:
             self._read_ahead()
+            unit.placement.streams.up.wait(ready)
             self._compute(update)
             if update.publish:
                 unit.publish(after_update=True)
             self.on_update("done", unit.plan.name)
-            return unit.placement.copies.record_event()
+            return unit.placement.streams.up.record_event()
         except BaseException as error:
             text = f"the update of unit '{unit.plan.name}' failed on rank {rank} with {type(error).__name__}: {error}"
             self.failure = RuntimeError(text)
@@ -133,7 +138,7 @@ class UnitUpdater:
             grad = update.grad.to(placement.update_device)
             with contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad):
                 self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
-            with placement.copies.entered() if on_host else contextlib.nullcontext():
+            with placement.streams.up.entered() if on_host else contextlib.nullcontext():
                 unit.masters.publish()
 
     def _read_ahead(self) -> None:

@@ -20,9 +20,9 @@ from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
 from zero.core.mesh import Axis
 from zero.log import log_once, rank_zero
-from zero.memory.copy_stream import CopyStream, wait_event
 from zero.memory.host_bytes import PAGE
 from zero.memory.pinned_arena import PinnedArena
+from zero.memory.streams import SideStream, wait_event
 from zero.plan.layout import round_up
 
 ALIGNMENT = 64  # bytes at which a tensor begins inside a buffer
@@ -63,7 +63,7 @@ class InputBuffers:
     are taken from the system one by one and kept for the next step; device memory comes from torch, which keeps it.
     """
 
-    def __init__(self, device: torch.device, host: bool, count: int | None, copies: CopyStream) -> None:
+    def __init__(self, device: torch.device, host: bool, count: int | None, copies: SideStream) -> None:
         self._device = device
         self._host = host
         self._count = count
@@ -218,7 +218,7 @@ class InputStore:
                 "activation_checkpointing.partition_activations has no effect: there is no group of more than one rank "
                 "to cut inputs over; zero.checkpointing.configure(mpu), called before zero.initialize, names one",
             )
-        self.copies = CopyStream(device)
+        self.copies = SideStream(device)
         count = settings.number_checkpoints if settings.contiguous_memory_optimization else None
         self.buffers = InputBuffers(device, settings.cpu_checkpointing, count, self.copies)
         self._times = CallTimes() if settings.profile else None

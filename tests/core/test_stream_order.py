@@ -1,0 +1,172 @@
+"""The promise: what streams of a GPU do beside each other in a step is ordered wherever they share memory.
+
+Steps are recorded on CPU tensors with stand-ins for streams and for NCCL, and what was recorded is checked: as it is,
+and with the waits of one place left out, which must not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import config, make_net, share
+from offload_cases import BOTH, OPTIMIZER, PARAMS
+from stream_order import Free, Keep, Launch, Program, Record, Span, Take, Wait, races, sites
+from stream_recorder import Recorder
+
+import zero
+from zero.memory.streams import Streams
+
+NORM = "norm.global_norm (host)"
+# Waits that something else makes needless where the host is in no hurry; without both, there must be a race.
+BEHIND = [set(), {NORM}, {NORM, "master_sync.wait_copies (host)"}]
+REDUNDANT = {
+    NORM: "the read of the numbers would wait as well, but the watchdog could not name the ranks that are missing",
+    "norm.exact_norm (host)": "the same",
+}
+
+
+class Case(NamedTuple):
+    """A training of a small model on `world` ranks, at a stage, with more of the sections of the JSON."""
+
+    world: int
+    stage: int
+    section: dict[str, Any] | None = None
+    more: dict[str, Any] | None = None
+
+
+CUT = {"stage3_param_persistence_threshold": 0}
+NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+TWICE = {"gradient_accumulation_steps": 2}
+TREE = {"zero": {"reduce": "tree"}, **TWICE}
+INPUTS = {"zero": {"recompute": {"modules": ["Block"]}}, "activation_checkpointing": {"cpu_checkpointing": True}}
+QUICK = [
+    Case(2, 0),
+    Case(2, 1, OPTIMIZER, TWICE),
+    Case(2, 2),
+    Case(2, 3, {**BOTH, **CUT}),
+    Case(1, 3, {**PARAMS, **CUT}),
+]
+LONG = [
+    *(Case(world, stage, OPTIMIZER) for world in (1, 2) for stage in (1, 2)),
+    *(Case(*place) for place in ((1, 0), (1, 2), (2, 1))),
+    *(Case(world, 3, {**offload, **CUT}) for world in (1, 2) for offload in ({}, OPTIMIZER, PARAMS, BOTH, NVME)),
+    *(Case(2, stage, {**OPTIMIZER, **CUT}, TWICE) for stage in (2, 3)),
+    *(Case(2, stage, CUT, TREE) for stage in range(4)),
+    *(Case(2, 3, {**offload, **CUT}, INPUTS) for offload in ({}, BOTH)),
+    Case(2, 3, BOTH, {"bf16": {"enabled": True}}),
+    *(Case(4, 3, {**offload, **CUT, "zero_hpz_partition_size": 2}) for offload in ({}, BOTH)),
+    *(Case(4, stage, {**OPTIMIZER, **CUT}, {"zero": {"shard_size": 2}}) for stage in (2, 3)),
+]
+
+
+def record(cases: list[Case], folder: str) -> list[tuple[Program, list[int]]]:
+    """Of this rank: what it does in its first steps, and the priorities of its streams."""
+    found = []
+    for case in cases:
+        recorder, more = Recorder(), case.more or {}
+        section = json.loads(json.dumps(case.section or {}).replace('"nvme"', f'"nvme", "nvme_path": "{folder}"'))
+        settings = config(case.stage, case.world, accumulation=more.get("gradient_accumulation_steps", 1)) | more
+        settings["zero_optimization"] |= section
+        with recorder.standing_in():
+            engine, *_ = zero.initialize(model=make_net(), config=settings)
+            with recorder.recording():
+                for number in range(2 * settings["gradient_accumulation_steps"]):
+                    engine.backward(engine(*share(number)))
+                    with torch.no_grad():
+                        engine(*share(number))  # reads parameters whose gradients have left long ago
+                    engine.step()
+            engine.destroy()
+        found.append((recorder.program, recorder.priorities))
+    return found
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("long", marks=pytest.mark.long)])
+def recorded(request, pool, tmp_path_factory) -> list[tuple[Case, Program, list[int]]]:
+    """Of rank 0."""
+    found = []
+    for world in (1, 2, 4):
+        cases = [case for case in (QUICK if request.param == "quick" else QUICK + LONG) if case.world == world]
+        if cases:
+            done = pool.run(world, record, cases, str(tmp_path_factory.mktemp("files")))[0]
+            found += [(case, *each) for case, each in zip(cases, done, strict=True)]
+    return found
+
+
+def test_nothing_is_used_on_two_streams_without_an_order(recorded):
+    seen = set()
+    for case, program, priorities in recorded:
+        streams = {entry.stream for entry in program if isinstance(entry, Launch)}
+        assert ("backend's gather" in streams) == (case.world > 1), case
+        assert races(program) == [], case
+        assert max(priorities) < 0, "what others wait for goes before what computes"
+        seen |= streams
+    assert seen >= {"computes", *Streams._fields}
+
+
+def test_each_wait_that_is_left_out_is_found(recorded):
+    programs = [program for _, program, _ in recorded]
+    missed = set().union(*map(sites, programs))
+    assert {"gradients.reduce", "gradients.finish", "unit.send", "unit._wait_transfer", "master_sync.settle"} <= missed
+    for program, behind in itertools.product(programs, BEHIND):
+        known = set(races(program, behind))
+        missed -= {site for site in missed & sites(program) if set(races(program, {site, *behind})) - known}
+    assert missed <= set(REDUNDANT), "say why in REDUNDANT, or record a case that needs them"
+
+
+HALF, WHOLE = Span(1, 0, 4), Span(1, 0, 8)
+WRITE = Launch("main", "a", "write", (), (WHOLE,))
+READ = Launch("main", "b", "read", (HALF,))
+TAKE, AGAIN = Take("main", "a", 1), Take("main", "a", 2)
+A, TO_B, BACK, TO_A = Record("a", 0), Wait("main", "b", 0, "there"), Record("b", 1), Wait("main", "a", 1, "back")
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong"),
+    [
+        ([WRITE, A, TO_B, READ], ""),
+        ([WRITE, READ], "b reads in read what a wrote in write"),
+        ([A, WRITE, TO_B, READ], "b reads in read what a wrote in write"),  # an event that comes too early
+        ([READ, Launch("main", "a", "write", (), (Span(1, 4, 8),))], ""),  # another part
+        ([READ, Launch("main", "a", "read", (HALF,))], ""),
+        ([READ, WRITE], "a writes in write what b read in read"),
+        ([WRITE, A, Wait("main", "main", 0), READ], ""),  # the host has waited, and only then launched
+        ([WRITE, A, Wait("other", "other", 0), READ], "b reads in read what a wrote in write"),
+        ([WRITE, A, Wait("other", "other", 0), Record("other", 5), Wait("main", "main", 5), READ], ""),
+        ([Launch("main", None, "write", (), (WHOLE,)), READ], ""),  # the launch comes after
+        ([READ, Launch("main", None, "write", (), (WHOLE,))], "main writes in write what b read in read"),
+        ([TAKE, A, TO_B, READ, BACK, TO_A, Free(1), AGAIN], ""),
+        ([TAKE, A, TO_B, READ, Free(1), BACK, TO_A, AGAIN], ""),  # soon enough
+        ([TAKE, A, TO_B, READ, Free(1), AGAIN], "the pool of a hands on what b read in read"),
+        ([TAKE, A, TO_B, READ, Free(1), Take("main", "c", 2)], ""),  # another pool
+        ([TAKE, A, TO_B, READ, Keep(1, "b"), Free(1), AGAIN], ""),
+        ([TAKE, A, TO_B, READ, Keep(1, "c"), Free(1), AGAIN], "the pool of a hands on what b read in read"),
+        ([TAKE, READ], "b reads in read what a wrote in the allocator"),
+    ],
+)
+def test_the_checker_finds_what_is_wrong_and_nothing_else(program, wrong):
+    assert races(program) == ([wrong] if wrong else [])
+
+
+def test_without_leaves_out_one_place():
+    program = [WRITE, A, TO_B, READ, BACK, TO_A, WRITE]
+    assert sites(program) == {"there", "back"}
+    assert races(program) == races(program, {"elsewhere"}) == []
+    assert races(program, {"there"}) == ["b reads in read what a wrote in write"]
+    assert races(program, {"back"}) == ["a writes in write what b read in read"]
+
+
+def test_streams_and_events_are_made_in_one_module():
+    """Else a step would have waits that nobody checks. Events that measure time order nothing."""
+    made = re.compile(r"cuda\.(Stream|stream|current_stream|default_stream|Event|ExternalStream)\(|\.record_stream\(")
+    root = Path(zero.__file__).parent
+    where = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if made.search(path.read_text())}
+    raw = {"kernels/cuda.py"}  # the address of the current stream, for a launch
+    time = {"monitor/taps.py"}
+    kept = {"memory/host_gradients.py", "recompute/saved_inputs.py"}  # `record_stream` of a `SideStream`
+    assert where == {"memory/streams.py", *raw, *time, *kept}

@@ -1,0 +1,124 @@
+"""The streams of a GPU beside the one that computes, and the events between them; no other module makes either.
+
+Two streams are ordered only where one waits for an event of the other. So whoever uses a buffer waits for the event of
+whoever produced it, and before memory is given back, its pool's stream waits for the events of all who use it: torch's
+allocator hands memory on in the order of the stream that was current when it was taken, whatever others still do with
+it, and of host memory that is ours (`PinnedArena`) it knows nothing. What the training loop's current stream does is
+"compute" here. In `Unit.send` and `Gradients.reduce` a side stream begins after all that compute has queued; compute
+goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
+
+    buffer                    pool of       used besides by        ordered by
+    full parameters           compute       gathers, messages      `send` after it is taken; `wait` before it is freed
+    shard on the device       compute       gathers (read)         `send`; `wait`
+                                            up (write)             `ready` of the step; `MasterSync.settle`
+    shard on the host         none          gathers (read)         `MasterSync.wait_copies` before the host writes
+    local gradient, as sent   compute       reductions, messages   `reduce` when it is full; `advance` before the free
+    messages in, sums         reductions    compute (read)         `finish`; the next `reduce` before they are reused
+    a sum that leaves         reductions    down (read)            `after_current`; kept by `record_stream`
+    gradient on the host      none          down (write)           `HostGradAccumulator.wait` before the host reads
+    inputs of recomputation   compute       copies of their own    `after_current`; kept by `record_stream`
+
+tests/core/test_stream_order.py checks it on recorded steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+def streams_of(device: torch.device) -> Any | None:
+    """torch's streams of a device; None where work is complete when the call that asks for it returns."""
+    return torch.cuda if device.type == "cuda" else None
+
+
+class SideStream:
+    """Work of one kind, in order, beside the stream that computes; without a GPU, at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._of = device, streams_of(device)
+        # Of high priority: what others wait for goes before what computes.
+        self._stream = None if self._of is None else self._of.Stream(device, priority=-1)
+
+    @contextlib.contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Work queued inside runs on this stream, after all that the current stream has queued so far."""
+        self.wait(record_event(self._device))
+        with self.entered():
+            yield
+
+    @contextlib.contextmanager
+    def before_current(self) -> Iterator[None]:
+        """Work queued inside runs on this stream, and what the current stream queues later runs after it."""
+        with self.entered():
+            yield
+        wait_event(self.record_event(), self._device)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work queued inside runs on this stream, after what was queued on it before."""
+        if self._of is None:
+            yield
+            return
+        with self._of.stream(self._stream):
+            yield
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Have this stream wait for `event`, where there is one."""
+        if event is not None:
+            self._stream.wait_event(event)
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event after all that was queued on this stream; None without a GPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued on this stream is complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a device tensor from being reused before this stream has finished with it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
+class Streams(NamedTuple):
+    """The side streams of one engine.
+
+    gathers:    messages of parameters, and what fills their buffers;
+    reductions: messages of gradients, and the sums of what they bring;
+    up, down:   copies from the host of what it has updated, and to the host of gradients.
+    """
+
+    gathers: SideStream
+    reductions: SideStream
+    up: SideStream
+    down: SideStream
+
+    @classmethod
+    def beside(cls, device: torch.device) -> Streams:
+        """New ones, beside the stream that computes on `device`."""
+        return cls(*(SideStream(device) for _ in cls._fields))
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that the current stream of `device` has queued; None without a GPU."""
+    of = streams_of(device)
+    return None if of is None else of.current_stream(device).record_event()
+
+
+def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Have the current stream of `device` wait for `event`, where there is one."""
+    if event is not None:
+        streams_of(device).current_stream(device).wait_event(event)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all that the current stream of `device` has queued is complete."""
+    event = record_event(device)
+    if event is not None:
+        event.synchronize()
