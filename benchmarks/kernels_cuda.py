@@ -19,10 +19,10 @@ from measure import Stat, machine_line, rotated, stat, table
 from zero.kernels import cuda
 from zero.kernels.bucket import Bucket
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
-from zero.kernels.live import Live
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_into, sum_squares_reference
 from zero.kernels.step import step
+from zero.optim.outcome import step_factor
 
 ADAM, LION, MOMENTUM, ADAGRAD = Adam(1e-3, weight_decay=0.1), Lion(1e-4), Sgd(0.1, 0.9), Adagrad(0.1)
 COPY, TORCH = "copy (torch, fp32)", "torch AdamW(fused), fp32"
@@ -67,7 +67,8 @@ class Shard:
         self.moments = tuple(Moment.filled(numel, layout.moments, device=device, signed=sign) for sign in signs)
         self.grad = torch.empty(numel, dtype=layout.grad, device=device).normal_(0, 1e-2)
         self.param = None if layout.param is None else torch.zeros(numel, dtype=layout.param, device=device)
-        self.live = Live(device, lr=layout.formula.lr)
+        self.factor = torch.ones((), dtype=torch.float64, device=device)
+        self.count = 0
 
     @property
     def tensors(self) -> tuple:
@@ -86,8 +87,8 @@ class Shard:
         return (2 * twice + once) / numel
 
     def step(self) -> None:
-        self.live.prepare(self.formula)
-        self.live.step(self.formula, *self.tensors)
+        self.count += 1
+        step(self.formula, *self.tensors, step=self.count, grad_scale=self.factor)
 
 
 def parse() -> argparse.Namespace:
@@ -161,25 +162,17 @@ def step_entry(args: argparse.Namespace, device: torch.device, layout: Layout) -
     return Entry(shard.step_bytes, shard.step)
 
 
-def phase_entry(args: argparse.Namespace, device: torch.device, layout: Layout, graph: bool) -> Entry:
-    """Norm, clip, prepare, step: all that a rank does between the reduction of gradients and the next gather."""
+def phase_entry(args: argparse.Namespace, device: torch.device, layout: Layout) -> Entry:
+    """Norm, factor, step: all that a rank does between the reduction of gradients and the next gather."""
     shard = Shard(layout, args.numel, device)
-    total = torch.zeros(1, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
 
     def phase() -> None:
         sum_squares_into(shard.grad, total)
-        shard.live.clip(total, 1.0, 1.0)
+        shard.factor = step_factor(total.sqrt(), 1.0, 1.0, True)
         shard.step()
 
-    nbytes = shard.step_bytes + shard.grad.element_size()
-    if not graph:
-        return Entry(nbytes, phase)
-    phase()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        phase()
-    return Entry(nbytes, lambda: (shard, total, captured.replay()))
+    return Entry(shard.step_bytes + shard.grad.element_size(), phase)
 
 
 def entries(args: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Entry]]:
@@ -195,8 +188,7 @@ def entries(args: argparse.Namespace, device: torch.device) -> dict[str, Callabl
         made[f"norm: {dtype}"] = lambda dtype=dtype: norm_entry(args, device, dtype)
     made["pack: bf16 to fp32"] = lambda: pack_entry(args, device, torch.bfloat16, torch.float32)
     made["pack: bf16 to bf16"] = lambda: pack_entry(args, device, torch.bfloat16, torch.bfloat16)
-    made["phase: remainder, 8bit, bf16"] = lambda: phase_entry(args, device, bf16, False)
-    made["phase in a CUDA graph: remainder, 8bit, bf16"] = lambda: phase_entry(args, device, bf16, True)
+    made["phase: remainder, 8bit, bf16"] = lambda: phase_entry(args, device, bf16)
     return made
 
 

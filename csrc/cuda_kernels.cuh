@@ -20,33 +20,15 @@ struct Where {
   void* stream;  // a cudaStream_t of that device; null is its default stream
 };
 
-// What a step reads from device memory instead of asking the host: fp64 words (zero/kernels/live.py).
-enum Live : int { kLr = 0, kGradScale = 1, kStep = 2, kFoundInf = 3, kNorm = 4, kLiveWords = 8 };
-
-// What `prepare` makes of them, for the steps that follow it on the stream.
-struct Prepared {
-  Coef coef;
-  uint64_t step;  // counted from 1
-  int skip;       // not zero: a gradient was not finite, nothing is to be written
-};
-inline constexpr int64_t kPreparedBytes = 128;
-static_assert(sizeof(Prepared) <= kPreparedBytes, "zero/kernels/live.py allots this much");
-
 // One optimizer step.
 struct StepJob : Shard {
   int formula;
-  const Prepared* prepared;  // in device memory; null: `now` holds
-  Prepared now;
+  Coef coef;
+  uint64_t step;             // counted from 1
+  const double* grad_scale;  // in device memory, NaN: nothing is written; null: that of `coef` holds
 };
 
 void step(const StepJob& job, Where where);
-
-// Counts `live`'s step up and writes the formula's coefficients; where found_inf is not 0, only sets `skip`.
-void prepare(int formula, const Hyper& hyper, double* live, Prepared* prepared, Where where);
-
-// From a sum of squares to live's norm = sqrt(sum) * mean, found_inf = norm is not finite, and grad_scale = mean times
-// the factor that brings the norm to at most `limit` (0: 1).
-void clip(const double* sum, double mean, double limit, double* live, Where where);
 
 // out[0] = (accumulate ? out[0] : 0) + the sum of squares, added as norm_math.h says. `scratch` holds one fp64 number
 // per block.

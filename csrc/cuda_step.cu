@@ -196,10 +196,13 @@ __device__ __forceinline__ void step_run(const StepJob& job, const Rule& rule, u
 
 template <class Rule, int format>
 __global__ void __launch_bounds__(kThreads, kResident<format>) step_kernel(const __grid_constant__ StepJob job) {
-  if (job.prepared && job.prepared->skip) return;
-  const Prepared prepared = job.prepared ? *job.prepared : job.now;
-  const Rule rule = rule_of<Rule>(prepared.coef);
-  const uint64_t seed = step_seed(job.key, prepared.step);
+  Rule rule = rule_of<Rule>(job.coef);
+  if (job.grad_scale) {
+    const double grad_scale = *job.grad_scale;
+    if (grad_scale != grad_scale) return;
+    rule.decay.grad_scale = static_cast<float>(grad_scale);
+  }
+  const uint64_t seed = step_seed(job.key, job.step);
   const Wide<format> wide(job);
   constexpr int n = kRun<format>;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * n;

@@ -1,4 +1,4 @@
-// The step for one format of the states; each is compiled alone (cuda_step.cu), cuda_live.cu picks one.
+// The step for one format of the states; each is compiled alone (cuda_step.cu), cuda_dispatch.cu picks one.
 #pragma once
 
 #include "cuda_kernels.cuh"

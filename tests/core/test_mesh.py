@@ -27,7 +27,7 @@ def meshes(stage: int) -> list[tuple]:
     for shard, _ in SHAPES:
         mesh = make_mesh(Sharding.of_stage(stage), 60.0, shard_size=shard)
         places = (mesh.shard.rank, mesh.replica.rank, mesh.data.rank, mesh.span, mesh.global_rank)
-        found.append((_axes(mesh), places, mesh.by_span))
+        found.append((_axes(mesh), places, mesh.by_span(torch.arange(mesh.data.size)).tolist()))
         mesh.watchdog.close()
     for axis in (mesh.shard, mesh.replica):
         if axis.group not in (None, dist.group.WORLD):

@@ -13,10 +13,10 @@ from kernel_cases import DTYPES, numbers
 
 from zero.kernels import cuda, native
 from zero.kernels.bucket import Bucket
-from zero.kernels.formulas import Adam, Lion
-from zero.kernels.live import Live
+from zero.kernels.formulas import Lion
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_into
+from zero.kernels.step import step
 
 CPU = torch.device("cpu")
 
@@ -65,25 +65,17 @@ def test_sum_squares_into_refuses() -> None:
         sum_squares_into(x[::2], torch.zeros(1, dtype=torch.float64))
 
 
-def test_live_refuses() -> None:
-    live, formula = Live(CPU), Lion(0.1)
-    shard = torch.ones(8), (Moment(torch.zeros(8)),), torch.ones(8), None
-    for change in ({"lr": -1.0}, {"lr": math.nan}, {"step": -1}):
-        with pytest.raises(ValueError, match=f"{next(iter(change))}: got"):
-            live.write(**change)
-    with pytest.raises(ValueError, match="total: got"):
-        live.clip(torch.zeros(2, dtype=torch.float64), 1.0, 0.0)
-    with pytest.raises(ValueError, match=r"formula: got Lion.*prepare"):
-        live.step(formula, *shard)
-    live.prepare(Adam(0.1))
-    with pytest.raises(ValueError, match=r"formula: got Lion.*prepare"):
-        live.step(formula, *shard)
-    live.prepare(formula)
-    with pytest.raises(ValueError, match="grad: got"):
-        live.step(formula, shard[0], shard[1], torch.ones(7), None)
-    with pytest.raises(ValueError, match="first: got 3"):
-        live.step(formula, *shard, first=3)
-    assert shard[0].eq(1).all()
+def test_a_factor_that_is_no_number_on_the_device_is_refused() -> None:
+    master, moments, grad = torch.ones(8), (Moment(torch.zeros(8)),), torch.ones(8)
+    for factor in (
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(1),
+        torch.ones((), dtype=torch.float64, device="meta"),
+    ):
+        with pytest.raises(ValueError, match="grad_scale: got"):
+            step(Lion(0.1), master, moments, grad, None, step=1, grad_scale=factor)
+    step(Lion(0.1), master, moments, grad, None, step=1, grad_scale=torch.tensor(math.nan, dtype=torch.float64))
+    assert master.eq(1).all() and moments[0].values.eq(0).all()
 
 
 def test_missing_cuda_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ compiled, and on a GPU. The oracle is the plain torch reference, on the CPU.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import math
@@ -19,15 +18,14 @@ import torch
 from cuda_emulation.build import build, compiler
 from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, fixed_sum_squares, numbers, same, step_reference
 
-from zero.kernels import bucket, cuda, live, native, norm
+from zero.kernels import bucket, cuda, native, norm
 from zero.kernels.bucket import Bucket, move_reference
 from zero.kernels.formulas import Adam, Formula
-from zero.kernels.live import Live
 from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
-from zero.kernels.step import kernel_arguments, step
+from zero.kernels.step import step
 from zero.memory.pinned_arena import PinnedArena
-from zero.optim.norm import clip_factor
+from zero.optim.outcome import step_factor
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 7, 8, 15, 16, 17, 255, 256, 257, 1023, 1025, 5000)
@@ -54,14 +52,8 @@ def emulated(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     def launch(call, device, *arguments):
         call(*arguments, 0, 0)
 
-    def emulated_step(formula, master, moments, grad, param, *, step, grad_scale, key, first):
-        if master.numel():
-            shard = (*kernel_arguments(formula, master, moments, grad, param), key, first)
-            launch(module.step, CPU, formula.native(), step, grad_scale, shard)
-
     monkeypatch.setattr(cuda, "kernels", lambda device: module)
     monkeypatch.setattr(cuda, "launch", launch)
-    monkeypatch.setitem(globals(), "step", emulated_step)  # zero.kernels.step sends CPU tensors elsewhere
     return module
 
 
@@ -129,41 +121,32 @@ def test_a_shard_of_many_blocks(device: torch.device, fmt: str) -> None:
 
 
 @every_kind
-def test_a_step_that_reads_its_numbers_on_the_device(device: torch.device, name: str, fmt: str) -> None:
-    check_live(device, FORMULAS[name], fmt)
+def test_a_step_that_reads_its_factor_on_the_device(device: torch.device, name: str, fmt: str) -> None:
+    check_factor(device, FORMULAS[name], fmt)
 
 
-def check_live(device: torch.device, formula: Formula, fmt: str) -> None:
-    """Five steps that read lr, factor, step and found_inf on the device; the third is skipped."""
+def check_factor(device: torch.device, formula: Formula, fmt: str) -> None:
+    """Five steps that read their factor on the device; the third is skipped, since that is NaN there."""
     wanted = kernel_cases.shard(formula, fmt, "remainder", torch.bfloat16, 1025)
     got = put(wanted, device, 0)
-    numbers_there, taken = Live(device, step=4), 4
+    factor = torch.zeros((), dtype=torch.float64, device=device)
     for turn in range(5):
-        lr, scale, bad = 10.0**-turn, 1.0 / (turn + 1), turn == 2
-        numbers_there.write(lr=lr, grad_scale=scale, found_inf=bad)
-        numbers_there.prepare(formula)
-        numbers_there.step(formula, *got, key=9, first=256)
-        if not bad:
-            taken += 1
-            now = dataclasses.replace(formula, lr=lr)
-            step_reference(now, *wanted, step=taken, grad_scale=scale, key=9, first=256)
-        assert numbers_there.read()[:4] == (lr, scale, taken, bad)
+        options = {"step": turn + 4, "key": 9, "first": 256}
+        factor.fill_(math.nan if turn == 2 else 1.0 / (turn + 1))
+        step(formula, *got, **options, grad_scale=factor)
+        if turn != 2:
+            step_reference(formula, *wanted, **options, grad_scale=1.0 / (turn + 1))
         same_shard(got, wanted, (formula, fmt, turn))
 
 
-def test_clip(device: torch.device) -> None:
-    """norm, factor and found_inf against those of the host."""
-    there = Live(device)
-    for total, mean, limit in itertools.product(
-        (0.0, 1e-30, 4.0, 1e30, math.inf, math.nan), (1.0, 0.125, 1 / 3), (0.0, 1.0, 1e-3)
-    ):
-        there.clip(torch.tensor([total], dtype=torch.float64, device=device), mean, limit)
-        now, wanted = there.read(), math.sqrt(total) * mean if total >= 0 else math.nan
-        assert now.found_inf == (not math.isfinite(wanted))
-        assert now.norm == wanted or math.isnan(wanted)
-        if math.isfinite(wanted):
-            assert now.grad_scale == mean * clip_factor(wanted, limit)
-    assert there.read().step == 0
+def test_the_factor_of_a_step(device: torch.device) -> None:
+    """Against torch's formula in Python's numbers: NaN where the norm is not finite and that is checked."""
+    norms = (0.0, 1e-30, 4.0, 1e30, math.inf, math.nan)
+    for norm_, mean, limit, check in itertools.product(norms, (1.0, 0.125, 1 / 3), (0.0, 1.0, 1e-3), (False, True)):
+        there = torch.tensor(norm_, dtype=torch.float64, device=device)
+        got = step_factor(there, mean, limit, check).item()
+        wanted = mean * (min(1.0, limit / (norm_ + 1e-6)) if limit else 1.0)
+        assert got == wanted if math.isfinite(norm_) or not check else math.isnan(got)
 
 
 # Norms and buckets.
@@ -219,93 +202,64 @@ def test_pack_and_unpack(device: torch.device, dtype: torch.dtype, scale: float)
 
 
 class Phase:
-    """A whole optimizer phase of one group: gradients packed, norm, clip, prepare, a step of each of two shards."""
+    """A whole optimizer phase: gradients packed, norm, factor, a step of each of two shards."""
 
     def __init__(self, device: torch.device) -> None:
-        self.formula = Adam(0.0, weight_decay=0.1)
+        self.formula = Adam(1e-2, weight_decay=0.1)
         self.wanted = [
             kernel_cases.shard(self.formula, "8bit", "remainder", torch.float32, numel) for numel in (70_000, 5_000)
         ]
         self.shards = [put(each, device, 0) for each in self.wanted]
-        self.live = Live(device)
-        self.total = torch.zeros(1, dtype=torch.float64, device=device)
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.grads = [each.grad.bfloat16() for each in self.shards]
         self.buckets = [Bucket([grad], each.grad, [0]) for grad, each in zip(self.grads, self.shards, strict=True)]
-        self.taken = 0
+        self.factor = torch.zeros((), dtype=torch.float64, device=device)
 
-    def run(self) -> None:
+    def run(self, count: int) -> None:
         for index, (each, packed) in enumerate(zip(self.shards, self.buckets, strict=True)):
             packed.pack(0.5)
             sum_squares_into(each.grad, self.total, accumulate=index > 0)
-        self.live.clip(self.total, 0.25, 1.0)
-        self.live.prepare(self.formula)
+        self.factor.copy_(step_factor(self.total.sqrt() * 0.25, 0.25, 1.0, True))
         for index, each in enumerate(self.shards):
-            self.live.step(self.formula, *each, key=index)
+            step(self.formula, *each, step=count, grad_scale=self.factor, key=index)
 
-    def renew(self, turn: int, lr: float, finite: bool) -> None:
-        """Other gradients, and another lr."""
-        self.live.write(lr=lr)
+    def renew(self, turn: int, finite: bool) -> None:
+        """Other gradients."""
         for grad in self.grads:
             grad.copy_(numbers(grad.numel(), seed=50 + turn))
         if not finite:
             self.grads[1][17] = torch.inf
 
-    def check(self, lr: float, finite: bool) -> None:
+    def check(self, count: int, finite: bool) -> None:
         """Take the step on the CPU as well and compare."""
-        now = self.live.read()
-        assert now.found_inf == (not finite)
-        self.taken += finite
-        assert now.step == self.taken
+        factor = self.factor.item()
+        assert math.isnan(factor) == (not finite)
         for index, (mine, wanted) in enumerate(zip(self.shards, self.wanted, strict=True)):
             wanted.grad.copy_(self.grads[index].float().cpu() * 0.5)
             if finite:
-                formula = Adam(lr, weight_decay=0.1)
-                step_reference(formula, *wanted, step=self.taken, grad_scale=now.grad_scale, key=index)
-            same_shard(mine, wanted, ("phase", self.taken, index))
+                step_reference(self.formula, *wanted, step=count, grad_scale=factor, key=index)
+            same_shard(mine, wanted, ("phase", count, index))
 
 
 def test_a_phase(device: torch.device) -> None:
     phase = Phase(device)
     for turn in range(4):
-        lr, finite = 10.0 ** -(turn + 2), turn != 2
-        phase.renew(turn, lr, finite)
-        phase.run()
-        phase.check(lr, finite)
+        phase.renew(turn, turn != 2)
+        phase.run(turn + 1)
+        phase.check(turn + 1, turn != 2)
 
 
 @on_a_gpu
 def test_a_phase_waits_for_nothing(device: torch.device) -> None:
     phase = Phase(device)
-    phase.run()
-    phase.check(0.0, True)
+    phase.run(1)
+    phase.check(1, True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        phase.live.write(lr=1e-3)
-        phase.run()
+        phase.run(2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    phase.check(1e-3, True)
-
-
-@on_a_gpu
-def test_a_phase_in_a_cuda_graph(device: torch.device) -> None:
-    """Captured once; lr, gradients and found_inf change between replays, the third of which must be skipped."""
-    phase = Phase(device)
-    side = torch.cuda.Stream(device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        phase.run()
-    side.synchronize()
-    phase.check(0.0, True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        phase.run()
-    for turn in range(5):
-        lr, finite = 10.0 ** -(turn + 2), turn != 2
-        phase.renew(turn, lr, finite)
-        graph.replay()
-        torch.cuda.synchronize()
-        phase.check(lr, finite)
+    phase.check(2, True)
 
 
 # Launches.
@@ -347,14 +301,13 @@ def test_a_launch_that_fails_says_which_and_why(device: torch.device) -> None:
 def test_tensors_of_a_device_that_is_not_the_current_one(device: torch.device) -> None:
     other = torch.device("cuda", 1)
     assert cuda.kernels(other)
-    check_live(other, FORMULAS["AdamW"], "8bit")
+    check_factor(other, FORMULAS["AdamW"], "8bit")
     assert torch.cuda.current_device() == 0
     assert torch.ones(3, device="cuda").device == torch.device("cuda", 0)
 
 
 def test_python_and_c_agree_about_sizes(module: ModuleType) -> None:
     assert (bucket.PIECE, norm.NORM_BLOCK) == (module.PIECE, module.NORM_BLOCK)
-    assert (live._LIVE_WORDS, 8 * live._PREPARED_WORDS) == (module.LIVE_WORDS, module.PREPARED_BYTES)
 
 
 def test_memory_of_the_host_is_registered_until_its_last_tensor_is_gone(

@@ -239,16 +239,19 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
     return own
 
 
-def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm") -> torch.Tensor:
-    """Every rank's `values` [k] in order of ranks, as [size, k]; blocking. `what` they are, for messages."""
+def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm", read: bool = True) -> torch.Tensor:
+    """Every rank's `values` [k] in order of ranks, as [size, k]; blocking. `what` they are, for messages.
+
+    `read`: the host reads them at once; else only the current stream sees them whole, where the backend is NCCL.
+    """
     if axis.size == 1:
         return values[None]
     out = torch.empty(axis.size * values.numel(), dtype=values.dtype, device=values.device)
     collective = axis.watchdog.begin(what, sent=_sent(out, axis))
     with axis.watchdog.sending(collective):
         work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
-    # The caller reads the values at once. On NCCL that is where the host waits for the other ranks.
-    arrive = partial(synchronize, values.device) if axis.native else None
+    # On NCCL that is where the host waits for the other ranks.
+    arrive = partial(synchronize, values.device) if axis.native and read else None
     axis.watchdog.wait((work,), collective, arrive)
     return out.view(axis.size, -1)
 

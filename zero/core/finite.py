@@ -17,11 +17,13 @@ from zero.core.mesh import Mesh
 from zero.core.unit import Unit
 from zero.kernels.norm import sum_squares_into
 
+ALL_FINITE = "the norm of the gradients is not finite, though each of them is"
+
 
 class FirstNotFinite:
     """Watches the trained units of one engine through an accumulation window.
 
-    enabled:   whether to look between backwards at all: not without an optimizer, which asks for the result;
+    enabled:   whether to look between backwards at all: only for an optimizer that asks for it, and waits;
     backwards: how many have begun since the window did.
     """
 
@@ -54,12 +56,10 @@ class FirstNotFinite:
         own = torch.tensor([key], dtype=torch.float64, device=device)
         least = comm.gather_scalars(own, self._axis, "search for what is not finite").min().item()
         if math.isinf(least):
-            return "the norm of the gradients is not finite, though each of them is"
+            return ALL_FINITE
         backward, index = divmod(int(least), count)
-        return (
-            f"the gradient of parameter '{self._names[index]}' is not finite "
-            f"(micro-step {backward} of {max(backward, self.backwards)})"
-        )
+        found = f" (micro-step {backward} of {max(backward, self.backwards)})" if self.enabled else ""
+        return f"the gradient of parameter '{self._names[index]}' is not finite{found}"
 
     def _all_finite(self) -> bool:
         totals: dict[torch.device, torch.Tensor] = {}  # gradients may lie in host memory, too

@@ -83,11 +83,9 @@ class Mesh:
         """
         return self.shard.rank * self.replica.size + self.replica.rank
 
-    @property
-    def by_span(self) -> list[int]:
-        """The places along `data` in the order of their spans."""
-        shards, replicas = self.shard.size, self.replica.size
-        return [replica * shards + shard for shard in range(shards) for replica in range(replicas)]
+    def by_span(self, values: torch.Tensor) -> torch.Tensor:
+        """One value [data.size] of each rank along `data`, in the order of their spans."""
+        return values.view(self.replica.size, self.shard.size).t().flatten()
 
     @property
     def watchdog(self) -> Watchdog:

@@ -44,7 +44,7 @@ class Reducer:
 
     boundary: whether the backward that runs is the last of its accumulation window (set by the engine);
     leaf:     where the backward that runs, or comes next, stands in its optimizer step;
-    scale:    the loss scale: what all gradients that are held are multiplied by (set by the optimizer);
+    loss_scale: gives the loss scale, which may have to be waited for (the optimizer's);
     divisor:  what they are divided by before they travel, besides;
     rounds:   backward passes flushed so far;
     pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it;
@@ -60,7 +60,8 @@ class Reducer:
     ) -> None:
         self.boundary = True
         self.leaf = Leaf()
-        self.scale = self.divisor = 1.0
+        self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.divisor = 1.0
         self.finite = finite
         self.rounds = 0
         self.pending = False
@@ -75,6 +76,11 @@ class Reducer:
             for position, unit in enumerate(self._order)
             for index, param in enumerate(unit.params)
         ]
+
+    @property
+    def scale(self) -> float:
+        """The loss scale: what all gradients that are held are multiplied by."""
+        return self.loss_scale()
 
     @property
     def open(self) -> bool:
@@ -229,16 +235,17 @@ class Reducer:
 
     def _landing_factor(self, backward: Backward) -> float:
         """What a gradient that lands is multiplied by, so that all that add up have one scale."""
-        if backward.loss_scale is None and self.scale != 1.0 and not self._warned:
+        scale = self.scale
+        if backward.loss_scale is None and scale != 1.0 and not self._warned:
             self._warned = True
             if rank() == 0:
                 logger.warning(
                     "a backward ran on a loss that this engine did not multiply by its loss scale %g: the gradients "
                     "are multiplied as they land, but small ones may have become zero before; "
                     "use engine.backward(loss) or engine.scale(loss).backward()",
-                    self.scale,
+                    scale,
                 )
-        return self.scale / ((backward.loss_scale or 1.0) * self.divisor)
+        return scale / ((backward.loss_scale or 1.0) * self.divisor)
 
     def _fire(self, backward: Backward) -> None:
         """Send the next unit's gradient, then go on with those before it, which have had a unit's time to arrive."""

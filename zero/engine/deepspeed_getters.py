@@ -26,6 +26,8 @@ def _counter(name: str) -> property:
     """A counter of the run, which scripts may set."""
 
     def value(self: Any) -> int:
+        if name == "skipped_steps" and self.optimizer is not None:
+            self.optimizer.conclude()  # of the last step, too
         return getattr(self._status, name)
 
     def set_value(self: Any, number: int) -> None:

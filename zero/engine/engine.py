@@ -156,11 +156,16 @@ class Engine(DeepSpeedGetters, nn.Module):
         return self._accumulation.is_boundary()
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed parameters."""
+        """Whether the last `step()` changed parameters; on a GPU this waits for it."""
+        if self.optimizer is not None:
+            self.optimizer.conclude()
         return self._status.step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's averaged gradient before clipping; None before the first step."""
+        """L2 norm of the last step's averaged gradient before clipping; None before the first step.
+
+        On a GPU this waits for it.
+        """
         return self.optimizer.grad_norm if self.optimizer else None
 
     @property
@@ -248,6 +253,8 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._undo_parts()
             failed = optimizer is not None and optimizer.failure is not None
             sharded.dissolve(failed or sharded.mesh.watchdog.broken)
+            if optimizer is not None:
+                optimizer.conclude()
             self._progress.log_end()
         finally:
             sharded.mesh.watchdog.close()

@@ -61,6 +61,14 @@ class Tally:
             self.seconds[_WAITS] = self.seconds.get(_WAITS, 0.0) + report.waits
 
 
+class Ended(NamedTuple):
+    """A step: when it ended (time.perf_counter()), its samples over all ranks, and what the script has logged in it."""
+
+    at: float
+    samples: int
+    values: dict[str, Any]
+
+
 class _Reported(NamedTuple):
     """When the last report was made, and when the last one with memory (time.perf_counter()); bytes sent by then."""
 
@@ -165,12 +173,16 @@ class Progress:
         finally:
             self._phases.append((name, start, now(self._device)))
 
-    def report_step(self, reports: Mapping[int, RankReport], samples: int) -> None:
-        """Tell of the optimizer step that has just ended, of so many samples, and log it, if it is its turn."""
+    def step_ended(self, samples: int) -> Ended:
+        """An optimizer step of so many samples has just ended; for `report_step`."""
         self._fresh, fresh = {}, self._fresh
+        return Ended(time.perf_counter(), samples, fresh)
+
+    def report_step(self, reports: Mapping[int, RankReport], ended: Ended) -> None:
+        """Tell of the last optimizer step, of which all is known now, and log it, if it is its turn."""
         if not (self._speaks or self.monitor.enabled):
             return
-        report = self._report(reports, samples, fresh)
+        report = self._report(reports, ended)
         self.monitor.tell(report)
         if not self._speaks:
             return
@@ -184,10 +196,11 @@ class Progress:
         if norms and self._sharded.mesh.global_rank == 0:
             self.monitor.tell(unit_norms(self._status.global_steps - 1, self._status.global_samples - samples, norms))
 
-    def _report(self, reports: Mapping[int, RankReport], samples: int, values: dict[str, Any]) -> StepReport:
+    def _report(self, reports: Mapping[int, RankReport], ended: Ended) -> StepReport:
         self._count_phases()
         status, optimizer, mesh, last = self._status, self._optimizer, self._sharded.mesh, self._reported
-        at, sent = time.perf_counter(), mesh.watchdog.status.sent
+        at, samples, values = ended
+        sent = mesh.watchdog.status.sent
         spent, self._spent = self._spent, {}
         whole = self.monitor.enabled and at - last.memory >= _MEMORY_EVERY
         self._reported = _Reported(at, at if whole else last.memory, sent)

@@ -8,19 +8,26 @@ step        before the boundary the micro-batch is counted, and that is all; at 
             2. the optimizer: what was not reduced yet, the global norm, overflow, clipping, the update of each
                unit, the gather of parameters that stay gathered, the loss scale
                or nothing of it but the norm, where the alarm says so
-            3. the counters, and the ranks' reports, which came with the norm: losses that are not finite, equal batches
-            4. the profiles, the monitors, the log, and after the third step reality beside the plan (`zero.plan`)
-            5. the scheduler, unless the step was skipped
+            3. the counters, the profiles
+            4. what came of it (`TrainingStep._conclude`): the ranks' reports, which came with the norm: losses that are
+               not finite, equal batches; the monitors, the log; the scheduler, unless the step was skipped
+            5. after the third step reality beside the plan (`zero.plan`)
             6. the error of a checkpoint that was written beside the training loop, if it failed; the alarm's own one
+
+On a GPU the host does not wait for the norm: there 4 comes when somebody asks what came of the step, or with the next
+call of `step`, and so before the next update: rates and loss scales are those of a run that waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +42,7 @@ from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
-from zero.engine.progress import Progress
+from zero.engine.progress import Ended, Progress
 from zero.engine.randomness import Randomness
 from zero.engine.replicas import Replicas
 from zero.engine.status import Status
@@ -85,6 +92,8 @@ class TrainingStep:
         self._saving = saving
         self._status = status
         sharded.reducer.on_flush.append(recomputing.backward_ended)
+        if optimizer is not None:
+            _conclude_at_exit(optimizer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model.
@@ -163,21 +172,20 @@ class TrainingStep:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")
         if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
             raise ValueError("step(): ReduceLROnPlateau wants step(lr_kwargs={'metrics': ...}) at every boundary")
+        self._optimizer.conclude()
         self._status.step_applied = False
         with self._accumulation.ending_micro_batch() as boundary:
             if boundary:
-                reports = self._update()
-                self._count()
-                self.record.warn(reports)
-                if self.norms is not None:
-                    self.progress.report_norms(self.norms.norms(reports), self._accumulation.samples)
+                self._update()
+                self._status.global_steps += 1
+                self._status.global_samples += self._accumulation.samples
                 if self.profiles is not None:
                     self.profiles.step_ended(self._status.global_steps)
-                self.progress.report_step(reports, self._accumulation.samples)
+                ended = self.progress.step_ended(self._accumulation.samples)
+                this = weakref.ref(self)  # the optimizer may keep it for a while
+                self._optimizer.after_step(lambda reports: this()._conclude(reports, ended, scheduler, lr_kwargs))
                 if self.reality is not None and self.reality.after_step():
                     self.reality = None
-                if self._status.step_applied and scheduler is not None:
-                    scheduler.step(**lr_kwargs)
         if boundary:
             self._saving.raise_failure()
             if self.alarms is not None:
@@ -225,8 +233,8 @@ class TrainingStep:
             return contextlib.nullcontext()
         return self.randomness.forward(self._status.global_steps, self._sharded.reducer.leaf.micro_batch)
 
-    def _update(self) -> dict[int, RankReport]:
-        """The optimizer's step; returns the reports of all ranks."""
+    def _update(self) -> None:
+        """The optimizer's step."""
         self._sharded.recover()
         try:
             with self._sharded.mesh.watchdog.call(Phase.STEP), self.progress.phase("step"):
@@ -237,17 +245,16 @@ class TrainingStep:
                     step = self._status.global_steps + 1
                     report = report._replace(squares=self.norms.take(step))
                     self.norms.begin(step, self._optimizer.gradient_factor)
-                reports = self._optimizer.update(report, None if self.alarms is None else self._is_unwanted)
+                self._optimizer.update(report, None if self.alarms is None else self._is_unwanted)
                 self.record.clear(done=True)
                 self.recomputing.after_step(self._sharded.mesh.data)
-                return reports
         except HeldOpen:
             raise  # the gradients are there for the step outside of the block
         except BaseException as error:
             self._update_failed(error)
             raise
 
-    def _is_unwanted(self, reports: dict[int, RankReport]) -> bool:
+    def _is_unwanted(self, reports: Mapping[int, RankReport]) -> bool:
         return self.alarms.skips(self._status.global_steps + 1, mean_loss(reports), self._optimizer.grad_norm)
 
     def _update_failed(self, error: BaseException) -> None:
@@ -258,12 +265,21 @@ class TrainingStep:
         how = f"{type(error).__name__}: {error}" if optimizer.failure is None else str(optimizer.failure)
         self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.mesh.global_rank} with {how}")
 
-    def _count(self) -> None:
+    def _conclude(
+        self, reports: Mapping[int, RankReport], ended: Ended, scheduler: Any, lr_kwargs: dict[str, Any]
+    ) -> None:
+        """It is known what came of the last step."""
         status, skipped = self._status, self._optimizer.skipped
         status.step_applied = not skipped
         status.skipped_steps += skipped
-        status.global_steps += 1
-        status.global_samples += self._accumulation.samples
+        self.record.warn(reports)
+        if self.norms is not None:
+            self.progress.report_norms(self.norms.norms(reports), ended.samples)
+            if skipped:
+                self.norms.forget()
+        self.progress.report_step(reports, ended)
+        if scheduler is not None and not skipped:
+            scheduler.step(**lr_kwargs)
 
     def _abandon(self) -> None:
         """Drop the gradients of this step after an exception, which must not be hidden by another."""
@@ -274,6 +290,19 @@ class TrainingStep:
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
         self.record.clear(done=False)
+
+
+def _conclude_at_exit(optimizer: ZeroOptimizer) -> None:
+    """At the end of a program that asks for nothing more, report its last step."""
+    this = weakref.ref(optimizer)
+
+    def conclude() -> None:
+        left = this()
+        if left is not None and getattr(sys, "last_value", None) is None:
+            left.conclude()
+
+    atexit.register(conclude)
+    weakref.finalize(optimizer, atexit.unregister, conclude).atexit = False
 
 
 def _reality(config: Config, sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> Reality | None:

@@ -45,6 +45,11 @@ def kernels(device: torch.device) -> ModuleType | None:
     return _usable(device.index) if device.type == "cuda" else None
 
 
+def reads_wait(device: torch.device) -> bool:
+    """Whether the host would wait for a number on `device`; so also where one runs the kernels in place of a GPU."""
+    return device.type != "cpu" or kernels(device) is not None
+
+
 def launch(call: Callable[..., None], device: torch.device, *arguments: Any) -> None:
     """Make a call of the compiled module on `device` and torch's current stream there."""
     stream = torch.cuda.current_stream(device).cuda_stream

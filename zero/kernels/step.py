@@ -47,7 +47,7 @@ _STATE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 _STATES, _SCALES, _NARROW = tuple(_STATE_CODES), (torch.float32,), tuple(DTYPE_CODES)
 
 
-def check_counters(step: int, key: int, first: int) -> None:
+def _check_counters(step: int, key: int, first: int) -> None:
     """Raise the ValueError of :func:`step` that is due for its counters, if one is."""
     if not 1 <= step < 1 << 63:
         raise ValueError(f"step: got {step}; wanted an integer counted from 1")
@@ -121,7 +121,7 @@ def step(
     param: Tensor | None,
     *,
     step: int,
-    grad_scale: float,
+    grad_scale: float | Tensor,
     key: int = 0,
     first: int = 0,
     threads: int | None = None,
@@ -140,7 +140,8 @@ def step(
             to even, but in bfloat16 away from zero); None when ``master`` is the parameter. Beside a remainder it is
             bfloat16, and read as well.
         step: which step this is, counted from 1.
-        grad_scale: the one factor on the gradient: unscaling times clipping; 1.0 for none.
+        grad_scale: the one factor on the gradient: unscaling times clipping; 1.0 for none. Or one float64 number on the
+            master's device, NaN to leave everything as it is: kernels read it there, so that nobody waits for it.
         key: which unit this is, for the random bits that round moments in bf16 and 8bit; two units with one key would
             be rounded by the same bits.
         first: index of the first element in the unit, a multiple of 256: so a shard, and every piece of it, is rounded
@@ -155,17 +156,30 @@ def step(
         ValueError: for tensors that differ in size or device, overlap, are not 1-D and contiguous or of another dtype,
             or whose storage was released; and for counters out of range. Nothing was written then.
     """
-    check_counters(step, key, first)
+    _check_counters(step, key, first)
     arguments = kernel_arguments(formula, master, moments, grad, param)
-    if compiled and arguments is not None:
-        if master.is_cpu and (module := load()) is not None:
-            threads = threads or torch.get_num_threads()
-            module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
-            return
-        if (module := cuda.kernels(master.device)) is not None:
-            cuda.launch(module.step, master.device, formula.native(), step, grad_scale, (*arguments, key, first))
-            return
+    there = _address_of_scale(grad_scale, master.device)
+    if compiled and arguments is not None and (module := cuda.kernels(master.device)) is not None:
+        numbers = formula.native(), step, 1.0 if there else grad_scale, there
+        cuda.launch(module.step, master.device, *numbers, (*arguments, key, first))
+        return
+    if there and math.isnan(grad_scale := float(grad_scale)):
+        return
+    if compiled and arguments is not None and master.is_cpu and (module := load()) is not None:
+        threads = threads or torch.get_num_threads()
+        module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
+        return
     _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
+
+
+def _address_of_scale(grad_scale: float | Tensor, device: torch.device) -> int:
+    """0 for a number of the host."""
+    if not isinstance(grad_scale, Tensor):
+        return 0
+    address = address_of("grad_scale", grad_scale, (torch.float64,), device=device)
+    if grad_scale.numel() != 1:
+        raise ValueError(f"grad_scale: got {describe(grad_scale)}; wanted one number")
+    return address
 
 
 @torch.no_grad()

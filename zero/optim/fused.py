@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class FusedShardOptimizer(ShardOptimizer):
     `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.
     """
 
+    factor_on_device = True
     foreseen = True
 
     def __init__(self, kind: str, params: Arguments, compute_dtype: str) -> None:
@@ -56,7 +57,9 @@ class FusedShardOptimizer(ShardOptimizer):
         """See `ShardOptimizer.begin`."""
         self.states(unit, group)
 
-    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+    def update(
+        self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
+    ) -> None:
         """One step of the formula on the unit's shard, with the hyperparameters of `group`; see `ShardOptimizer`."""
         formula = self._formula(group)
         states = self.states(unit, group)
@@ -77,6 +80,12 @@ class FusedShardOptimizer(ShardOptimizer):
                 first=0 if run.format == "fp32" else states.first + run.start,
                 threads=threads,
             )
+
+    def take_back(self, units: Iterable[Unit]) -> None:
+        """See `ShardOptimizer.take_back`."""
+        for unit in units:
+            states = self._states[unit.index]
+            self._states[unit.index] = states._replace(steps=states.steps - 1)
 
     def states(self, unit: Unit, group: Group) -> States:
         """The unit's state; new, at step 0, before the first step, and when SGD's momentum begins or ends."""
@@ -119,12 +128,12 @@ class FusedShardOptimizer(ShardOptimizer):
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
         """See `ShardOptimizer.number`."""
-        unit.settle()
+        _conclude(unit)
         return self.states(unit, group).steps
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
         """See `ShardOptimizer.set_number`."""
-        unit.settle()
+        _conclude(unit)
         self._states[unit.index] = self.states(unit, group)._replace(steps=int(value))
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
@@ -151,7 +160,7 @@ class FusedShardOptimizer(ShardOptimizer):
         if part is None:
             states, signs = self.states(unit, group), self._formula(group).signed
             pairs = [pair for _, moments in states.runs for pair in zip(moments, signs, strict=True)]
-            self._states[unit.index] = states._replace(steps=0)
+            self.set_number(unit, group, "step", 0)
         else:
             pairs = list(self.kept(unit, group, part).values())
         for moment, signed in pairs:
@@ -171,3 +180,10 @@ class FusedShardOptimizer(ShardOptimizer):
     def forget(self) -> None:
         """See `ShardOptimizer.forget`."""
         self._states.clear()
+
+
+def _conclude(unit: Unit) -> None:
+    """Wait until it is known how many steps the unit has taken."""
+    unit.settle()
+    if (optimizer := unit.optimizer()) is not None:
+        optimizer.conclude()

@@ -1,8 +1,9 @@
-"""The global gradient norm, with the same bits at every stage, and the factor that clips gradients to a limit."""
+"""The global gradient norm, with the same bits at every stage, computed where the gradients are."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from zero.core import comm
-from zero.core.mesh import Mesh
+from zero.core.mesh import Mesh, backend_of
 from zero.core.unit import Unit
+from zero.kernels import cuda
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.memory.available import host_threads
 
@@ -54,14 +56,14 @@ class RankReport(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, and the report of each (global) rank."""
+    """L2 norm of the reduced gradients over all units and ranks, fp64 [], and what each rank of the data axis has told.
 
-    value: float
-    reports: dict[int, RankReport]
+    rows: fp64 [ranks, k]: two numbers that `reports_of` passes over, and the rank's report. The second is the place of
+    the first unit whose gradient is not finite there; how many there are where all is well, or where nobody looks.
+    """
 
-    def ranks(self, flag: RankFlags) -> list[int]:
-        """The global ranks that have set it."""
-        return [rank for rank, report in self.reports.items() if flag in report.flags]
+    value: torch.Tensor
+    rows: torch.Tensor
 
 
 def global_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
@@ -71,25 +73,25 @@ def global_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
     gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
     numbers in the same order.
     """
-    numbers = _numbers([*(_squares(unit, mesh) for unit in units), *report.numbers])
-    own = 0.0
-    for squares in numbers[: len(units)]:
-        own += squares
-    values = torch.tensor([own, *numbers[len(units) :]], dtype=torch.float64, device=_device(units))
-    rows = comm.gather_scalars(values, mesh.data).tolist()
-    total = 0.0
-    for place in mesh.by_span:
-        total += rows[place][0]
-    # A NaN compares false.
-    return Norm(math.sqrt(total) if total >= 0 else math.nan, _reports(mesh, rows))
+    device = _device(units)
+    squares = _row([_squares(unit, mesh) for unit in units], device)
+    bad = squares.isfinite().cumprod(0).sum().double() if cuda.reads_wait(device) else len(units)
+    rows = comm.gather_scalars(_row([_sum(squares), bad, *report.numbers], device), mesh.data, read=False)
+    total = _sum(mesh.by_span(rows[:, 0]))
+    # torch's root of an fp64 number may be one ulp off on a CPU.
+    return Norm(total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total)), rows)
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of norm `norm` are multiplied with so that it is at most `limit`; 1 when limit is 0.
+def hosts_speak(mesh: Mesh) -> bool:
+    """Whether `flags_of` can be asked: the ranks' hosts reach each other past their GPUs."""
+    return mesh.data.size == 1 or backend_of(mesh.data.group, torch.device("cpu")) == "gloo"
 
-    As torch.nn.utils.clip_grad_norm_: limit / (norm + 1e-6), never above 1.
-    """
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+def flags_of(report: RankReport, mesh: Mesh) -> dict[int, RankFlags]:
+    """The flags of each global rank, of which this one's are in `report`; waits for other ranks, but for no device."""
+    own = torch.tensor([int(report.flags)])
+    rows = comm.gather_scalars(own, mesh.data, "conditions of the ranks", read=False)
+    return {rank: RankFlags(flags) for rank, (flags,) in zip(mesh.data.ranks, rows.tolist(), strict=True)}
 
 
 def exact_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
@@ -102,23 +104,17 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
     """
     device = _device(units)
     parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
-    largest = torch.tensor(_numbers([largest_of(parts), *report.numbers]), dtype=torch.float64, device=device)
-    rows = comm.gather_scalars(largest, mesh.data).tolist()
-    of_ranks = _reports(mesh, rows)
-    # As Python numbers, where NaN has to be looked for: max() would pass it over.
-    bounds = [row[0] for row in rows]
-    if any(math.isnan(value) for value in bounds):
-        return Norm(math.nan, of_ranks)
-    bound = max(bounds)
-    if bound == 0 or math.isinf(bound):
-        return Norm(bound, of_ranks)
-    exponent = math.frexp(bound)[1]
+    rows = comm.gather_scalars(_row([largest_of(parts), len(units), *report.numbers], device), mesh.data)
+    bound = rows[:, 0].amax()  # NaN where there is one
+    if (largest := bound.item()) == 0 or not math.isfinite(largest):
+        return Norm(bound, rows)
+    exponent = math.frexp(largest)[1]
     own = sum_of_squares(parts, exponent)
     limbs = [own >> LIMB * index & (1 << LIMB) - 1 for index in range(LIMBS)]
     total = 0
     for row in comm.gather_scalars(torch.tensor(limbs, dtype=torch.int64, device=device), mesh.data).tolist():
         total += sum(limb << LIMB * index for index, limb in enumerate(row))
-    return Norm(norm_of(total, exponent), of_ranks)
+    return Norm(torch.full_like(bound, norm_of(total, exponent)), rows)
 
 
 def largest_of(parts: Iterable[torch.Tensor]) -> float:
@@ -144,12 +140,12 @@ def norm_of(total: int, exponent: int) -> float:
 
 
 def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:
-    """The sum of the squares of this rank's span: where it is computed on a GPU, an fp64 number there."""
+    """The sum of the squares of this rank's span: where a device computes it, an fp64 number there."""
     known = unit.gradients.sum.squares()
     if known is not None:  # of the whole shard, which every replica has
         return known if mesh.replica.rank == 0 else 0.0
     part = unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank]
-    if not part.is_cuda:
+    if not cuda.reads_wait(part.device):
         # What the host holds of a GPU's model it reads with all threads it has, as its updates do.
         return sum_squares(part, host_threads() if unit.full.is_cuda else None)
     squares = torch.empty((), dtype=torch.float64, device=part.device)
@@ -157,11 +153,22 @@ def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:
     return squares
 
 
-def _numbers(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """The same as Python numbers; a device is waited for once."""
-    on_device = [value for value in values if isinstance(value, torch.Tensor)]
-    read = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [next(read) if isinstance(value, torch.Tensor) else value for value in values]
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Of fp64 [n], in an order that depends on n alone; on a CPU from the first to the last."""
+    # Each of the two promises its order on one of the devices only.
+    return values.sum() if values.is_cuda or not len(values) else values.cumsum(0)[-1]
+
+
+def _row(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The same as fp64 [n] on the device of those that are tensors, without a wait."""
+    if not cuda.reads_wait(device):
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    parts = [torch.empty(0, dtype=torch.float64, device=device)]
+    for there, group in itertools.groupby(values, lambda value: isinstance(value, torch.Tensor)):
+        together = list(group)
+        numbers = torch.stack(together) if there else torch.tensor(together, dtype=torch.float64)
+        parts.append(numbers.to(device, non_blocking=True))
+    return torch.cat(parts)
 
 
 def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -172,10 +179,10 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
     return torch.stack([high.to(torch.int64).sum(), low.to(torch.int64).sum()])
 
 
-def _reports(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
-    """What stands behind the first number of each row."""
+def reports_of(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
+    """The report of each global rank, from the rows of a `Norm`."""
     pairs = zip(mesh.data.ranks, rows, strict=True)
-    return {rank: RankReport(RankFlags(int(flags)), *rest[:3], tuple(rest[3:])) for rank, (_, flags, *rest) in pairs}
+    return {rank: RankReport(RankFlags(int(flags)), *rest[:3], tuple(rest[3:])) for rank, (_, _, flags, *rest) in pairs}
 
 
 def _device(units: Sequence[Unit]) -> torch.device:

@@ -6,15 +6,18 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
 from zero.deepspeed_names import instead
+from zero.kernels import cuda
 from zero.log import rank_zero
-from zero.optim.norm import RankFlags, RankReport, clip_factor, exact_norm, global_norm
+from zero.optim.norm import RankFlags, RankReport, exact_norm, flags_of, global_norm, hosts_speak
+from zero.optim.outcome import Numbers, Outcome
 from zero.optim.scaler import LossScaler
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.unit_norms import UnitNorms
@@ -26,12 +29,21 @@ class HeldOpen(RuntimeError):
     """A step was asked for inside `GatheredParameters`. Nothing has changed, and it may be asked for outside."""
 
 
+class _Last(NamedTuple):
+    """What the host knows of the last step."""
+
+    grad_norm: float | None = None
+    overflow: bool = False
+    skipped: bool = False
+    reports: Mapping[int, RankReport] = {}
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` over the model's own parameters that updates shards.
 
     `param_groups` hold the module's parameters and the hyperparameters; change those at will, schedulers of
-    torch do. `overflow` tells whether the last step was skipped because a gradient was not finite,
-    `skipped` whether it was skipped at all.
+    torch do. On a GPU whose kernels decide by themselves whether a step is skipped, `update` waits for nothing: what
+    came of it the host learns when somebody asks, or at the next step (`conclude`).
 
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
     script handed over, whose own `step()` raises as long as there is an engine.
@@ -48,14 +60,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.shard_optimizer = shard_optimizer
         self.loss_scaler = loss_scaler or LossScaler()
-        self.overflow = False
-        self.skipped = False
-        self.grad_norm: float | None = None
         self.clipping = clipping
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
         self._sharded: ShardedModule | None = None
         self._mean = 1.0
+        self._last = _Last()
+        self._pending: Outcome | None = None  # of the last step, where that is not known yet; then comes `_then`
+        self._then: Callable[[Mapping[int, RankReport]], None] | None = None
         self._updating = False
         self._updater: UnitUpdater | None = None
         self.whole_step: Callable[[], None] | None = None
@@ -69,10 +81,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._mean = mean
         for unit in sharded.trained:
             unit.optimizer = weakref.ref(self)
-        sharded.reducer.scale = self.loss_scale
-        sharded.reducer.finite.enabled = self._check_overflow
+        this = weakref.ref(self)
+        sharded.reducer.loss_scale = lambda: getattr(this(), "loss_scale", 1.0)
         if self._updater is None:
             self._updater = UnitUpdater(self.shard_optimizer, sharded.trained, self.param_groups)
+        sharded.reducer.finite.enabled = self._check_overflow and not self._defers
 
     @property
     def updating(self) -> bool:
@@ -111,8 +124,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._updater.waits.take() if self.host_threads else None
 
     @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        self.conclude()
+        return self._last.overflow
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped at all."""
+        self.conclude()
+        return self._last.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged gradient before clipping; None before the first step."""
+        self.conclude()
+        return self._last.grad_norm
+
+    @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by; 1 outside fp16."""
+        if self.loss_scaler.dynamic:
+            self.conclude()
         return self.loss_scaler.loss_scale
 
     cur_scale = loss_scale  # DeepSpeed's other name
@@ -140,8 +173,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "override_loss_scale(): gradients are there that were multiplied by the old loss scale; "
                 "call it after step(), before the next backward"
             )
+        self.conclude()
         self.loss_scaler.force(loss_scale)
-        self._sharded.reducer.scale = self.loss_scale
 
     @property
     def gradient_factor(self) -> float:
@@ -176,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
+        self.conclude()  # the engine's scheduler steps behind it
         return [group["lr"] for group in self.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -194,7 +228,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if wait:
             self.finish()
-        self._sharded = self._updater = self.whole_step = None
+        self._sharded = self._updater = self.whole_step = self._pending = self._then = None
         if wait:
             self.shard_optimizer.forget()
 
@@ -210,14 +244,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
-    def update(
-        self, report: RankReport, unwanted: Callable[[dict[int, RankReport]], bool] | None = None
-    ) -> dict[int, RankReport]:
+    def update(self, report: RankReport, unwanted: Callable[[Mapping[int, RankReport]], bool] | None = None) -> None:
         """Update every trained unit once and bring the new parameters to all who keep them; collective.
 
-        Skipped, with `overflow` set and the parameter named, when a gradient is inf or NaN. The gradients are
-        used up either way. Returns the reports of all ranks, which travel with the norm; this one's is `report`.
-        `unwanted` says of them, and of `grad_norm`, whether the step is skipped all the same; alike on all ranks.
+        Skipped, with `overflow` set and the parameter named (where nothing is waited for, its unit), when a gradient is
+        inf or NaN. The gradients are used up either way. `report` is this rank's for `after_step`, and travels with the
+        norm. `unwanted` says of all reports, and of `grad_norm`, whether the step is skipped all the same; alike on all
+        ranks. It has to be waited for.
         Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
@@ -227,31 +260,56 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step(): states are offloaded; call engine.reload_states() first")
         sharded.reducer.before_step()
         sharded.check_order()
-        factor = self.gradient_factor
-        norm_of = exact_norm if sharded.numerics.tree else global_norm
+        defers = self._defers and unwanted is None
         held = [unit.plan.name for unit in sharded.trained if unit.cut and unit.holds]
         flags = RankFlags.LATE_GRADIENTS if sharded.reducer.late else RankFlags(0)
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
         report = report._replace(flags=report.flags | flags)
-        norm = norm_of(sharded.trained, sharded.mesh, report)
-        if ranks := norm.ranks(RankFlags.GATHERED_PARAMETERS):
+        outcome = self._outcome(report)
+        flags = flags_of(report, sharded.mesh) if defers else _flags(outcome.numbers.reports)
+        if ranks := [rank for rank, each in flags.items() if RankFlags.GATHERED_PARAMETERS in each]:
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
-        if norm.ranks(RankFlags.LATE_GRADIENTS):
+        if any(RankFlags.LATE_GRADIENTS in each for each in flags.values()):
             sharded.reducer.end(force=True)
-            norm = norm_of(sharded.trained, sharded.mesh, report)
-        self.grad_norm = norm.value * factor
-        self.overflow = self._check_overflow and not math.isfinite(self.grad_norm)
-        self.skipped = self.overflow or (unwanted is not None and unwanted(norm.reports))
-        if self.overflow:
-            self._skip(sharded)
-        else:
-            if not self.skipped:
-                self._update(factor * clip_factor(self.grad_norm, self.clipping))
+            outcome = self._outcome(report)
+        if defers:
+            self._update(outcome.factor)
             sharded.reducer.drop()
+            self._pending = outcome
+        else:
+            self._end(outcome.numbers, unwanted)
+
+    def conclude(self) -> None:
+        """Learn what came of the last step, and do what follows from it, unless that is done; waits for the device.
+
+        Raises RuntimeError when a dynamic loss scale cannot be halved any more.
+        """
+        outcome, self._pending = self._pending, None
+        if outcome is None:
+            return
+        then, self._then = self._then, None
+        numbers, trained = outcome.numbers, self._sharded.trained
+        self._take(numbers)
+        if self._last.overflow:
+            self.shard_optimizer.take_back(trained)
+            names = [f"a gradient in unit '{unit.plan.name}' is not finite" for unit in trained]
+            self._skip([*names, ALL_FINITE][numbers.bad])
+        else:
             self.loss_scaler.update(False)
-        sharded.reducer.scale = self.loss_scale
-        return norm.reports
+        if then is not None:
+            then(numbers.reports)
+
+    def after_step(self, then: Callable[[Mapping[int, RankReport]], None]) -> None:
+        """Call `then` with the reports of all ranks once it is known what came of the step that `update` has taken."""
+        if self._pending is None:
+            then(self._last.reports)
+        else:
+            self._then = then
+
+    def begin_anew(self) -> None:
+        """A checkpoint was loaded: no step came before the next one."""
+        self._last = self._last._replace(overflow=False, skipped=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what earlier micro-batches of this step accumulated."""
@@ -264,22 +322,58 @@ class ZeroOptimizer(torch.optim.Optimizer):
         here = [unit for unit in trained if not unit.placement.updated_on_host]
         return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
-    def _skip(self, sharded: ShardedModule) -> None:
-        """Say which gradient was not finite, drop them all, and lower the loss scale, where there is one."""
-        place = sharded.reducer.finite.first()
-        sharded.reducer.drop()
+    @property
+    def _defers(self) -> bool:
+        """Whether a step need not be waited for: kernels, and no thread of the host, take its factor and skip it."""
+        sharded = self._sharded
+        kernels = bool(sharded.trained) and cuda.kernels(sharded.trained[0].full.device) is not None
+        decides = kernels and self.shard_optimizer.factor_on_device and not self.host_threads
+        return decides and not sharded.numerics.tree and hosts_speak(sharded.mesh)
+
+    def _outcome(self, report: RankReport) -> Outcome:
+        sharded = self._sharded
+        norm_of = exact_norm if sharded.numerics.tree else global_norm
+        norm = norm_of(sharded.trained, sharded.mesh, report)
+        return Outcome(norm, self.gradient_factor, self.clipping, self._check_overflow, sharded.mesh)
+
+    def _take(self, numbers: Numbers) -> None:
+        overflow = self._check_overflow and not math.isfinite(numbers.norm)
+        self._last = _Last(numbers.norm, overflow, overflow, numbers.reports)
+
+    def _end(self, numbers: Numbers, unwanted: Callable[[Mapping[int, RankReport]], bool] | None) -> None:
+        """End a step of which the host knows all before it updates anything."""
+        reducer = self._sharded.reducer
+        self._take(numbers)
+        if self._last.overflow:
+            place = reducer.finite.first()
+            reducer.drop()
+            self._skip(place)
+            return
+        if unwanted is not None and unwanted(numbers.reports):
+            self._last = self._last._replace(skipped=True)
+        else:
+            self._update(numbers.factor)
+        reducer.drop()
+        self.loss_scaler.update(False)
+
+    def _skip(self, place: str) -> None:
+        """Say which gradient was not finite, and lower the loss scale, where there is one."""
         try:
             change = self.loss_scaler.update(True)
         except RuntimeError as error:
             raise RuntimeError(f"{error} With loss scale {self.loss_scale:g}, {place}.") from None
         rank_zero(logging.WARNING, "step skipped: %s%s", place, f"; {change}" if change else "")
 
-    def _update(self, factor: float) -> None:
+    def _update(self, factor: float | torch.Tensor) -> None:
         for group in self.param_groups:
             self.shard_optimizer.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
         self._updater.run(self.param_groups, factor)
         self._updating = False
+
+
+def _flags(reports: Mapping[int, RankReport]) -> dict[int, RankFlags]:
+    return {rank: report.flags for rank, report in reports.items()}
 
 
 def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ class ShardOptimizer(Protocol):
 
     defaults: dict[str, Any]
     formats: Formats
+    factor_on_device: bool  # `update` on a GPU takes its factor from there, and leaves all as it is where that is NaN
     foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
 
     def check(self, group: Group) -> None:
@@ -28,11 +29,17 @@ class ShardOptimizer(Protocol):
     def begin(self, unit: Unit, group: Group) -> None:
         """Make the state of the unit, where that is `foreseen`, so that it is where it rests before the first step."""
 
-    def update(self, unit: Unit, grad: torch.Tensor, group: Group, factor: float, threads: int | None = None) -> None:
+    def update(
+        self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
+    ) -> None:
         """Apply one step with gradient = `factor` x `grad` [n]; writes master and its shard.
 
-        The state must be acquired. `threads`: how many compute it on a CPU; default torch's.
+        The state must be acquired. `factor`: a tensor, fp64 [], only with `factor_on_device`. `threads`: how many
+        compute it on a CPU; default torch's.
         """
+
+    def take_back(self, units: Iterable[Unit]) -> None:
+        """The factor of the last update of these units was NaN: it is none; with `factor_on_device`."""
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """Bytes of the optimizer state that is kept for the unit, master not counted."""

@@ -22,6 +22,7 @@ class TorchShardOptimizer(ShardOptimizer):
     Such a class looks at its arguments at the start only, and makes its state in the first step.
     """
 
+    factor_on_device = False
     foreseen = False
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from zero.core.unit import Unit
+from zero.kernels import cuda
 from zero.kernels.norm import sum_squares_into
 from zero.optim.norm import RankReport
 
@@ -55,7 +56,11 @@ class UnitNorms:
         if self._step != step - 1:  # what was known was told, or a checkpoint was loaded
             return ()
         sums = [each for unit in self._units for each in self._known.get(unit.plan.name, ())]
-        return tuple(each if each.is_cuda else each.item() for each in sums)
+        return tuple(each if cuda.reads_wait(each.device) else each.item() for each in sums)
+
+    def forget(self) -> None:
+        """The step that has begun was skipped."""
+        self._known = {}
 
     def norms(self, reports: Mapping[int, RankReport]) -> dict[str, tuple[float, float, float]]:
         """What the ranks' reports say, by unit; empty where they say nothing."""

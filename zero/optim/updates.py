@@ -34,7 +34,7 @@ class Update(NamedTuple):
     unit: Unit
     grad: torch.Tensor
     group: Group
-    factor: float
+    factor: float | torch.Tensor
     publish: bool = False  # to send the new parameters to the other ranks as soon as they are there
 
 
@@ -65,7 +65,7 @@ class UnitUpdater:
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
-    def run(self, groups: Sequence[Group], factor: float) -> None:
+    def run(self, groups: Sequence[Group], factor: float | torch.Tensor) -> None:
         """Update every unit once, with gradient = `factor` x the reduced one, and bring it to all who keep it."""
         if not self._units:
             return

@@ -71,8 +71,10 @@ def restore(
     it reads and writes in the groups; without it, that stays as the engine's scheduler has it. `own` None leaves the
     random numbers alone. After `check`. What only one side has is said in a warning and left alone.
     """
-    reducer, training = engine._sharded.reducer, engine._training
-    reducer.abandon()
+    training = engine._training
+    if engine.optimizer is not None:
+        engine.optimizer.conclude()
+    engine._sharded.reducer.abandon()
     for name in _COUNTERS:
         setattr(engine, name, int(shared["counters"][name]))
     engine._accumulation.resume()
@@ -85,8 +87,7 @@ def restore(
         _load_groups(engine, shared["groups"], optimizer, takes)
         if optimizer and shared["loss_scaler"] is not None:
             engine.optimizer.loss_scaler.load_state_dict(dict(shared["loss_scaler"]))
-        engine.optimizer.overflow = False
-        reducer.scale = engine.optimizer.loss_scale
+        engine.optimizer.begin_anew()
     if training.randomness is not None and shared["randomness"] is not None:
         training.randomness.load_state_dict(shared["randomness"])
     if training.replicas is not None:

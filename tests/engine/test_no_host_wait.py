@@ -1,0 +1,193 @@
+"""The promise: a step has the host wait for nothing of the device, and comes to the numbers of one that waits."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_stand_in import Waits, stand_in
+from marks import longer
+from models import WIDE, config, make_net, share, step
+
+import zero
+
+STEPS, ACCUMULATION = 7, 2
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    # Overflows at the start, until the scale fits, and grows again, too far.
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 1, "hysteresis": 1}},
+}
+
+
+class Sink:
+    """Takes what the monitors are told of each step, but for times and bytes."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, float, int]] = []
+
+    def write_events(self, event_list: Any) -> None:
+        names = ("train_loss", "lr", "loss_scale", "grad_norm")
+        kept = [each for each in event_list if each[0].endswith(names) or "/Units/" in each[0]]
+        self.got += [(name, repr(value), samples) for name, value, samples in kept]  # repr: a NaN equals no other
+
+
+def settings(stage: int, precision: str, **more: Any) -> dict[str, Any]:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}
+    common = {"gradient_clipping": 0.5, "scheduler": schedule, "accumulation": ACCUMULATION, "zero": {"unit_norms": 1}}
+    return config(stage, world, **(common | PRECISIONS[precision] | more))
+
+
+def run(given: dict[str, Any], waits: Waits | None, bad: int = 4, rank: int = 0) -> dict[str, Any]:
+    """Train, with a gradient of inf in step `bad` of a rank; what came of it. With `waits`, none may come in a step."""
+    engine, optimizer, _, scheduler = zero.initialize(model=make_net(width=WIDE), config=given)
+    sink, losses = Sink(), []
+    engine.monitor.add(sink)
+    for number in range(STEPS * ACCUMULATION):
+        if waits is not None:
+            waits.found.clear()
+        loss = engine(*share(number))
+        spoils = number == bad * ACCUMULATION and engine.global_rank == rank
+        engine.backward(loss * math.inf if spoils else loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+        if waits is not None:
+            assert not waits.found, (number, waits.found)
+            done, left = divmod(number + 1, ACCUMULATION)
+            assert waits.sent == (done if left else max(0, done - 1)), "an outcome was read in its own step"
+    after = [engine.was_step_applied(), engine.skipped_steps, optimizer.overflow, repr(engine.get_global_grad_norm())]
+    steps = zero.utils.safe_get_full_optimizer_state(next(engine.module.parameters()), "step")
+    rates = [*scheduler.get_last_lr(), engine.global_steps, optimizer.loss_scale]
+    engine.destroy()
+    parameters = [param.detach().clone() for param in engine.module.parameters()]
+    return {"losses": losses, "told": sink.got, "after": (after, float(steps), rates), "parameters": parameters}
+
+
+def compare(given: dict[str, Any]) -> None:
+    with stand_in() as waits:
+        there = run(given, waits, rank=1 if dist.is_initialized() else 0)
+    here = run(given, None, rank=1 if dist.is_initialized() else 0)
+    assert here["after"][0][1] > 0, "no step was skipped"
+    assert there["told"] == here["told"]
+    assert there["after"] == here["after"]
+    for kind in ("losses", "parameters"):
+        assert all(map(torch.equal, there[kind], here[kind])), kind
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), *longer((0, "fp32"), (2, "fp16"), (3, "bf16"))])
+def test_one_rank(stage, precision):
+    compare(settings(stage, precision))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(3, "fp16"), *longer((0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "bf16"))]
+)
+def test_two_ranks(stage, precision):
+    compare(settings(stage, precision))
+
+
+@pytest.mark.parametrize(
+    ("section", "where"),
+    [
+        ({"alarm": {"norm": 3.0, "action": "skip"}}, "an outcome was read in its own step"),
+        *longer(({"reduce": "tree"}, "in optim/norm.py, exact_norm")),
+    ],
+)
+def test_where_the_host_decides_it_reads_at_once(section, where):
+    """So the counter counts. The numbers are those of a CPU all the same."""
+    given = settings(1, "bf16", zero=section)
+    with stand_in() as waits, pytest.raises(AssertionError, match=where):
+        run(given, waits)
+    with stand_in():
+        there = run(given, None)
+    here = run(given, None)
+    assert there["after"] == here["after"] and all(map(torch.equal, there["parameters"], here["parameters"]))
+
+
+@pytest.mark.ranks(2)
+def test_a_step_inside_gathered_parameters_is_refused_on_all_ranks():
+    """What the hosts must agree about, they tell each other past the device."""
+    with stand_in():
+        engine, *_ = zero.initialize(model=make_net(), config=settings(3, "fp32", accumulation=1))
+        engine.backward(engine(*share(0)))
+        refused = pytest.raises(RuntimeError, match=r"holds parameters open \(ranks 0, 1;")
+        with zero.GatheredParameters(engine.module.head.weight), refused:
+            engine.step()
+        engine.step()
+        assert engine.was_step_applied()
+        engine.destroy()
+
+
+def test_the_smallest_loss_scale_is_an_error_of_the_next_backward():
+    with stand_in():
+        smallest = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
+        engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", fp16=smallest, accumulation=1))
+        engine.backward(engine(*share(0)) * math.inf)
+        engine.step()
+        loss = engine(*share(1))
+        with pytest.raises(RuntimeError, match=r"already at minimum.*a gradient in unit '<root>' is not finite"):
+            engine.backward(loss)
+        engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_for_an_outcome_has_a_name():
+    """It lasts where another rank does not come, and the watchdog is to say what for."""
+    engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", accumulation=1))
+    status, seen = engine._sharded.mesh.watchdog.status, []
+    event = SimpleNamespace(synchronize=lambda: seen.append(status.waiting.collective.text))
+    with pytest.MonkeyPatch.context() as patch:  # the rank is that of later tests, too
+        patch.setattr("zero.optim.outcome.record_event", lambda device: event)
+        step(engine, 0)
+    assert seen == ["gradient norm"] and status.waiting is None
+    engine.destroy()
+
+
+def test_a_step_launches_kernels_for_units_and_not_for_parameters():
+    with stand_in() as waits:
+        engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", accumulation=1, zero={}))
+        step(engine, 0)
+        assert waits.launches == 2 * len(engine._sharded.trained) < len(list(engine.module.parameters()))
+        engine.destroy()
+
+
+def test_a_skipped_step_is_said_later_by_its_unit(caplog):
+    with stand_in():
+        engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", accumulation=1))
+        loss = engine(*share(0))
+        engine.backward(loss + engine.module.blocks[1].up.bias[0] * math.inf)
+        engine.step()
+        assert "skipped" not in caplog.text
+        assert not engine.was_step_applied() and engine.optimizer.overflow
+        assert "step skipped: a gradient in unit 'blocks.1' is not finite" in caplog.text
+        engine.destroy()
+
+
+@pytest.mark.long
+def test_the_last_step_is_told_at_the_end_of_a_program():
+    """Which neither asks for it nor destroys the engine."""
+    program = """
+from gpu_stand_in import stand_in
+from models import config, make_net, step
+import zero
+with stand_in():
+    engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, steps_per_print=1))
+    for number in range(2):
+        step(engine, number)
+    print("the last line of the script", flush=True)
+"""
+    folder = Path(__file__).resolve().parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, text=True, capture_output=True, check=True)
+    said = done.stdout + done.stderr
+    assert "step 1 |" in said and "step 2 |" in said

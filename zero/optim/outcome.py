@@ -1,0 +1,72 @@
+"""What comes of an optimizer step: its norm, its factor, the ranks' reports; computed where the gradients are.
+
+The device uses it without the host. To the host it is sent at once, and read when somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from zero.core.mesh import Mesh
+from zero.memory.streams import record_event
+from zero.optim.norm import Norm, RankReport, reports_of
+
+
+class Numbers(NamedTuple):
+    """An outcome on the host.
+
+    norm: of the averaged gradient, before clipping; factor: see `Outcome`; reports: of each global rank; bad: place of
+    the first trained unit with a gradient that is not finite on a rank; how many there are where nobody looked.
+    """
+
+    norm: float
+    factor: float
+    reports: dict[int, RankReport]
+    bad: int
+
+
+class Outcome:
+    """Of one step, alike on all ranks.
+
+    factor: fp64 [] on the units' device: what turns the summed gradients into those that the optimizer takes; NaN where
+            the step is to change nothing.
+    """
+
+    def __init__(self, norm: Norm, mean: float, limit: float, check: bool, mesh: Mesh) -> None:
+        """`mean` makes sums averages; clipping to `limit`, 0 for none; `check`: whether finite gradients are needed."""
+        value = norm.value * mean
+        self.factor = step_factor(value, mean, limit, check)
+        self._mesh = mesh
+        numbers = torch.cat([value.view(1), self.factor.view(1), norm.rows.flatten()])
+        self._sent = torch.empty_like(numbers, device="cpu", pin_memory=True) if numbers.is_cuda else numbers
+        if numbers.is_cuda:
+            self._sent.copy_(numbers, non_blocking=True)
+        self._arrived = record_event(numbers.device)
+        self._gathered = mesh.watchdog.status.last if mesh.data.size > 1 else None
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """On the host; waits for the device."""
+        if self._arrived is not None and self._gathered is not None:
+            self._mesh.watchdog.wait((), self._gathered, self._arrived.synchronize)  # on NCCL for other ranks, too
+        elif self._arrived is not None:
+            self._arrived.synchronize()
+        norm, factor, *flat = self._sent.tolist()
+        size = len(flat) // self._mesh.data.size
+        rows = [flat[start : start + size] for start in range(0, len(flat), size)]
+        return Numbers(norm, factor, reports_of(self._mesh, rows), min(int(row[1]) for row in rows))
+
+
+def step_factor(norm: torch.Tensor, mean: float, limit: float, check: bool) -> torch.Tensor:
+    """`mean` times what brings gradients of norm `norm`, fp64 [], to at most `limit`; see `Outcome`.
+
+    As torch.nn.utils.clip_grad_norm_: limit / (norm + 1e-6), never above 1, and 1 where `limit` is 0.
+    """
+    factor = torch.full_like(norm, mean)
+    if limit > 0.0:
+        clip = torch.full_like(norm, limit) / (norm + 1e-6)  # a number over a tensor would be rounded twice
+        factor = torch.where(clip < 1.0, mean * clip, factor)
+    return factor + (norm - norm) if check else factor  # inf - inf is NaN
