@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,18 +140,6 @@ def test_the_smallest_loss_scale_is_an_error_of_the_next_backward():
 
 
 @pytest.mark.ranks(2)
-def test_a_wait_for_an_outcome_has_a_name():
-    """It lasts where another rank does not come, and the watchdog is to say what for."""
-    engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", accumulation=1))
-    status, seen = engine._sharded.mesh.watchdog.status, []
-    event = SimpleNamespace(synchronize=lambda: seen.append(status.waiting.collective.text))
-    with pytest.MonkeyPatch.context() as patch:  # the rank is that of later tests, too
-        patch.setattr("zero.optim.outcome.record_event", lambda device: event)
-        step(engine, 0)
-    assert seen == ["gradient norm"] and status.waiting is None
-    engine.destroy()
-
-
 def test_a_step_launches_kernels_for_units_and_not_for_parameters():
     with stand_in() as waits:
         engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", accumulation=1, zero={}))

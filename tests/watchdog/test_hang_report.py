@@ -158,7 +158,7 @@ def gives_up(status: RankStatus, lost: bool = True) -> None:
 
     elsewhere = replace(waiting(0), waits="gather of unit '<root>'")
     store = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
-    HangDetector(status, store, (), 8.0, native=True)._look(time.monotonic())  # type: ignore[arg-type]
+    HangDetector(status, store, (), 8.0, device=None)._look(time.monotonic())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from zero.core.mesh import Axis, local_device
 from zero.core.tree import sum_tree
 from zero.kernels.bucket import sum_rows
-from zero.memory.streams import synchronize
 from zero.watchdog.rank_status import Collective
 from zero.watchdog.watchdog import Watchdog
 
@@ -158,11 +157,11 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     pending = Pending(axis.watchdog.began(tag, _sent(flat, axis)), axis.watchdog)
     if axis.native and pairwise:  # the backend's own reduction adds in an order of its own
         received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=axis.group, async_op=True)
+        work = dist.all_to_all_single(received, flat, group=axis.second or axis.group, async_op=True)
         return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pending, pairwise)
     if axis.native:
         own = torch.empty(numel, dtype=flat.dtype, device=flat.device)
-        work = _reduce_scatter(own, flat, group=axis.group, async_op=True)
+        work = _reduce_scatter(own, flat, group=axis.second or axis.group, async_op=True)
         return Inbox(flat, (own,), ((work,),), (), max(1, numel), pending)
     tag = _own_tag(tag, axis)
     flat = flat.cpu()  # no copy but for CUDA: gloo sends from host memory only
@@ -250,9 +249,7 @@ def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm"
     collective = axis.watchdog.begin(what, sent=_sent(out, axis))
     with axis.watchdog.sending(collective):
         work = _all_gather(out, values.contiguous(), group=axis.group, async_op=True)
-    # On NCCL that is where the host waits for the other ranks.
-    arrive = partial(synchronize, values.device) if axis.native and read else None
-    axis.watchdog.wait((work,), collective, arrive)
+    axis.watchdog.wait((work,), collective, on_host=read)
     return out.view(axis.size, -1)
 
 

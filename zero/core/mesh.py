@@ -11,15 +11,18 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from zero.log import log_once
+from zero.memory.streams import record_event
 from zero.plan.grid import Grid
 from zero.plan.sharding import Sharding
+from zero.watchdog.device_waits import DeviceWaits
 from zero.watchdog.hang_report import Phase
 from zero.watchdog.watchdog import Watchdog
 
@@ -35,7 +38,8 @@ class Axis:
     rank:  this process's place along it, of `size`;
     native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
     watchdog: watches its waits;
-    ranks: the global ranks along it, in order.
+    ranks: the global ranks along it, in order;
+    second: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers.
     """
 
     group: dist.ProcessGroup | None
@@ -44,6 +48,7 @@ class Axis:
     native: bool
     watchdog: Watchdog = field(default_factory=Watchdog)
     ranks: tuple[int, ...] = (0,)
+    second: dist.ProcessGroup | None = None
 
     @property
     def ordered(self) -> bool:
@@ -120,10 +125,17 @@ def make_mesh(
         return Mesh(data, point, data)
     if device.type != "cpu" and not native:
         log_once(logging.WARNING, slow_backend(device, backend))
-    watchdog.start(ranks, group, timeout, native)
+    watchdog.start(ranks, group, timeout, DeviceWaits(partial(record_event, device)) if native else None)
     try:
         watchdog.store.renumber(_agreed_number(data, shard_size, secondary_size))
-        shard, replica = _two(data, point, (shard_size or size) if sharding.optim else 1, timeout)
+        inner = (shard_size or size) if sharding.optim else 1
+        if native:  # NCCL's own time-out, which ends the process, is to come after our report
+            group.set_timeout(_time_limit(timeout))
+        # Where the default group is bound to a device, torch splits new communicators off its own, which all ranks do.
+        reduces = native and (group is dist.group.WORLD or dist.group.WORLD.bound_device_id is None)
+        if reduces and inner in (1, size):
+            data = replace(data, second=_group(data, [tuple(range(size))], timeout))
+        shard, replica = _two(data, point, inner, timeout, reduces)
         secondary, across = _two(data, point, secondary_size, timeout) if secondary_size > 1 else (None, None)
     except BaseException:
         watchdog.close()
@@ -145,7 +157,7 @@ def _agreed_number(data: Axis, shard_size: int, secondary_size: int) -> int:
         collective = watchdog.begin("comparison")
         with watchdog.sending(collective):
             work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=data.group, async_op=True)
-        watchdog.wait((work,), collective)
+        watchdog.wait((work,), collective, on_host=True)
         number, *most = highest.tolist()
         for (name, size), high, low in zip(sizes.items(), most, most[len(sizes) :], strict=False):
             if high != -low:
@@ -156,18 +168,27 @@ def _agreed_number(data: Axis, shard_size: int, secondary_size: int) -> int:
     return number
 
 
-def _two(data: Axis, point: Axis, inner: int, timeout: float) -> tuple[Axis, Axis]:
+def _two(data: Axis, point: Axis, inner: int, timeout: float, reduces: bool = False) -> tuple[Axis, Axis]:
     """The axis along `inner` consecutive ranks, and the one across such groups; makes process groups where needed."""
     if inner in (1, data.size):
         return (point, data) if inner == 1 else (data, point)
     grid = Grid(data.size, {"dp_replicate": data.size // inner, "dp_shard": inner})
-    return tuple(_subgroup(data, grid.lists(name), timeout) for name in ("dp_shard", "dp_replicate"))
+    return tuple(_subgroup(data, grid.lists(name), timeout, reduces) for name in ("dp_shard", "dp_replicate"))
 
 
-def _subgroup(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> Axis:
+def _subgroup(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float, reduces: bool) -> Axis:
     """The axis along the group of this rank among `lists`, places along `data`; collective over all of `data`."""
     (own,) = [places for places in lists if data.rank in places]
-    options = {"timeout": timedelta(seconds=min(timeout + MARGIN, MAX_TIMEOUT))}
+    group = _group(data, lists, timeout)
+    second = _group(data, lists, timeout) if reduces else None
+    ranks = tuple(data.ranks[place] for place in own)
+    return Axis(group, len(own), own.index(data.rank), data.native, data.watchdog, ranks, second)
+
+
+def _group(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> dist.ProcessGroup:
+    """A new group of this rank's places among `lists`; collective over all of `data`."""
+    (own,) = [places for places in lists if data.rank in places]
+    options = {"timeout": _time_limit(timeout)}
     if data.group is dist.group.WORLD:  # every rank makes every group, in one order
         made = {places: dist.new_group([data.ranks[place] for place in places], **options) for places in lists}
         group = made[own]
@@ -175,8 +196,11 @@ def _subgroup(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> A
         options |= {"backend": dist.get_backend_config(data.group), "use_local_synchronization": True}
         group = dist.new_group([data.ranks[place] for place in own], **options)
     data.watchdog.own(group)
-    ranks = tuple(data.ranks[place] for place in own)
-    return Axis(group, len(own), own.index(data.rank), data.native, data.watchdog, ranks)
+    return group
+
+
+def _time_limit(timeout: float) -> timedelta:
+    return timedelta(seconds=min(timeout + MARGIN, MAX_TIMEOUT))
 
 
 def mesh_of_one() -> Mesh:

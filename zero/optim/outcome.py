@@ -45,14 +45,11 @@ class Outcome:
         if numbers.is_cuda:
             self._sent.copy_(numbers, non_blocking=True)
         self._arrived = record_event(numbers.device)
-        self._gathered = mesh.watchdog.status.last if mesh.data.size > 1 else None
 
     @functools.cached_property
     def numbers(self) -> Numbers:
         """On the host; waits for the device."""
-        if self._arrived is not None and self._gathered is not None:
-            self._mesh.watchdog.wait((), self._gathered, self._arrived.synchronize)  # on NCCL for other ranks, too
-        elif self._arrived is not None:
+        if self._arrived is not None:
             self._arrived.synchronize()
         norm, factor, *flat = self._sent.tolist()
         size = len(flat) // self._mesh.data.size

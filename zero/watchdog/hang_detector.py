@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zero.log import logger
 from zero.watchdog import hang_report as report
+from zero.watchdog.device_waits import DeviceWaits
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 from zero.watchdog.status_store import STOPPED, StatusStore
 
@@ -42,7 +43,7 @@ class HangDetector(threading.Thread):
         store: StatusStore,
         groups: Sequence[dist.ProcessGroup],
         timeout: float,
-        native: bool,
+        device: DeviceWaits | None,
     ) -> None:
         super().__init__(name="zero-hang-detector", daemon=True)
         self.explained = threading.Event()  # a `status.gave_up` is there
@@ -51,7 +52,7 @@ class HangDetector(threading.Thread):
         self._groups = groups
         self._world = dist.group.WORLD
         self._timeout = timeout
-        self._native = native
+        self._device = device
         self._said: Waiting | None = None  # the wait that the last line was about
         self._next = 0.0  # time.monotonic() of the next line about it
         self._answers = 0.0  # time.monotonic() of the next answer to ranks that wait for this one
@@ -87,7 +88,7 @@ class HangDetector(threading.Thread):
             self._wake.clear()
 
     def _look(self, now: float) -> None:
-        status, failed, waiting = self._status, self._status.failed_wait, self._status.waiting
+        status, failed, waiting = self._status, self._status.failed_wait, self._waiting()
         if status.gave_up:
             # The connections are closed or worth nothing; whatever wait comes now is on the way out.
             if waiting is not None and now - waiting.since > SURE:
@@ -110,6 +111,11 @@ class HangDetector(threading.Thread):
                 self._give_up(waiting, f"{text}; {report.hang_report(view, waiting.collective.text)}")
             elif age >= SAYS:
                 self._say(waiting, age, now)
+
+    def _waiting(self) -> Waiting | None:
+        if self._device is not None:
+            self._status.waiting = self._device.look()
+        return self._status.waiting
 
     def _subject(self, waiting: Waiting, age: float) -> str:
         status = self._status
@@ -175,7 +181,7 @@ class HangDetector(threading.Thread):
         status = self._status
         error, failing = status.error, status.failing
         self._judge(text, waiting.collective)
-        if status.waiting is not waiting and status.failed_wait is None:
+        if self._waiting() is not waiting and status.failed_wait is None:
             # It has ended well in the last moment.
             status.error, status.failing, status.gave_up, status.missing = error, failing, "", ()
             self.explained.clear()
@@ -185,14 +191,21 @@ class HangDetector(threading.Thread):
     def _end_wait(self, waiting: Waiting) -> None:
         """Make the thread that is in this wait leave it, or the process end."""
         end = time.monotonic() + LEAVES
-        while self._status.waiting is waiting:
+        if self._device is not None:  # from another thread, as that may hang, too
+            threading.Thread(target=self._abort, name="zero-abort", daemon=True).start()
+        while self._waiting() is waiting:
             if time.monotonic() > end:
                 logger.error("%s; the process ends, for the wait cannot be ended", self._status.gave_up)
                 sys.stderr.flush()
                 os._exit(1)
-            if not self._native:
+            if self._device is None:
                 self._interrupt()
             time.sleep(0.1)
+
+    def _abort(self) -> None:
+        """Have NCCL end what the device does for these groups, so that its streams and who waits for them go on."""
+        for group in self._groups:
+            group.abort()
 
     def _interrupt(self) -> None:
         """Close the connections of this process, which ends whatever wait another thread is in.

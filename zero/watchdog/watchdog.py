@@ -19,6 +19,7 @@ from functools import partial
 import torch.distributed as dist
 
 from zero.errors import Parted
+from zero.watchdog.device_waits import DeviceWaits
 from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
 from zero.watchdog.hang_report import Phase, clipped
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
@@ -42,17 +43,21 @@ class Watchdog:
         self._counting = threading.Lock()
         self.store: StatusStore | None = None
         self._detector: HangDetector | None = None
+        self._device: DeviceWaits | None = None
         self._close: weakref.finalize | None = None
 
-    def start(self, ranks: tuple[int, ...], group: dist.ProcessGroup, timeout: float, native: bool) -> None:
+    def start(
+        self, ranks: tuple[int, ...], group: dist.ProcessGroup, timeout: float, device: DeviceWaits | None
+    ) -> None:
         """Watch the waits of this engine from now on.
 
-        ranks: the global ranks that share the engine, all of `group`; timeout: in seconds; native: a wait cannot be
-        ended from outside.
+        ranks: the global ranks that share the engine, all of `group`; timeout: in seconds; device: takes the waits
+        that end there and not in this process (NCCL's), which cannot be ended from here.
         """
+        self._device = device
         groups = self._groups = [group]
         self.store = StatusStore(self.status, ranks)
-        self._detector = HangDetector(self.status, self.store, groups, timeout, native)
+        self._detector = HangDetector(self.status, self.store, groups, timeout, self._device)
         for thread in (self.store, self._detector):
             thread.start()
         # The threads know `status` but not us, so that an engine nobody holds any more takes them along.
@@ -88,15 +93,21 @@ class Watchdog:
             self.order.append(collective.text)
         return collective
 
-    def wait(self, works: Iterable[dist.Work], collective: Collective, then: Callable[[], None] | None = None) -> None:
-        """Wait for the works and call `then`; RuntimeError that says who is missing when that fails or lasts."""
-        waiting = Waiting(collective, time.monotonic())
-        self.status.waiting = waiting
+    def wait(self, works: Iterable[dist.Work], collective: Collective, on_host: bool = False) -> None:
+        """Wait for the works; RuntimeError that says who is missing when that fails or lasts.
+
+        Where messages end on the device it is the current stream that waits; this thread, too, if `on_host`.
+        """
+        waiting, device = Waiting(collective, time.monotonic()), self._device
         try:
-            for work in works:
-                work.wait()
-            if then is not None:
-                then()
+            if device is None:
+                self.status.waiting = waiting
+                for work in works:
+                    work.wait()
+            else:
+                device.order(works, collective, on_host)
+                if self.broken:  # what was received is worth nothing
+                    raise RuntimeError(self.status.gave_up)
         except RuntimeError as error:
             raise self.explained(waiting, error) from error
         finally:

@@ -1,0 +1,202 @@
+"""A backend that behaves as NCCL does in what matters, between tensors on the stand-in for a GPU.
+
+- A call returns at once, and so does `wait()`: it orders the device's work, and the host knows nothing of the message.
+- Collectives of one communicator run one after the other; two communicators run beside each other.
+- Ranks that begin different ones on a communicator, or not all of them, never see them end.
+- Tensors that lie on the host, or whose elements lie apart, are refused. Messages carry no tags.
+
+Bytes travel by gloo, from a thread for each communicator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stand_in_device import StandIn
+
+NAME = "fakenccl"
+FOREVER = timedelta(days=1)
+UNKNOWN = {torch.int16, torch.uint16, torch.uint32, torch.complex64}  # dtypes that it does not send
+
+
+class FakeWork(dist.Work):
+    """One operation on its way. `ordered`: the device's stream waits for it; `done`: it has ended."""
+
+    def __init__(self, text: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.text, self.sources, self.targets = text, sources, targets
+        self.sent = [each.detach().clone() for each in sources]  # as it is in the order of the stream
+        self.received: Sequence[torch.Tensor] = ()
+        self.ordered = False
+        self.done = threading.Event()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Later work of the device comes after it."""
+        self.ordered = True
+        return True
+
+    def is_completed(self) -> bool:
+        """What a look at its event says."""
+        return self.done.is_set()
+
+    def land(self) -> None:
+        """See `stand_in_device.Message`."""
+        assert self.ordered, f"the device works on a buffer of the {self.text}, for which no stream waits"
+        self.done.wait()
+        for target, values in zip(self.targets, self.received, strict=False):
+            if target.untyped_storage().nbytes():  # else its memory was given back, in the order of the stream
+                target.data.view(-1).copy_(values.view(-1))
+
+
+class FakeEvent:
+    """Recorded in the device's stream: passed when all is there that the stream waits for."""
+
+    def __init__(self, device: StandIn) -> None:
+        self._works = [work for work in device.on_way if work.ordered]
+
+    def query(self) -> bool:
+        return all(work.done.is_set() for work in self._works)
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.done.wait()
+
+
+class FakeNccl(dist.ProcessGroup):
+    """A communicator. `begun`: texts of what was begun in it; `timeout`: what it was made with."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: StandIn) -> None:
+        super().__init__(rank, size)
+        self.timeout, self.begun = timeout, []
+        self._device, self._size, self._rank = device, size, rank
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, FOREVER)
+        self._works: queue.SimpleQueue = queue.SimpleQueue()
+        self._open: list[FakeWork] = []
+        self._aborted = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FakeWork:
+        return self._collective("all_gather", [input], [output], lambda rows: torch.cat(rows))
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FakeWork:
+        return self._collective("reduce_scatter", [input], [output], lambda rows: sum(self._slices(rows)))
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, *opts: Any) -> FakeWork:
+        return self._collective("all_to_all", [input], [output], lambda rows: torch.cat(self._slices(rows)))
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> FakeWork:
+        return self._collective(f"broadcast from {opts.rootRank}", tensors, tensors, lambda rows: rows[opts.rootRank])
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> FakeWork:
+        most = opts.reduceOp == dist.ReduceOp.MAX
+        how: Callable = (lambda rows: torch.stack(rows).amax(0)) if most else sum
+        return self._collective("all_reduce", tensors, tensors, how)
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> FakeWork:
+        return self._begin("send", tensors, [], lambda sent: self._gloo.send([sent], to, 0).wait())
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> FakeWork:
+        def receive(_: None) -> torch.Tensor:
+            values = torch.empty(tensors[0].shape, dtype=tensors[0].dtype)
+            self._gloo.recv([values], source, 0).wait()
+            return values
+
+        return self._begin("recv", [], tensors, receive)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._gloo.barrier()
+
+    def abort(self) -> None:
+        """End what is on its way, with nothing received."""
+        self._aborted = True
+        for work in self._open:
+            work.done.set()
+
+    def shutdown(self) -> None:
+        self._works.put(None)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _slices(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [row.chunk(self._size)[self._rank] for row in rows]
+
+    def _collective(self, name: str, sources: list, targets: list, how: Callable) -> FakeWork:
+        text = f"{name} of {sources[0].numel()} {sources[0].dtype}"
+
+        def exchange(sent: torch.Tensor) -> torch.Tensor | None:
+            mine = torch.tensor([zlib.crc32(text.encode())])
+            if len({int(each) for each in self._everyone(mine)}) > 1:
+                return None  # ranks have begun different ones
+            return how([row.view(sent.dtype) for row in self._everyone(sent.view(-1).view(torch.uint8))])
+
+        return self._begin(text, sources, targets, exchange)
+
+    def _everyone(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self._size)]
+        self._gloo.allgather([rows], [mine]).wait()
+        return rows
+
+    def _begin(self, text: str, sources: list, targets: list, exchange: Callable) -> FakeWork:
+        for tensor in (*sources, *targets):
+            if not self._device.holds(tensor):
+                raise RuntimeError("No backend type associated with device type cpu")
+            if not tensor.is_contiguous() or tensor.dtype in UNKNOWN:
+                raise ValueError(f"Tensors must be contiguous, and of a dtype that NCCL knows: {text}")
+            self._device.touch(tensor, any(tensor is each for each in targets))
+        self.begun.append(text)
+        work = FakeWork(text, sources, targets)
+        self._open.append(work)
+        self._device.on_way.append(work)
+        self._works.put((work, exchange))
+        return work
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the other rank is gone
+            while (next_one := self._works.get()) is not None:
+                work, exchange = next_one
+                received = exchange(*work.sent or [None])
+                if self._aborted or (received is None and work.targets):
+                    return  # nothing of this communicator will ever end
+                work.received = [received]
+                self._open.remove(work)
+                work.done.set()
+
+
+def on_fake_nccl(patch: pytest.MonkeyPatch) -> StandIn:
+    """A device to enter (`with`), whose ranks, those of the pool, talk over the fake, which our code takes for NCCL."""
+    device = StandIn()
+    patch.setattr("zero.core.mesh.backend_of", lambda group, there: "nccl")
+    patch.setattr("zero.core.mesh.record_event", lambda there: FakeEvent(device))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
+    dist.barrier()  # another rank may still be connecting to this one
+    dist.destroy_process_group()
+
+    def make(*args: Any) -> FakeNccl:
+        return FakeNccl(*args, device)
+
+    dist.Backend.register_backend(NAME, make, devices=["cpu"])
+    dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=90))
+    return device
