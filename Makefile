@@ -7,6 +7,7 @@
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
+# make gpu     what only a GPU can show, in parts: its kernels, the engine's tests on it, the benchmarks; PART names some
 # make clean   remove both environments and everything that was built
 
 PYTHON ?= python3
@@ -18,8 +19,9 @@ DEEPSPEED := deepspeed==0.19.8
 CONFIG ?= examples/gpt/zero3.json
 STEPS ?=
 ARGS ?=
+NVIDIA := $(shell nvidia-smi -L 2>/dev/null)
 # Processes to train with. Empty means all GPUs of this machine, which is what `zero run` does by itself.
-NPROC ?= $(if $(shell nvidia-smi -L 2>/dev/null),,2)
+NPROC ?= $(if $(NVIDIA),,2)
 
 # How many files of tests run side by side. One leaves a core of two idle whenever ranks wait for each other.
 WORKERS ?= 2
@@ -30,7 +32,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-long docs suites nodes report sanitize peers clean
+.PHONY: train test test-long docs suites nodes report sanitize gpu peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
@@ -67,6 +69,10 @@ report: $(STAMP)
 
 sanitize: $(STAMP)
 	$(VENV)/bin/python csrc/tests/sanitize.py $(ARGS)
+
+# Where there is a GPU, PYTHON is the one whose torch sees it, and nothing is installed. Elsewhere a stand-in is compiled.
+gpu: $(if $(NVIDIA),,$(STAMP))
+	$(if $(NVIDIA),$(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(PART) $(ARGS)
 
 # DeepSpeed has no place in .venv: it brings libraries of its own and builds C++ where it is first used (minutes), which
 # is done here, so that no benchmark is the first. Its sources need ninja on the PATH.

@@ -3,7 +3,8 @@
     python benchmarks/step.py --ranks 2 --dtype fp32
 
 Every rank holds all variants, each with its own copy of the same model, and all see the same data. In a round each
-variant takes its turn of --warmup and --repeat steps; the order rotates from round to round.
+variant takes its turn of --warmup and --repeat steps; the order rotates from round to round. With --gpu each rank has a
+GPU, and the time of a part ends when the GPU has done it; what all variants hold must fit on it at the same time.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Result(NamedTuple):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="time a training step of zero beside torch's own data parallelism")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each rank, over NCCL")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each variant")
     parser.add_argument("--repeat", type=int, default=3, help="timed steps in a turn")
@@ -70,15 +72,22 @@ def parse() -> argparse.Namespace:
 def one_step(variant: Variant, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[Times, float]:
     """Run a step that all ranks start together; returns its times and the loss, averaged over ranks."""
     dist.barrier()
-    marks = [time.perf_counter()]
+    marks = [now()]
     loss = variant.forward(*batch)
-    marks.append(time.perf_counter())
+    marks.append(now())
     variant.backward(loss)
-    marks.append(time.perf_counter())
+    marks.append(now())
     variant.step()
-    marks.append(time.perf_counter())
+    marks.append(now())
     parts = [after - before for before, after in pairwise(marks)]
     return Times(*slowest([marks[-1] - marks[0], *parts])), mean(loss)
+
+
+def now() -> float:
+    """Seconds, when what was asked of the GPU is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def mean(loss: torch.Tensor) -> float:
@@ -178,11 +187,11 @@ def ratio_table(results: dict[str, Result]) -> str:
 
 def main() -> None:
     args = parse()
-    results = run_ranks(worker, args.ranks, args)
-    first = next(iter(results.values()))
+    results = run_ranks(worker, args.ranks, args, gpu=args.gpu)
+    first, backend = next(iter(results.values())), "NCCL" if args.gpu else "gloo"
     print(machine_line())
     print(
-        f"\n{first.numel / 1e6:.1f}M parameters (Psi), {args.ranks} gloo ranks of 1 thread, batch {args.batch} x "
+        f"\n{first.numel / 1e6:.1f}M parameters (Psi), {args.ranks} {backend} ranks of 1 thread, batch {args.batch} x "
         f"{args.context} per rank, {args.dtype}; {args.rounds} rounds x {args.repeat} steps (+ {args.warmup} warm-up), "
         f"median [min-max]; last loss after {len(first.losses)} equal steps, "
         "off DDP: the most that the loss of any step differed\n"

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import zero
+from zero.core.mesh import local_device
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "gpt"))
 import model as gpt
@@ -46,7 +47,7 @@ class Setup:
         for name, buffer in made.named_buffers():
             # Rotary tables in fp32 would turn bf16 queries into fp32 ones, which attention refuses.
             setattr(made, name, buffer.to(self.dtype))
-        return made
+        return made.to(local_device())
 
     def data(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Token and target ids [batch, context]: counting by some stride, so that there is something to learn."""
@@ -54,6 +55,7 @@ class Setup:
         start = torch.randint(self.vocab, (self.batch, 1), generator=generator)
         stride = torch.randint(1, 9, (self.batch, 1), generator=generator)
         tokens = (start + stride * torch.arange(self.context + 1)) % self.vocab
+        tokens = tokens.to(local_device())
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     @property
@@ -176,7 +178,7 @@ class FSDP2(Torch):
     def wrap(self, setup: Setup) -> nn.Module:
         self.note = "fp32 masters and moments, fp32 reduction" if setup.bf16 else ""
         model = setup.model()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(local_device().type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if setup.bf16 else {})}
         for block in model.blocks:

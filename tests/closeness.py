@@ -21,7 +21,7 @@ def pairs(found: Values, exact: Values) -> list[tuple[torch.Tensor, torch.Tensor
     """Both in fp64, side by side; of mappings the keys of `exact`."""
     if isinstance(exact, Mapping):
         found, exact = [found[name] for name in exact], exact.values()
-    sides = ([torch.as_tensor(value, dtype=torch.float64) for value in side] for side in (found, exact))
+    sides = ([torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in side] for side in (found, exact))
     return [pair for pair in zip(*sides, strict=True) if pair[1].numel()]
 
 
@@ -52,7 +52,7 @@ def twice(train: Callable[[], T]) -> list[T]:
     def nudge(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for grad in (param.grad for group in optimizer.param_groups for param in group["params"]):
             if grad is not None and grad.numel():
-                way = torch.randint(2, grad.shape, generator=generator) * 2 - 1
+                way = torch.randint(2, grad.shape, generator=generator).to(grad.device) * 2 - 1
                 grad += way * (grad != 0) * ulps(1, [grad])
 
     found = [train()]

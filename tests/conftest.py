@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from device import feed
 from hypothesis import HealthCheck, settings
 from launching import Launchers
 from ranks import Pool
@@ -65,6 +66,7 @@ def skip_all_without(asked: str, cpuinfo: str) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STDERR] = os.dup(2)  # as it is before pytest puts files in its place
+    feed()
     told = Path("/proc/cpuinfo")
     skip_all_without(os.environ.get("ATEN_CPU_CAPABILITY", ""), told.read_text() if told.exists() else "")
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device import moved
 from torch import nn
+
+from zero.core.mesh import local_device
 
 WIDTH = 12
 WIDE = 48  # two matrices of a block have 4656 elements then, enough for moments in bf16 or 8bit
@@ -56,10 +59,10 @@ def batch(step: int, size: int, vocabulary: int = 17) -> tuple[torch.Tensor, tor
 
 
 def share(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's two samples of the global batch of micro-step `number`; all of it where there are no ranks."""
+    """This rank's two samples of the global batch of micro-step `number`, on its device; all without ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tokens, targets = batch(number, 2 * world)
-    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
+    return moved((tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]), local_device())
 
 
 def step(engine: Any, number: int) -> torch.Tensor:

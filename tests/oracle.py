@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from closeness import allowed, error, twice
+from device import moved
 from models import batch, make_net
 from torch import nn
+
+from zero.core.mesh import local_device
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -70,7 +73,7 @@ class Autocast(nn.Module):
         self.dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(next(self.module.parameters()).device.type, self.dtype):
             return self.module(*args, **kwargs)
 
 
@@ -79,11 +82,13 @@ def train(training: Training, precision: str) -> Trained:
 
     Gradients are added up in the masters' dtype, ranks first, then micro-batches, then divided; none counts as zero.
     """
-    masters = training.build().to(torch.float64 if precision == "fp64" else torch.float32)
+    masters = training.build().to(device := local_device(), torch.float64 if precision == "fp64" else torch.float32)
     model = masters
     if precision in LOW:
-        model = training.build().to(LOW[precision])
+        model = training.build().to(device, LOW[precision])
     called = Autocast(model, LOW[precision.split()[1]]) if precision.startswith("autocast") else model
+    if device.type != "cpu":
+        called.register_forward_pre_hook(lambda _, *inputs: moved(inputs, device), with_kwargs=True)
     pairs = [pair for pair in zip(masters.parameters(), model.parameters(), strict=True) if pair[0].requires_grad]
     optimizer, scale = training.optimizer(masters), training.scale if "fp16" in precision else 1.0
     losses: list[list[float]] = []
@@ -112,7 +117,7 @@ def train(training: Training, precision: str) -> Trained:
             for master, param in pairs:
                 if param is not master:
                     param.copy_(master)
-    return Trained(losses, {name: param.detach() for name, param in model.named_parameters()})
+    return Trained(losses, {name: param.detach().cpu() for name, param in model.named_parameters()})
 
 
 @functools.cache

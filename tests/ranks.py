@@ -35,8 +35,10 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
+    from device import feed, on_host
 
     torch.set_num_threads(1)
+    feed()
     install_importhook(get_config())  # so that an assertion on a rank shows its values
     while True:
         try:
@@ -52,7 +54,7 @@ def _serve(connection: Connection) -> None:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             torch.manual_seed(0)
             result = getattr(importlib.import_module(module), name)(*args, **kwargs)
-            connection.send((True, result))
+            connection.send((True, on_host(result)))
         except BaseException:
             reply = traceback.format_exc()
             _leave()  # first, so that ranks that wait for this one see it go

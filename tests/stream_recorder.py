@@ -37,7 +37,8 @@ from zero.memory.streams import Streams
 
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 WORKERS = "zero-"  # begins the names of threads that work beside the loop
-PASSED_ON = {"streams.py", "watchdog.py", "comm.py", "pending_update.py", "device_waits.py", "hang_detector.py"}  # a wait in these is their caller's
+# A wait in these is their caller's.
+PASSED_ON = {"streams.py", "watchdog.py", "comm.py", "pending_update.py", "device_waits.py", "hang_detector.py"}
 PRODUCT = str(Path(zero.core.comm.__file__).parents[1])
 
 

@@ -47,6 +47,18 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}")
 
 
+def build_device(folder: Path) -> None:
+    """Compile device.cpp into ``folder``/device.so; raises RuntimeError with the compiler's words."""
+    import torch
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = [f"-isystem{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    flags += ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", abi]
+    source, target = str(HERE / "device.cpp"), str(folder / "device.so")
+    _run([*(compiler() or ["c++"]), *flags, source, "-o", target, "-lc10", "-ltorch_cpu"])
+
+
 def build(folder: Path) -> ModuleType:
     """Compile into ``folder`` and return the module; raises RuntimeError with the compiler's words."""
     import pybind11

@@ -1,0 +1,97 @@
+"""The promise of `make gpu`: every part runs whatever others found, all of it is JSON, and a second call goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu.py"
+TWO_TESTS = """
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def test_one():
+    with (HERE / "ran").open("a") as file:
+        file.write("one ")
+
+def test_two():
+    with (HERE / "ran").open("a") as file:
+        file.write("two ")
+    assert (HERE / "mended").exists(), "not mended"
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """benchmarks/gpu.py with small parts, where torch sees no GPU."""
+    spec = importlib.util.spec_from_file_location("gpu", SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "test_two.py").write_text(TWO_TESTS)
+    two_tests = f"{module.PYTEST} -c /dev/null --rootdir {tmp_path} {tmp_path}/test_two.py"
+    parts = {
+        "dies": module.Part("", None, "-c 'import os; os.abort()'"),
+        "tests": module.Part("", None, two_tests),
+        "table": module.Part("", None, "-c 'print(\"|  | ms |\\n|--|----|\\n| one step | 3 |\")'"),
+        "nothing": module.Part("", "-c 1", None, "it needs a GPU"),
+        "absent": module.Part("", None, "-c 1", needs="a-program-that-is-nowhere"),
+    }
+    monkeypatch.setattr(module, "PARTS", parts)
+    monkeypatch.setattr(module, "device", lambda: "")
+    return module
+
+
+def call(gpu: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--folder", str(folder), *arguments])
+    return gpu.main()
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+
+
+def test_parts(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "found"
+    assert call(gpu, folder, monkeypatch, "--list") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(gpu.PARTS)
+
+    assert call(gpu, folder, monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("torch sees no GPU: the parts run on a stand-in")
+    assert "failed: test_two.py::test_two" in said and "needs a GPU" in said and "nowhere is not installed" in said
+    found = lines(folder)
+    statuses = [line["status"] for line in found if "status" in line]
+    assert statuses == ["failed", "failed", "passed", "skipped", "skipped"]
+    outcomes = {line["test"]: line["outcome"] for line in found if "test" in line}
+    assert outcomes == {"test_two.py::test_one": "passed", "test_two.py::test_two": "failed"}
+    assert any("not mended" in line.get("text", "") for line in found)
+    assert [line["row"] for line in found if "row" in line] == [{"": "one step", "ms": "3"}]
+
+    (tmp_path / "mended").touch()
+    assert call(gpu, folder, monkeypatch, "tests", "table", "nothing") == 0
+    assert (tmp_path / "ran").read_text() == "one two two "
+    assert "table: passed before" in capsys.readouterr().out
+    assert lines(folder)[-1]["passed"] == 2 and "failed" not in lines(folder)[-1]
+
+    assert call(gpu, folder, monkeypatch, "table", "--again") == 0
+    assert [line["row"] for line in lines(folder) if "row" in line] == [{"": "one step", "ms": "3"}]
+    assert {line["part"] for line in lines(folder)} == set(gpu.PARTS)
+
+
+def test_a_part_whose_time_is_over_is_ended(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.PARTS, "dies", gpu.Part("", None, "-c 'import time; time.sleep(3600)'"))
+    monkeypatch.setattr(gpu, "SECONDS", 0.5)
+    assert call(gpu, tmp_path / "found", monkeypatch, "dies", "nothing") == 1
+    assert [line["status"] for line in lines(tmp_path / "found")] == ["cut", "skipped"]
+
+
+def test_a_part_that_is_not_there(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        call(gpu, tmp_path, monkeypatch, "kernel")
