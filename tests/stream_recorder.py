@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 import zero.core.comm
 import zero.core.mesh
 import zero.memory.streams
-from zero.kernels import native
+import zero.optim.norm
+from zero.kernels import cuda, native
 from zero.kernels.aio import Aio, Request
 from zero.memory.host_gradients import StagingBuffers
 from zero.memory.pinned_arena import PinnedArena
@@ -315,6 +316,17 @@ class Recorder(TorchDispatchMode):
             self._hosts.add(self._buffer(place))
             return place
 
+        def read(tensor: torch.Tensor, tolist: Any = torch.Tensor.tolist) -> Any:
+            by = site()
+            if by == "outcome.numbers":  # what was sent to the host: reading it waits for nothing
+                self.note(Launch(thread_name(), None, f"tolist ({by})", tuple(filter(None, (self._span(tensor),)))))
+            else:
+                self.launch("tolist", [tensor], [], blocks=True)
+            return tolist(tensor)
+
+        def squares(part: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(part.double().square().sum())
+
         def waited(request: Request, wait: Any = Request.wait) -> None:
             wait(request)
             request.end.synchronize()
@@ -326,7 +338,10 @@ class Recorder(TorchDispatchMode):
             patch.setattr(zero.memory.streams, "streams_of", lambda device: self)
             patch.setattr(native, "_find", lambda name: (None, None))
             native.load.cache_clear()
+            patch.setattr(cuda, "reads_wait", lambda device: True)
+            patch.setattr(zero.optim.norm, "sum_squares_into", squares)
             in_place(torch.Tensor, "record_stream", keep)
+            in_place(torch.Tensor, "tolist", read)
             in_place(PinnedArena, "__init__", arena)
             in_place(StagingBuffers, "reserve", reserve)
             in_place(Request, "wait", waited)

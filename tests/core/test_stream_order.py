@@ -22,12 +22,11 @@ from stream_recorder import Recorder
 import zero
 from zero.memory.streams import Streams
 
-NORM = "norm.global_norm (host)"
+NORM = "outcome.numbers (host)"
 # Waits that something else makes needless where the host is in no hurry; without both, there must be a race.
 BEHIND = [set(), {NORM}, {NORM, "master_sync.wait_copies (host)"}]
 REDUNDANT = {
-    NORM: "the read of the numbers would wait as well, but the watchdog could not name the ranks that are missing",
-    "norm.exact_norm (host)": "the same",
+    "norm.exact_norm (host)": "the read of the numbers would wait as well, but the watchdog could not name the ranks",
 }
 
 
