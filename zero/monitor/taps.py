@@ -60,9 +60,9 @@ class Taps:
             return call
 
         def waited(wait: Callable[..., None]) -> Callable[..., None]:
-            def call(works: Sequence[Any], collective: Collective, *then: Any) -> None:
+            def call(works: Sequence[Any], collective: Collective, **more: Any) -> None:
                 start = now(clock)
-                wait(works, collective, *then)
+                wait(works, collective, **more)
                 told(collective, getattr(collective, "at", start), start, now(clock))
 
             return call
