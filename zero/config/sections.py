@@ -199,6 +199,10 @@ class Zero(Section):
     reduce: choice("ranks", "tree") = "ranks"
     """How gradients are added up: in the order of ranks, or in a fixed binary tree over the micro-batches of one
     optimizer step, which gives the same bits at every world size and takes a power of two of micro-batches."""
+    prefetch: choice("elements", "time") = "elements"
+    """How far ahead parameters are gathered at stage 3: as far as zero_optimization.stage3_prefetch_bucket_size and
+    stage3_max_live_parameters allow, or within these no further than gathers take, by the times of the first two
+    micro-batches."""
     timeout: Seconds = 600.0
     """Seconds that a rank waits for another before the job ends with a report of who waits for what."""
     check_order: Bool = False

@@ -15,6 +15,7 @@ from zero.core.state import State
 from zero.core.tensors import tensors_in
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
+from zero.plan.in_time import LearntUse, UnitSeconds, asked_until
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
 
 
@@ -70,12 +71,18 @@ class Use:
 
 
 class Forecast:
-    """The uses of the last step, which foretell those of this one."""
+    """The uses of the last step, which foretell those of this one.
+
+    uses: of this step.
+    """
 
     def __init__(self) -> None:
-        self._order: tuple[int, ...] = ()  # of the last step, by index of the unit
+        self.uses: list[LearntUse] = []
+        self._learnt: list[LearntUse] = []  # the uses of the last step
+        self._order: tuple[int, ...] = ()  # their units
+        self._seconds: Sequence[UnitSeconds] = ()  # of each unit, where gathers come in time
+        self._until: Sequence[int] = ()  # for each, how far in the order gathers are asked for while it computes
         self._position: Position = START  # how far in it this step is
-        self._uses: list[int] = []  # of this step
         self._resume: Position = START  # where a forward without gradients has interrupted a step
 
     @property
@@ -83,15 +90,25 @@ class Forecast:
         """The uses that are expected next."""
         return to_come(self._order, self._position)
 
-    def used(self, index: int, part_of_step: bool) -> None:
-        """A unit was used; in an evaluation, that is not `part_of_step`."""
+    @property
+    def due(self) -> Sequence[int]:
+        """Those of them that are to be gathered while the last one computes, as far as that is known."""
+        at = self._position.index
+        return self.coming[: self._until[at - 1] - at] if self._until else self.coming
+
+    def gather_in_time(self, seconds: Sequence[UnitSeconds]) -> None:
+        """From now on only what gathers take is due; `seconds` of each unit, alike on all ranks."""
+        self._seconds, self._until = seconds, asked_until(self._learnt, seconds)
+
+    def used(self, index: int, gathered: bool) -> None:
+        """A unit was used, and was gathered for it, or kept; in an evaluation, that is no part of a step."""
         self._position = advance(self._order, self._position, index)
-        if part_of_step:
-            self._uses.append(index)
+        if torch.is_grad_enabled() or in_backward():
+            self.uses.append(LearntUse(index, in_backward(), gathered))
 
     def interrupt(self) -> None:
         """A forward without gradients begins."""
-        self._resume = self._position if self._uses else START
+        self._resume = self._position if self.uses else START
         self._position = START
 
     def resume(self) -> None:
@@ -100,9 +117,10 @@ class Forecast:
 
     def end_step(self, learn: bool) -> None:
         """A backward has ended; after one that raised there is nothing to `learn`."""
-        if learn and self._uses:
-            self._order = tuple(self._uses)
-        self._uses = []
+        if learn and self.uses and self.uses != self._learnt:
+            self._learnt, self._order = self.uses, tuple(use.unit for use in self.uses)
+            self._until = asked_until(self._learnt, self._seconds) if self._seconds else ()
+        self.uses = []
         self._position = self._resume = START
 
 
@@ -150,7 +168,8 @@ class ParamPrefetcher:
     A use counts once from its gather to its release. The uses of the last step are the forecast for this
     one: after each, units expected next are gathered too, so that they travel while one computes.
 
-    backwards: how many backwards have ended: the number of the one that runs.
+    backwards: how many backwards have ended: the number of the one that runs;
+    forecast:  what is expected to be used next.
     """
 
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
@@ -159,7 +178,7 @@ class ParamPrefetcher:
         self._uses = [Use(unit) for unit in units]
         self._sizes = [sum(spec.numel for spec in unit.plan.params) for unit in units]
         self._limits = limits
-        self._forecast = Forecast()
+        self.forecast = Forecast()
         self._disk = DiskPrefetcher(units, limits)
         self._calls: list[Call] = []  # hooked modules that are in their forward, the innermost last
         self._methods: list[Call] = []  # methods that run as a forward does, outside of any; likewise
@@ -208,7 +227,7 @@ class ParamPrefetcher:
         if not torch.is_grad_enabled() and not self._calls:
             # What was gathered ahead for a backward that will not come goes.
             self.release_all()
-            self._forecast.resume()
+            self.forecast.resume()
 
     def ensure_gathered(self, unit: Unit) -> bool:
         """Make a unit readable for the innermost module or method that runs; False if there is none."""
@@ -225,11 +244,12 @@ class ParamPrefetcher:
         # The end of a reader's block may have released one that is used.
         fresh = [unit for unit in units if not self._uses[unit.index].live or unit.state is State.SHARDED]
         for unit in fresh:
-            unit.gather()  # may refuse, and has not been used then
             use = self._uses[unit.index]
+            gathered = use.phase is Phase.PREFETCHED or unit.state is State.SHARDED
+            unit.gather()  # may refuse, and has not been used then
             use.phase, use.left = Phase.LIVE, None
             self._disk.gathered(unit)
-            self._forecast.used(unit.index, torch.is_grad_enabled() or in_backward())
+            self.forecast.used(unit.index, gathered)
         for unit in units:
             unit.wait()
         if fresh:
@@ -276,7 +296,7 @@ class ParamPrefetcher:
             use.left = use.reached = None
             if use.unit.gradients is None:  # others when their values change
                 use.unit.buffer.forget_graph()
-        self._forecast.end_step(learn=True)
+        self.forecast.end_step(learn=True)
 
     def release_all(self, keep_if_referenced: bool = True) -> None:
         """Release every unit that no module holds open; the argument as in `Unit.release`."""
@@ -293,13 +313,13 @@ class ParamPrefetcher:
         self.backwards += 1
         for use in self._uses:
             use.depth, use.left = 0, None
-        self._forecast.end_step(learn=False)
+        self.forecast.end_step(learn=False)
         self.release_all(keep_if_referenced=False)
 
     def _begin_forward(self) -> None:
         self._end_returned(lambda for_backward: not for_backward)
         if not torch.is_grad_enabled():
-            self._forecast.interrupt()
+            self.forecast.interrupt()
 
     def _close(self, call: Call) -> None:
         readers = self._calls if call in self._calls else self._methods
@@ -312,7 +332,7 @@ class ParamPrefetcher:
         graph = torch.is_grad_enabled()
         use.over()
         # The last unit of the forward is often the first of the backward: it is kept then, with others that are near.
-        if graph and used_again(self._forecast.coming, self._sizes, self._limits, use.unit.index):
+        if graph and used_again(self.forecast.coming, self._sizes, self._limits, use.unit.index):
             use.unit.conceal()
         else:
             use.unit.release(keep_if_referenced=not graph)
@@ -323,8 +343,8 @@ class ParamPrefetcher:
             self.units[index].gather(deferred=True)  # of those whose update has ended since
         in_use = {unit.index for unit in used} | {index for index, use in enumerate(self._uses) if use.depth}
         full = {unit.index for unit in self.units if unit.state in (State.FULL, State.CONCEALED)} - in_use
-        coming = self._forecast.coming
-        chosen = fetched_ahead(coming, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
+        coming, due = self.forecast.coming, self.forecast.due
+        chosen = fetched_ahead(due, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
         for unit in (self.units[index] for index in chosen):
             # What is not read yet is left to a later moment. An update that runs is no reason to leave a unit: which
             # one still does is not alike on all ranks, and what one rank begins to gather the others must, too.

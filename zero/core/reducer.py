@@ -127,7 +127,7 @@ class Reducer:
         self.rounds += 1
         self.leaf = self.leaf._replace(backward=self.leaf.backward + 1)
         self._prefetcher.end_of_backward()
-        for call in self.on_flush:
+        for call in [*self.on_flush]:  # one may end itself
             call()
 
     def end_micro_batch(self, last: bool) -> None:

@@ -49,6 +49,7 @@ from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
 from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
+from zero.monitor.use_times import UseTimes
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.recompute.modules import Recomputing
@@ -84,6 +85,8 @@ class TrainingStep:
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
+        if config.zero.prefetch == "time" and any(unit.cut for unit in sharded.units):
+            UseTimes(sharded)
         self.reality = _reality(config, sharded, optimizer)
         self._sharded = sharded
         self._optimizer = optimizer
