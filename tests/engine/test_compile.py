@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -14,12 +15,22 @@ from torch._dynamo.utils import counters
 import zero
 
 BLOCKS = 10  # more than dynamo recompiles one function for
+HOST = {"device": "cpu"}
+WITH: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "recomputation": {"zero": {"recompute": {"modules": ["Block"]}}},
+    "selective recomputation": {"zero": {"recompute": {"modules": ["Block"], "policy": "selective"}}},
+    "optimizer on the host": {"zero_optimization": {"offload_optimizer": HOST}},
+    "all on the host": {"zero_optimization": {"offload_optimizer": HOST, "offload_param": HOST}},
+    "accumulation": {"accumulation": 2},
+}
 
 
-def trained(stage: int, backend: str | None, dtype: str = "fp32") -> dict[str, Any]:
+def trained(stage: int, backend: str | None, dtype: str = "fp32", more: str = "nothing") -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
-    settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"})
+    settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"}, **WITH[more])
+    settings["zero_optimization"]["stage"] = stage
     engine = zero.initialize(model=make_net(blocks=BLOCKS), config=settings)[0]
     if backend:
         engine.compile(backend=backend)
@@ -46,13 +57,21 @@ def trained(stage: int, backend: str | None, dtype: str = "fp32") -> dict[str, A
     }
 
 
-def both(stage: int, backend: str, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return trained(stage, None, dtype), trained(stage, backend, dtype)
+def both(stage: int, backend: str, dtype: str, more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return trained(stage, None, dtype, more), trained(stage, backend, dtype, more)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16"), *longer((0, "fp32"), (2, "bf16"), (3, "fp32"))])
-def test_compiled_blocks_give_the_same_bits(pool, stage, dtype):
-    for eager, compiled in pool.run(2, both, stage, "aot_eager", dtype):
+CASES = [
+    *((1, "fp32", "nothing"), (3, "bf16", "nothing")),
+    *longer((0, "fp32", "nothing"), (2, "bf16", "nothing"), (3, "fp32", "nothing")),
+    *longer((3, "fp32", "recomputation"), (1, "fp32", "selective recomputation"), (3, "bf16", "accumulation")),
+    *longer((2, "bf16", "optimizer on the host"), (3, "bf16", "all on the host")),
+]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "more"), CASES)
+def test_compiled_blocks_give_the_same_bits(pool, stage, dtype, more):
+    for eager, compiled in pool.run(2, both, stage, "aot_eager", dtype, more):
         assert compiled["losses"] == eager["losses"]
         assert all(torch.equal(value, compiled["params"][name]) for name, value in eager["params"].items())
         assert compiled["graphs"][1] >= 1
@@ -81,3 +100,13 @@ def test_an_engine_that_the_user_compiles_gives_the_same_bits():
         found.append(losses)
     plain, compiled = found
     assert compiled == plain
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+@pytest.mark.ranks(2)
+def test_inductor_gives_the_numbers_of_plain_blocks():
+    eager, compiled = both(3, "inductor", "fp32", "recomputation")
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert compiled["graphs"][1:] == [compiled["graphs"][1]] * 3
+    assert compiled["breaks"] == 0
