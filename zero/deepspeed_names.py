@@ -28,7 +28,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.OnDevice": "zero.Init, or torch.device as a context",
     "deepspeed.DeepSpeedHybridEngine": "engine.generate",
     "deepspeed.runtime.zero.MiCS_Init": "`mics_shard_size` of the JSON; deepspeed.zero.Init does for it",
-    "deepspeed.runtime.zero.unwrap_model_for_generation": "engine.generate",
+    "deepspeed.runtime.zero.unwrap_model_for_generation": "engine.gathered_for_generation()",
     "deepspeed.runtime.zero.TiledLinearReturnBias": "deepspeed.zero.TiledLinear",
     "deepspeed.ops.aio.AsyncIOHandle": "`offload_param` and `offload_optimizer` with device nvme",
     "deepspeed.launcher.runner.main": "the command `zero run`",

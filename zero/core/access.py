@@ -87,12 +87,20 @@ class GatheredParameters:
         for unit in self._units:
             if not unit.fetch():
                 break
-        for unit in self._units:
-            unit.gather()  # may refuse; then nobody holds it
-            unit.holds += 1
-        for unit in self._units:
-            unit.wait()
-            unit.take_writes()  # whoever wrote before the block did so by other rules
+        held = 0
+        try:
+            for unit in self._units:
+                unit.gather()  # may refuse, and memory may end
+                unit.holds, held = unit.holds + 1, held + 1
+            for unit in self._units:
+                unit.wait()
+                unit.take_writes()  # whoever wrote before the block did so by other rules
+        except BaseException:
+            for unit, was_full in zip(self._units[:held], self._were_full, strict=False):
+                unit.holds -= 1
+                if not was_full:
+                    unit.release()
+            raise
         self._versions = [owner.param._version for owner in self._owners]
         self._references = [unit.buffer.references() for unit in self._units]
         if self._modifier_rank is not None:

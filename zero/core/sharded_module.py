@@ -85,6 +85,11 @@ class ShardedModule:
         """Of all our hooks on modules."""
         return [handle for handles in self._handles.values() for handle in handles]
 
+    @property
+    def hooked(self) -> list[nn.Module]:
+        """The modules with hooks of ours."""
+        return list(self._handles)
+
     def unhook(self, modules: Iterable[nn.Module]) -> None:
         """Take the hooks off modules that are called only from inside of one that keeps its hooks."""
         for module in modules:
@@ -174,7 +179,7 @@ class ShardedModule:
 
     def dissolve(self, broken: bool = False) -> None:
         """Undo the wrapping: hooks off, every parameter whole and on its own; collective, unless it is `broken`."""
-        self.unhook(list(self._handles))
+        self.unhook(self.hooked)
         unguard(self.module)
         self.reducer.detach()
         for unit in self.units:

@@ -97,6 +97,7 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     forward = _method_of("_training", TrainingStep.forward)
     generate = _method_of("_training", TrainingStep.generate)
+    gathered_for_generation = _method_of("_training", TrainingStep.gathered_for_generation)
     backward = _method_of("_training", TrainingStep.backward)
     scale = _method_of("_training", TrainingStep.scale)
     zero_grad = _method_of("_training", TrainingStep.zero_grad)
@@ -117,6 +118,7 @@ class Engine(DeepSpeedGetters, nn.Module):
 
     module_state_dict = _method_of("_weights", Weights.module_state_dict)
     load_module_state_dict = _method_of("_weights", Weights.load_module_state_dict)
+    stream_weights = _method_of("_weights", Weights.stream_weights)
     save_16bit_model = _method_of("_weights", Weights.save_16bit_model)
     save_fp16_model = _method_of("_weights", Weights.save_fp16_model)
     save_pretrained = _method_of("_weights", Weights.save_pretrained)

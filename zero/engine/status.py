@@ -11,6 +11,7 @@ class Status:
     step_applied: whether the last step changed parameters. not_finite: steps of this engine with a loss of inf or NaN.
     half_updated: why the weights are those of no step; only `destroy()` is left then.
     half_loaded: the same after a load that was broken off; another load repairs it.
+    generating: inside `gathered_for_generation`.
     """
 
     def __init__(self, optimizer: ZeroOptimizer | None) -> None:
@@ -19,7 +20,7 @@ class Status:
         self.not_finite = 0
         self.half_updated: str | None = None
         self.half_loaded: str | None = None
-        self.destroyed = False
+        self.destroyed = self.generating = False
         self._optimizer = optimizer
 
     def check(self, loading: bool = False) -> None:

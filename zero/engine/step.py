@@ -27,7 +27,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero.config import Config
+from zero.core.access import GatheredParameters
 from zero.core.hooks import as_forward
 from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
@@ -120,9 +121,40 @@ class TrainingStep:
         method = getattr(module, "generate", None)
         if method is None:
             raise AttributeError(f"the module of this engine, a {type(module).__name__}, has no method 'generate'")
-        if self._sharded.mesh.data.size > 1 and self._sharded.sharding.params and _knows_synced_gpus(module, method):
+        cut = self._sharded.sharding.params and not self._status.generating
+        if self._sharded.mesh.data.size > 1 and cut and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
         return self._run(functools.partial(as_forward, module, method), inputs, kwargs)
+
+    @contextlib.contextmanager
+    def gathered_for_generation(self) -> Iterator[nn.Module]:
+        """Inside, all parameters are whole and no hook of ours is on the module, which it gives: a plain one then.
+
+        For `generate`, which reads all parameters for each token: they are gathered once. Each rank may then call the
+        module as often as it likes. A collective on entering and on leaving. There must be room for the whole model on
+        each device. Blocks may be nested; the outermost gathers and releases, with an exception, too. Parameters are
+        only read: a change raises RuntimeError on leaving, as in `GatheredParameters`. So does `step()` inside, and
+        entering from inside a forward or a backward.
+        """
+        self._status.check()
+        sharded, status = self._sharded, self._status
+        if status.generating:
+            yield sharded.module
+            return
+        if sharded.prefetcher.inside:
+            raise RuntimeError(
+                "gathered_for_generation() inside a forward or a backward of the model; call it between them"
+            )
+        with GatheredParameters(sharded.module.parameters()):
+            hooked = sharded.hooked
+            sharded.unhook(hooked)
+            status.generating = True
+            try:
+                yield sharded.module
+            finally:
+                status.generating = False
+                if not status.destroyed:
+                    sharded.hook(hooked)
 
     def backward(
         self,
@@ -170,6 +202,11 @@ class TrainingStep:
     def step(self, scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
         """See `Engine.step`."""
         self._status.check()
+        if self._status.generating:
+            raise RuntimeError(
+                "step() inside engine.gathered_for_generation(), which holds all parameters whole; call it after the "
+                "block has ended"
+            )
         self._sharded.check_parameters()
         if self._optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,16 @@ from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.engine.status import Status
-from zero.engine.streaming import stream_model
+from zero.engine.streaming import (
+    Merge,
+    choose,
+    merged,
+    stream_model,
+    to_the_end,
+    unit_by_unit,
+    unit_to_gather,
+    walk,
+)
 from zero.log import log_once
 
 
@@ -54,7 +63,7 @@ class Weights:
         self._status.check()
         destination = {} if destination is None else destination
         names = self._named_state(exclude_frozen_parameters, prefix)
-        whole = {} if keep_vars else self._whole(names.values(), True)
+        whole = {} if keep_vars else self._whole(names, True)
         for name, value in names.items():
             if id(value) in whole:
                 destination[name] = whole[id(value)]
@@ -101,6 +110,32 @@ class Weights:
                     write_exact(owner, cut_out(owner, whole), whole)
         self._sharded.module.load_state_dict(rest, strict=False)
         return unmatched
+
+    def stream_weights(
+        self,
+        dtype: torch.dtype | None = None,
+        names: str | Collection[str] | None = None,
+        *,
+        merge: Merge | None = None,
+        rank0_only: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) of the module's state_dict, buffers first, while one unit is gathered at a time.
+
+        A tensor is what the model computes with, on its device, with any `dtype` given where it is floating. It is to
+        be read only, until the next step; to keep one costs its memory, so at most two units are alive in a loop.
+        Tied weights come once, by the first of their names. A collective: all ranks must go through it, and one that
+        leaves the loop, by an exception too, gathers on with the others.
+
+        names: those wanted, or patterns of fnmatch, such as "model.layers.*"; default all.
+        merge: called on all ranks with each name and tensor; returns a tensor in its place, a name and a tensor, or
+               None to leave it out. It reads other parameters, such as adapters, inside `zero.GatheredParameters`.
+        rank0_only: the other ranks get nothing, and only help.
+        Raises ValueError for a name that is none.
+        """
+        self._status.check()
+        values = unit_by_unit(choose(self._named_state(False), names))
+        here = not rank0_only or self._sharded.mesh.data.rank == 0
+        return to_the_end(merged(values, self._sharded, merge, dtype), here)
 
     def save_16bit_model(
         self,
@@ -192,7 +227,7 @@ class Weights:
         self._status.check()
         names = self._named_state(exclude_frozen_parameters)
         keep = self._sharded.mesh.data.rank == 0
-        whole = self._whole(names.values(), keep)
+        whole = self._whole(names, keep)
         if not keep:
             return None
         for value in names.values():
@@ -212,18 +247,11 @@ class Weights:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _whole(self, values: Collection[Any], keep: bool) -> dict[int, torch.Tensor]:
-        """Host copies of those among `values` that are cut, by id; where not `keep`, ranks only help to gather them."""
-        copies = {}
-        wanted = {id(value): value for value in values if isinstance(value, nn.Parameter)}
-        for unit in self._sharded.units:
-            params = [param for param in unit.params if id(param) in wanted]
-            if not params or not unit.cut:
-                continue
-            with GatheredParameters(params):
-                for param in params if keep else ():
-                    copies[id(param)] = param.detach().to("cpu", copy=True)
-        return copies
+    def _whole(self, names: Mapping[str, Any], keep: bool) -> dict[int, torch.Tensor]:
+        """Host copies of those of `names` that are cut, by id; where not `keep`, ranks only help to gather them."""
+        cut = {name: value for name, value in unit_by_unit(names).items() if unit_to_gather(value, self._sharded)}
+        whole = walk(cut, self._sharded)
+        return {id(cut[name]): tensor.to("cpu", copy=True) for name, tensor in whole if keep}
 
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""

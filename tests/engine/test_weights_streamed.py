@@ -1,0 +1,133 @@
+"""The promise: `engine.stream_weights` gives each weight whole, one unit at a time, on every stage and placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import longer
+from models import WIDTH, Block, config, step
+from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
+from torch import nn
+
+import zero
+from zero.core.unit import Unit
+
+WHERE = {"0": {"stage": 0}, "1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}}
+WHERE |= {"1, host": {"stage": 1, **OPTIMIZER}, "3, host": {"stage": 3, **BOTH}}
+
+
+class Adapted(nn.Module):
+    """A frozen matrix and what is added to it: `up` x `down`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    """Tied embedding and head, adapters, a frozen block, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Adapted(), Block(), Adapted()])
+        self.head = nn.Linear(WIDTH, 17)
+        self.head.weight = self.embed.weight
+        self.blocks[2].requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+def merging(engine: Any) -> Any:
+    """Bases with what their adapters add, under the names of a model that has none."""
+
+    def merge(name: str, tensor: torch.Tensor) -> Any:
+        if ".down." in name or ".up." in name:
+            return None
+        if name.endswith("base.weight"):
+            block = engine.module.get_submodule(name.removesuffix(".base.weight"))
+            with zero.GatheredParameters(block.parameters()):
+                return name.replace("base.", ""), tensor + block.up.weight @ block.down.weight
+        return tensor
+
+    return merge
+
+
+class Alive:
+    """Counts the units that have memory whenever one is gathered, and what was given before and is still held."""
+
+    def __init__(self, engine: Any, patch: pytest.MonkeyPatch) -> None:
+        self.most = 0
+        self.held: torch.Tensor | None = None
+        gather, units = Unit.gather, [unit for unit in engine._sharded.units if unit.cut]
+
+        def counted(unit: Unit, *args: Any) -> None:
+            gather(unit, *args)
+            memory = {one.full.untyped_storage().data_ptr() for one in units if one.full.untyped_storage().nbytes()}
+            if self.held is not None:
+                memory.add(self.held.untyped_storage().data_ptr())
+            self.most = max(self.most, len(memory))
+
+        patch.setattr(Unit, "gather", counted)
+
+
+def streamed(where: str, own: bool) -> None:
+    torch.manual_seed(7)
+    section = WHERE[where]
+    with as_on_a_gpu(own):
+        settings = config(section["stage"], dist.get_world_size(), bf16={"enabled": True}, zero_optimization=section)
+        engine = zero.initialize(model=Model(), config=settings)[0]
+    step(engine, 0)
+    first, wanted = dist.get_rank() == 0, {}
+    with pytest.MonkeyPatch.context() as patch:
+        alive = Alive(engine, patch)
+        for name, tensor in engine.stream_weights():
+            wanted[name] = tensor.clone()
+            alive.held = tensor if tensor.dtype == torch.bfloat16 else None
+        assert alive.most <= 2
+        alive.most, alive.held = 0, None
+        merged = {name: tensor.clone() for name, tensor in engine.stream_weights(merge=merging(engine))}
+        assert alive.most <= 2  # the adapters of the one that they are merged with
+        assert len([name for name in merged if "blocks.1." in name]) == 2
+    state = engine.module_state_dict()
+    assert list(state.pop("head.weight").shape) == [17, WIDTH]
+    assert wanted.keys() == state.keys()
+    assert all(torch.equal(wanted[name], state[name]) for name in state)
+    for name in ("blocks.1", "blocks.3"):
+        added = state[f"{name}.up.weight"] @ state[f"{name}.down.weight"]
+        assert torch.equal(merged[f"{name}.weight"], state[f"{name}.base.weight"] + added)
+        assert added.any()
+    assert not any("up." in name and "blocks.1" in name for name in merged)
+    few = dict(engine.stream_weights(torch.float64, ["head.*", "blocks.3.base.bias"], rank0_only=True))
+    names = {"head.weight", "head.bias", "blocks.3.base.bias"} if first else set()
+    assert few.keys() == names
+    assert all(tensor.dtype == torch.float64 for tensor in few.values())
+    assert not first or torch.equal(few["head.weight"], wanted["embed.weight"].double())
+    for _ in engine.stream_weights(names="blocks.*"):
+        if first:  # the others go on
+            break
+    with pytest.raises(ValueError, match=r"names=\.\.\.: \['nothing\.\*'\] match no parameter or buffer"):
+        engine.stream_weights(names=["*.weight", "nothing.*"])
+    assert all(unit.state.value == "sharded" for unit in engine._sharded.units if unit.cut)
+    step(engine, 1)
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["3, host", *longer("0", "1", "2", "3", "1, host")])
+def test_each_weight_comes_whole_and_once(where: str) -> None:
+    streamed(where, own=True)
