@@ -188,15 +188,18 @@ def on_fake_nccl(patch: pytest.MonkeyPatch) -> StandIn:
     """A device to enter (`with`), whose ranks, those of the pool, talk over the fake, which our code takes for NCCL."""
     device = StandIn()
     patch.setattr("zero.core.mesh.backend_of", lambda group, there: "nccl")
+    patch.setattr("zero.core.mesh.nccl_options", lambda timeout: "those of NCCL")
     patch.setattr("zero.core.mesh.record_event", lambda there: FakeEvent(device))
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
     dist.barrier()  # another rank may still be connecting to this one
     dist.destroy_process_group()
 
-    def make(*args: Any) -> FakeNccl:
-        return FakeNccl(*args, device)
+    def make(how: Any, options: Any) -> FakeNccl:
+        made = FakeNccl(how.store, how.group_rank, how.group_size, how.timeout, device)
+        made.options = options
+        return made
 
-    dist.Backend.register_backend(NAME, make, devices=["cpu"])
+    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])
     dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=90))
     return device

@@ -84,6 +84,7 @@ def begun(stage: int, shard_size: int) -> list[dict[str, Any]]:
                 "ranks": axis.ranks,
                 "first": {text.split()[0] for text in axis.group.begun},
                 "second": {text.split()[0] for text in axis.second.begun},
+                "options": axis.second.options,
                 "time-outs": {group.timeout.total_seconds() for group in (axis.group, axis.second)},
             }
             for axis in (mesh.shard, mesh.replica)
@@ -97,6 +98,7 @@ def begun(stage: int, shard_size: int) -> list[dict[str, Any]]:
 def test_gathers_and_reductions_have_a_communicator_each(pool: Pool, stage: int) -> None:
     limits = {600.0 + MARGIN}
     for (axis,) in pool.run(2, begun, stage, 0):
+        assert axis.pop("options") == "those of NCCL"
         assert axis == {"ranks": (0, 1), "first": {"all_gather"}, "second": {"reduce_scatter"}, "time-outs": limits}
 
 

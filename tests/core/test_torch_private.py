@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero.core import torch_private as private
@@ -120,3 +122,11 @@ def test_profilers_of_torch():
         thread.start()
         thread.join()
     assert "aten::neg" in {event.name for event in profiler.events()}
+
+
+def test_options_of_nccl():
+    options, limit = private.nccl_options(timedelta(seconds=7)), timedelta(seconds=7)
+    if dist.is_nccl_available():
+        assert (options.is_high_priority_stream, options._timeout) == (True, limit)
+    else:
+        assert options is None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zero.core.launched import PORT, Launched, launched
 from zero.core.mesh import local_device
 from zero.core.rendezvous import met, own_store
+from zero.core.torch_private import nccl_options
 from zero.log import rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in
@@ -40,7 +41,7 @@ def init_distributed(
     `zero.core.launched`. Afterwards RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     are set. A world of one process needs no process group. The signature is that of DeepSpeed.
 
-    dist_backend: defaults to NCCL where every local rank has a GPU of its own and to gloo elsewhere.
+    dist_backend: defaults to NCCL, with gloo for the hosts, where every local rank has a GPU of its own; else gloo.
     auto_mpi_discovery: False to look at the variables of torchrun only. distributed_port: for ranks of mpirun on
     several hosts where MASTER_PORT is not set. timeout: for the ranks to come, and of the group; None: 10 minutes.
     init_method, rank, world_size: as of `torch.distributed.init_process_group`, for a process that no launcher has
@@ -117,7 +118,7 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     if backend is None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_gpu = device.type == "cuda" and ranks_here <= torch.cuda.device_count()
-        backend = "nccl" if own_gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"  # the hosts speak past their GPUs
         if device.type == "cuda" and not own_gpu:
             rank_zero(
                 logging.INFO,
@@ -128,5 +129,7 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kept = None if explicit else own_store(os.environ, timeout)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None, **explicit)
+    if "nccl" in backend:
+        explicit |= {"device_id": device, "pg_options": nccl_options(timeout)}
+    dist.init_process_group(backend, timeout=timeout, **explicit)
     del kept

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zero.core.torch_private import nccl_options
 from zero.log import log_once
 from zero.memory.streams import record_event
 from zero.plan.grid import Grid
@@ -190,13 +192,18 @@ def _group(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> dist
     (own,) = [places for places in lists if data.rank in places]
     options = {"timeout": _time_limit(timeout)}
     if data.group is dist.group.WORLD:  # every rank makes every group, in one order
-        made = {places: dist.new_group([data.ranks[place] for place in places], **options) for places in lists}
+        made = {places: _new_group(data, places, **options) for places in lists}
         group = made[own]
     else:  # ranks outside of the group know nothing of it
         options |= {"backend": dist.get_backend_config(data.group), "use_local_synchronization": True}
-        group = dist.new_group([data.ranks[place] for place in own], **options)
+        group = _new_group(data, own, **options)
     data.watchdog.own(group)
     return group
+
+
+def _new_group(data: Axis, places: tuple[int, ...], timeout: timedelta, **options: Any) -> dist.ProcessGroup:
+    more = {"pg_options": nccl_options(timeout)} if data.native else {}
+    return dist.new_group([data.ranks[place] for place in places], timeout, **more, **options)
 
 
 def _time_limit(timeout: float) -> timedelta:

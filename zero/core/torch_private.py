@@ -10,9 +10,11 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -141,3 +143,12 @@ def profiler_runs() -> bool:
 def all_threads() -> Any:
     """For `torch.profiler.profile(experimental_config=...)`: every thread, not only the one that starts it."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+def nccl_options(timeout: timedelta) -> Any | None:
+    """Options of one new group, whose messages go before what computes; None where torch has no NCCL."""
+    if not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch takes the one it is given, and warns where this one differs
+    return options

@@ -22,7 +22,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, torch_reason
-from zero.core.mesh import Axis
+from zero.core.mesh import Axis, backend_of
 from zero.core.mixed_precision import DTYPES
 from zero.data import Loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
@@ -68,7 +68,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         there = dist.is_initialized()
         self.global_rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         ranks = range(self.world_size)
-        axis = Axis(None, self.world_size, self.global_rank, there and dist.get_backend() == "nccl", ranks=tuple(ranks))
+        native = there and backend_of(dist.group.WORLD, device) == "nccl"
+        axis = Axis(None, self.world_size, self.global_rank, native, ranks=tuple(ranks))
         self._metrics = Metrics(axis, device)
         self._status = Status(None)
         self.last: Step | None = None
