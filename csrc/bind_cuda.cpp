@@ -48,6 +48,13 @@ void move_of(uintptr_t spans, uintptr_t pieces, int64_t count, uintptr_t flat, i
        static_cast<float>(scale), to_flat, where(device, stream));
 }
 
+void sum_rows_of(uintptr_t first, int64_t stride, int64_t rows, int dtype, uintptr_t out, int64_t numel,
+                 bool accumulate, int device, uintptr_t stream) {
+  need_dtype(dtype);
+  py::gil_scoped_release nogil;
+  sum_rows(pointer<void>(first), stride, rows, dtype, pointer<float>(out), numel, accumulate, where(device, stream));
+}
+
 void probe_of(int threads, int device, uintptr_t stream) {
   py::gil_scoped_release nogil;
   probe(threads, where(device, stream));
@@ -78,6 +85,7 @@ PYBIND11_MODULE(_cuda, m) {
         "(formula, step, grad_scale, its address or 0, shard, device, stream); the tuples: csrc/bind_step.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, scratch, out, accumulate, device, stream)");
   m.def("move", &move_of, "(spans, pieces, count, flat, flat_dtype, scale, to_flat, device, stream)");
+  m.def("sum_rows", &sum_rows_of, "(first, stride, rows, dtype, out, numel, accumulate, device, stream)");
   m.def("probe", &probe_of, "(threads, device, stream)");
   m.def("host_register", &host_register_of, "(address, nbytes, device)");
   m.def("host_unregister", &host_unregister_of, "(address, device)");

@@ -1,6 +1,6 @@
 // Many tensors to a flat buffer or back, with cast and factor, in one launch over a table in device memory. The table
 // lists the tensors, and pieces of them of about the same size: a bucket may hold one large tensor and a hundred small
-// ones, and each block of threads takes pieces.
+// ones, and each block of threads takes pieces. And the sum of rows, in their order.
 #include "cuda_common.cuh"
 
 namespace zero {
@@ -76,7 +76,52 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const Span* spans, const
   }
 }
 
+// n elements of each thread side by side; 4 where all rows and the sum can be moved at once, else 1.
+template <int n>
+__device__ __forceinline__ void add_rows(const char* first, int64_t stride, int64_t rows, int dtype, float* out,
+                                         int64_t numel, bool accumulate) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * n; i < numel; i += threads * n) {
+    const int count = numel - i < n ? static_cast<int>(numel - i) : n;
+    Scalar sum[n];
+    uint32_t w[n];
+    load_floats<n>(w, first, dtype, i, count, n > 1);
+#pragma unroll
+    for (int k = 0; k < n; ++k) sum[k] = float_at(w, k, dtype);
+    for (int64_t row = 1; row < rows; ++row) {
+      load_floats<n>(w, first + row * stride, dtype, i, count, n > 1);
+#pragma unroll
+      for (int k = 0; k < n; ++k) sum[k] = sum[k] + float_at(w, k, dtype);
+    }
+    if (accumulate) load_words<4, n>(w, out + i, count, n > 1);
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      w[k] = pattern(accumulate ? (Scalar{from_pattern(w[k])} + sum[k]).x : sum[k].x);
+    }
+    store_words<4, n>(w, out + i, count, n > 1);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(const char* first, int64_t stride, int64_t rows, int dtype,
+                                                            float* out, int64_t numel, bool accumulate) {
+  const int bytes = 4 * size_of(dtype);
+  if (aligned(first, bytes) && stride % bytes == 0 && aligned(out, kWidest)) {
+    add_rows<4>(first, stride, rows, dtype, out, numel, accumulate);
+  } else {
+    add_rows<1>(first, stride, rows, dtype, out, numel, accumulate);
+  }
+}
+
 }  // namespace
+
+void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, float* out, int64_t numel, bool accumulate,
+              Where where) {
+  if (numel == 0) return;
+  enter(where);
+  const int64_t blocks = grid(&sum_rows_kernel, kThreads, ceil_div(numel, 4 * kThreads), where);
+  launch("sum_rows", sum_rows_kernel, blocks, kThreads, where, static_cast<const char*>(first), stride, rows, dtype, out,
+         numel, accumulate);
+}
 
 void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int flat_dtype, float scale, bool to_flat,
           Where where) {

@@ -51,6 +51,11 @@ inline constexpr int64_t kPiece = 8192;
 void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int flat_dtype, float scale, bool to_flat,
           Where where);
 
+// out = (accumulate ? out : 0) + (row 0 + row 1 + ...), in fp32. Row r is `stride` bytes, either way, behind row r - 1;
+// `out` may be a row of fp32.
+void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, float* out, int64_t numel, bool accumulate,
+              Where where);
+
 // Launches a kernel that does nothing, on `threads` threads: throws when this device cannot run what was compiled.
 void probe(int threads, Where where);
 

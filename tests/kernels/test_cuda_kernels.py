@@ -19,7 +19,7 @@ from cuda_emulation.build import build, compiler
 from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, fixed_sum_squares, numbers, same, step_reference
 
 from zero.kernels import bucket, cuda, native, norm
-from zero.kernels.bucket import Bucket, move_reference
+from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_reference
 from zero.kernels.formulas import Adam, Formula
 from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
@@ -196,6 +196,23 @@ def test_pack_and_unpack(device: torch.device, dtype: torch.dtype, scale: float)
         packed.unpack(scale)
         for index, (a, b) in enumerate(zip(mine, tensors, strict=True)):
             same(a.cpu().flatten(), b.flatten(), f"unpack, {index}, {dtype}, {scale}:")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_rows(device: torch.device, dtype: torch.dtype) -> None:
+    """Rows of one buffer, as they are received, and any two, of which the first may be the sum; then rows apart."""
+    for numel, count, start in itertools.product((0, 1, 7, 4096, 5001), (1, 2, 5), (0, 1)):
+        buffer = numbers(start + count * numel, dtype, seed=count, hostile=True).to(device)
+        rows, total = list(buffer[start:].view(count, numel)), numbers(numel, seed=99).to(device)
+        for accumulate, some in itertools.product((False, True), (rows, rows[::-1], [*rows[:2], rows[0].clone()])):
+            wanted = total.cpu()
+            sum_rows_reference([row.cpu() for row in some], wanted, accumulate)
+            sum_rows(some, total, accumulate)
+            same(total.cpu(), wanted, (numel, count, start, accumulate))
+    left, right = (numbers(1000, seed=seed).to(device) for seed in (1, 2))
+    wanted = left + right
+    sum_rows([left, right], left, False)
+    same(left, wanted)
 
 
 # An optimizer phase.

@@ -75,8 +75,8 @@ class File(Section):
     zero_force_ds_cpu_optimizer: Annotated[Bool, NOTHING_TO_SET] = True
 
     communication_data_type: Dtype | None = None
-    """Gradients are rounded to this dtype before they are sent; over gloo they are summed in fp32 all the same, NCCL
-    sums in this dtype."""
+    """Gradients are rounded to this dtype before they are sent. They are summed in fp32 all the same, or in this dtype
+    by NCCL: see zero.reduce."""
     seq_parallel_communication_data_type: Annotated[Dtype | None, NOTHING_TO_SET] = None
     prescale_gradients: Bool = False
     """Divide gradients before they are reduced, by gradient_predivide_factor or else by the number of ranks; the result

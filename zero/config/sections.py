@@ -196,9 +196,11 @@ class Zero(Section):
     """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
     micro-batch like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under
     accumulation too, at the price of more communication."""
-    reduce: choice("ranks", "tree") = "ranks"
-    """How gradients are added up: in the order of ranks, or in a fixed binary tree over the micro-batches of one
-    optimizer step, which gives the same bits at every world size and takes a power of two of micro-batches."""
+    reduce: choice("auto", "ranks", "backend", "tree") = "auto"
+    """How gradients are added up: in fp32 in the order of ranks, whatever travels; or, where NCCL sends, by its own
+    reduce-scatter, which adds in what travels and in an order of its own; or in a fixed binary tree over the
+    micro-batches of one optimizer step, which gives the same bits at every world size and takes a power of two of
+    micro-batches. "auto" is "backend" for fp32 over NCCL and for ranks of several machines, else "ranks"."""
     prefetch: choice("elements", "time") = "elements"
     """How far ahead parameters are gathered at stage 3: as far as zero_optimization.stage3_prefetch_bucket_size and
     stage3_max_live_parameters allow, or within these no further than gathers take, by the times of the first two

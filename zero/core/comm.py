@@ -1,11 +1,11 @@
 """The two collectives of ZeRO, asynchronous: gather a full buffer from its shards, reduce one to a shard.
 
-NCCL takes its native all-gather and reduce-scatter. On gloo both are made of point-to-point messages: each
-rank sends every other rank the slice it owns. That moves the same bytes as a ring, starts at once instead of
-queueing for gloo's two worker threads, and was the fastest of what gloo offers (benchmarks/collectives.py;
-table in benchmarks/README.md). Above all it leaves the sum to us: rows are added in fp32 in the order of
-ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked. On
-request they are added as a binary tree over the ranks; NCCL, too, then moves the rows and leaves us the sum.
+NCCL takes its native all-gather, and its reduce-scatter where `zero.reduce` leaves the sum to it. On gloo both are
+made of point-to-point messages: each rank sends every other rank the slice it owns. That moves the same bytes as a
+ring, starts at once instead of queueing for gloo's two worker threads, and was the fastest of what gloo offers
+(benchmarks/collectives.py; table in benchmarks/README.md). Above all it leaves the sum to us: rows are added in fp32 in
+the order of ranks, so the bits of a reduced gradient depend neither on how a buffer was cut nor on which stage asked.
+On request they are added as a binary tree over the ranks. Where the sum is ours, NCCL moves the rows in an all-to-all.
 
 A message carries a tag made of its engine, unit and direction, so that ranks which diverge wait for each other
 instead of taking one unit's bytes for another's. Updates that run beside the training loop send as well, and those
@@ -155,7 +155,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     if axis.size == 1:
         return Inbox(flat, (flat,), ((),), (), max(1, numel), None, pairwise)
     pending = Pending(axis.watchdog.began(tag, _sent(flat, axis)), axis.watchdog)
-    if axis.native and pairwise:  # the backend's own reduction adds in an order of its own
+    if axis.native and (pairwise or flat.itemsize <= axis.summed_here):
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=axis.second or axis.group, async_op=True)
         return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pending, pairwise)

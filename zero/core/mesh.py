@@ -23,7 +23,7 @@ from zero.core.torch_private import nccl_options
 from zero.log import log_once
 from zero.memory.streams import record_event
 from zero.plan.grid import Grid
-from zero.plan.sharding import Sharding
+from zero.plan.sharding import Sharding, summed_here
 from zero.watchdog.device_waits import DeviceWaits
 from zero.watchdog.hang_report import Phase
 from zero.watchdog.watchdog import Watchdog
@@ -41,7 +41,8 @@ class Axis:
     native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
     watchdog: watches its waits;
     ranks: the global ranks along it, in order;
-    second: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers.
+    second: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers;
+    summed_here: with NCCL, elements of up to so many bytes are added up here, in the order of ranks, not by it.
     """
 
     group: dist.ProcessGroup | None
@@ -51,6 +52,7 @@ class Axis:
     watchdog: Watchdog = field(default_factory=Watchdog)
     ranks: tuple[int, ...] = (0,)
     second: dist.ProcessGroup | None = None
+    summed_here: int = 0
 
     @property
     def ordered(self) -> bool:
@@ -107,12 +109,14 @@ def make_mesh(
     group: dist.ProcessGroup | None = None,
     shard_size: int = 0,
     secondary_size: int = 1,
+    reduce: str = "auto",
 ) -> Mesh:
     """The mesh of a process group, by default that of all (one process without one), under `sharding`; collective.
 
     timeout: seconds that a wait for other ranks may last; check_order: note the order of collectives;
     shard_size: ranks that state is cut over, a divisor of the group's size; 0 for all of them;
-    secondary_size: ranks of a node for hpZ, a divisor of the group's size; 1 for none.
+    secondary_size: ranks of a node for hpZ, a divisor of the group's size; 1 for none;
+    reduce: `zero.reduce`: see `summed_here`.
     """
     if not dist.is_initialized():
         return mesh_of_one()
@@ -129,7 +133,8 @@ def make_mesh(
         log_once(logging.WARNING, slow_backend(device, backend))
     watchdog.start(ranks, group, timeout, DeviceWaits(partial(record_event, device)) if native else None)
     try:
-        watchdog.store.renumber(_agreed_number(data, shard_size, secondary_size))
+        number, per_node = _agreed(data, shard_size, secondary_size)
+        watchdog.store.renumber(number)
         inner = (shard_size or size) if sharding.optim else 1
         if native:  # NCCL's own time-out, which ends the process, is to come after our report
             group.set_timeout(_time_limit(timeout))
@@ -137,7 +142,7 @@ def make_mesh(
         reduces = native and (group is dist.group.WORLD or dist.group.WORLD.bound_device_id is None)
         if reduces and inner in (1, size):
             data = replace(data, second=_group(data, [tuple(range(size))], timeout))
-        shard, replica = _two(data, point, inner, timeout, reduces)
+        shard, replica = (_with_sums(axis, reduce, per_node) for axis in _two(data, point, inner, timeout, reduces))
         secondary, across = _two(data, point, secondary_size, timeout) if secondary_size > 1 else (None, None)
     except BaseException:
         watchdog.close()
@@ -146,28 +151,35 @@ def make_mesh(
     return Mesh(shard, replica, data, secondary, across)
 
 
-def _agreed_number(data: Axis, shard_size: int, secondary_size: int) -> int:
-    """The highest number that a rank has for the engine that is being made.
+def _with_sums(axis: Axis, reduce: str, per_node: int) -> Axis:
+    """The axis, and what is summed along it here; ranks are numbered by node, `per_node` on each (0: not known)."""
+    together = bool(per_node) and axis.ranks[0] // per_node == axis.ranks[-1] // per_node
+    return replace(axis, summed_here=summed_here(reduce, together))
+
+
+def _agreed(data: Axis, shard_size: int, secondary_size: int) -> tuple[int, int]:
+    """The highest number that a rank has for the engine that is being made; ranks on each node, 0 if that differs.
 
     A rank may have begun one that others never came to; and ranks of one group may be in different other ones. Raises
     RuntimeError where the ranks differ in the sizes: they would make different process groups, and wait for each other.
     """
     watchdog, sizes = data.watchdog, {"shard_size": shard_size, "zero_hpz_partition_size": secondary_size}
-    mine = [watchdog.number, *sizes.values(), *(-size for size in sizes.values())]
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine = [watchdog.number, per_node, -per_node, *sizes.values(), *(-size for size in sizes.values())]
     highest = torch.tensor(mine, device=local_device() if data.native else "cpu")
     with watchdog.call(Phase.INITIALIZE):
         collective = watchdog.begin("comparison")
         with watchdog.sending(collective):
             work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=data.group, async_op=True)
         watchdog.wait((work,), collective, on_host=True)
-        number, *most = highest.tolist()
+        number, most_here, least_here, *most = highest.tolist()
         for (name, size), high, low in zip(sizes.items(), most, most[len(sizes) :], strict=False):
             if high != -low:
                 raise RuntimeError(
                     f"the ranks do not initialize the same engine: {name} is {size} on rank {data.ranks[data.rank]}, "
                     f"and from {-low} to {high} on all"
                 )
-    return number
+    return number, most_here if most_here == -least_here else 0
 
 
 def _two(data: Axis, point: Axis, inner: int, timeout: float, reduces: bool = False) -> tuple[Axis, Axis]:

@@ -50,6 +50,7 @@ class MixedPrecisionPolicy(NamedTuple):
 
     def resting_dtype(self, mesh: Mesh) -> str:
         """The dtype of reduced gradients in host memory; see `zero.plan.formats`."""
-        alone = mesh.data.size == 1 or mesh.shard.native
+        sent = DTYPES[self.compute_dtype]
+        alone = mesh.data.size == 1 or (mesh.shard.native and sent.itemsize > mesh.shard.summed_here)
         rounded = self.accumulation == 1 and alone and not self.tree and self.communicate is None
         return resting_dtype(self.compute_dtype, self.accumulate, rounded)

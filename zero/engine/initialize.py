@@ -159,7 +159,8 @@ def _make_engine(
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
     formats = zero_optimizer.shard_optimizer.formats if zero_optimizer else Formats()
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
-    mesh = make_mesh(sharding, settings.zero.timeout, settings.zero.check_order, *over, settings.secondary_shard_size)
+    zero = settings.zero
+    mesh = make_mesh(sharding, zero.timeout, zero.check_order, *over, settings.secondary_shard_size, zero.reduce)
     sharded = None
     try:
         with mesh.watchdog.call(Phase.INITIALIZE):

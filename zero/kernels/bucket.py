@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -165,12 +166,16 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int
         ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
             whose storage was released. Nothing was written then.
     """
-    addresses, code = _row_addresses(rows, out), DTYPE_CODES.get(rows[0].dtype)
-    module = load() if out.is_cpu and out.dtype is torch.float32 else None
-    if module is None or code is None or 0 in addresses:
+    (target, *sources), code = _row_addresses(rows, out), DTYPE_CODES.get(rows[0].dtype)
+    compiled = out.dtype is torch.float32 and code is not None and 0 not in (target, *sources)
+    strides = {after - before for before, after in pairwise(sources)} or {0}
+    if compiled and len(strides) == 1 and (module := cuda.kernels(out.device)) is not None:  # as received, or just two
+        arguments = sources[0], strides.pop(), len(rows), code, target, out.numel(), accumulate
+        cuda.launch(module.sum_rows, out.device, *arguments)
+    elif compiled and out.is_cpu and (module := load()) is not None:
+        module.sum_rows(sources, code, target, out.numel(), accumulate, threads or torch.get_num_threads())
+    else:
         sum_rows_reference(rows, out, accumulate)
-        return
-    module.sum_rows(addresses[1:], code, addresses[0], out.numel(), accumulate, threads or torch.get_num_threads())
 
 
 @torch.no_grad()

@@ -25,3 +25,14 @@ class Sharding:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_optimization.stage: {stage!r} is no ZeRO stage; it is one of 0, 1, 2, 3")
         return cls(optim=stage >= 1, grads=stage >= 2 or reduce_every_micro_batch, params=stage >= 3)
+
+
+def summed_here(reduce: str, together: bool) -> int:
+    """Over NCCL: of elements of up to how many bytes we add up the ranks' rows, in fp32; NCCL adds larger ones.
+
+    reduce: `zero.reduce`; together: the ranks share a machine. There an all-to-all moves what a reduce-scatter does,
+    and "auto" takes it for 16 bits, which NCCL would round after each addition, in an order that its version, the
+    number of ranks and the size of the message choose. To other machines a ring sends once for all ranks of one, an
+    all-to-all for each.
+    """
+    return {"auto": 2 if together else 0, "backend": 0, "ranks": 8, "tree": 8}[reduce]

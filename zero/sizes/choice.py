@@ -9,7 +9,7 @@ from zero.config import Config
 from zero.plan.formats import ITEMSIZE, resting_dtype
 from zero.plan.order import ForeseenUse, Limits, uses
 from zero.plan.placement import Placement, Where, place
-from zero.plan.sharding import Sharding
+from zero.plan.sharding import Sharding, summed_here
 from zero.plan.units import UnitPlan
 
 DEVICE, HOST, FILE = Where.DEVICE.value, Where.HOST.value, Where.FILE.value
@@ -64,6 +64,7 @@ class Scheme(NamedTuple):
     accumulate, resting: the dtypes of sums of gradients, on the device and off it;
     travel:          of gradients between ranks, None for their own;
     mirrored:        whether the device has memory of its own, and NCCL: it is not the host;
+    native:          whether NCCL adds up gradients, too;
     uses:            of one micro-batch, where parameters are not cut with nothing gathered.
     """
 
@@ -80,6 +81,7 @@ class Scheme(NamedTuple):
     limits: Limits
     placements: Sequence[Placement]
     mirrored: bool
+    native: bool
     uses: Sequence[ForeseenUse]
 
 
@@ -92,7 +94,10 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
     state, limits = section.offload_optimizer, Limits.of_section(section)
     ratio = 1.0 if state.ratio == "auto" else state.ratio
-    rounded = accumulation == 1 and (settings.world_size == 1 or mirrored) and zero.reduce != "tree" and travel is None
+    collected = accumulation > 1 and not sharding.grads
+    sent = travel or (accumulate if collected else settings.compute_dtype)
+    native = mirrored and ITEMSIZE[sent] > summed_here(zero.reduce, True)  # of one machine: there more arrives
+    rounded = accumulation == 1 and (settings.world_size == 1 or native) and zero.reduce != "tree" and travel is None
     found = uses(
         [unit.anchor for unit in units],
         [sum(spec.numel for spec in unit.params) for unit in units],
@@ -106,7 +111,7 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
         secondary=choice.secondary,
         cut=cut,
         accumulation=accumulation,
-        collected=accumulation > 1 and not sharding.grads,
+        collected=collected,
         accumulate=accumulate,
         resting=resting_dtype(settings.compute_dtype, accumulate, rounded),
         travel=travel,
@@ -115,5 +120,6 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
             units, parts, Where(choice.optimizer), Where(choice.params), ratio, section.offload_param.max_in_cpu
         ),
         mirrored=mirrored,
+        native=native,
         uses=found if cut else [ForeseenUse(use.unit, False, 0) for use in found],
     )
