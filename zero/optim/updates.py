@@ -26,6 +26,7 @@ from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer
 from zero.optim.unit_norms import UnitNorms
+from zero.plan.order import in_use_order
 
 
 class Update(NamedTuple):
@@ -56,7 +57,8 @@ class UnitUpdater:
         self.norms: UnitNorms | None = None
         self.on_update: Callable[[str, str], None] = lambda what, unit: None
         self._optimizer = optimizer
-        self._units = units
+        # As the next forward wants them: the root's, which it reads first, may be the last that was registered.
+        self._units = [units[index] for index in in_use_order([unit.plan.anchor for unit in units])]
         self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step

@@ -152,8 +152,8 @@ def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], li
     are not counted, and not gathered.
     """
     persistent = set(stay_whole(sizes, limits))
-    forth = _nested(anchors, range(len(anchors)))
-    order = [*forth, *_nested(anchors, range(len(anchors))[::-1])]
+    forth = in_use_order(anchors)
+    order = [*forth, *in_use_order(anchors, backward=True)]
     used: list[int] = []
     kept, ahead, found = set(persistent), set[int](), []
     for index, unit in enumerate(order):
@@ -177,8 +177,9 @@ def most_whole(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[in
     return max((use.whole for use in uses(anchors, sizes, nbytes, limits)), default=0)
 
 
-def _nested(anchors: Sequence[str], units: Sequence[int]) -> list[int]:
-    """These units, each behind those of the modules around its own."""
+def in_use_order(anchors: Sequence[str], backward: bool = False) -> list[int]:
+    """Units as modules run, in this order or back, each behind those of the modules around its own."""
+    units = range(len(anchors))[:: -1 if backward else 1]
     at: dict[str, list[int]] = {}
     for unit in units:
         at.setdefault(anchors[unit], []).append(unit)
