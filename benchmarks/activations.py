@@ -14,9 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +26,8 @@ from torch.nn import functional as F
 from variants import ADAMW, Setup
 
 import zero
-from zero.recompute.activations import (
-    BlockSizes,
-    full_nbytes,
-    loss_peak_nbytes,
-    selective_nbytes,
-    tiled_loss_peak_nbytes,
-    whole_nbytes,
-)
+from zero.config import load
+from zero.sizes.trace import trace
 from zero.tiled.slices import default_size
 
 MIB = 2**20
@@ -50,29 +42,27 @@ def recompute(policy: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """What the JSON says beyond the plain run, the bytes that a block keeps then, and whether the loss is tiled."""
+    """What the JSON says beyond the plain run, the policy in the words of a plan, and whether the loss is tiled."""
 
     title: str
-    kept: Callable[[BlockSizes], int]
+    policy: str
     settings: dict[str, Any] = field(default_factory=dict)
     tiled: bool = False
 
 
 HOST = {**recompute("full"), "activation_checkpointing": {"cpu_checkpointing": True}}
 CASES = {
-    "none": Case("none", whole_nbytes),
-    "selective": Case("selective", selective_nbytes, recompute("selective")),
-    "selective2": Case(
-        "selective, every second", partial(selective_nbytes, every=2), recompute("selective", products=2)
-    ),
-    "full": Case("full", full_nbytes, recompute("full")),
-    "host": Case("full + host", lambda block: 0, HOST),
+    "none": Case("none", "none"),
+    "selective": Case("selective", "selective", recompute("selective")),
+    "selective2": Case("selective, every second", "selective", recompute("selective", products=2)),
+    "full": Case("full", "full", recompute("full")),
+    "host": Case("full + host", "host", HOST),
 }
 LONGEST = {
     **{name: CASES[name] for name in ("none", "selective", "full", "host")},
-    "none+tiled": Case("none + tiled", whole_nbytes, tiled=True),
-    "full+tiled": Case("full + tiled", full_nbytes, recompute("full"), tiled=True),
-    "host+tiled": Case("full + host + tiled", lambda block: 0, HOST, tiled=True),
+    "none+tiled": Case("none + tiled", "none", tiled=True),
+    "full+tiled": Case("full + tiled", "full", recompute("full"), tiled=True),
+    "host+tiled": Case("full + host + tiled", "host", HOST, tiled=True),
 }
 
 
@@ -109,7 +99,12 @@ def make_engine(case: Case, setup: Setup) -> Any:
     """The example's GPT under an engine. Raises ConfigError where this version does not know the policy."""
     model = setup.model()
     model.loss = zero.tiled_cross_entropy if case.tiled else None
-    config = {
+    return zero.initialize(model=model, config=config_of(case, setup))[0]
+
+
+def config_of(case: Case, setup: Setup) -> dict[str, Any]:
+    """The JSON."""
+    return {
         "train_micro_batch_size_per_gpu": setup.batch,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
@@ -117,7 +112,14 @@ def make_engine(case: Case, setup: Setup) -> Any:
         "zero_optimization": {"stage": 0},
         **case.settings,
     }
-    return zero.initialize(model=model, config=config)[0]
+
+
+def planned(case: Case, setup: Setup) -> float:
+    """The bytes that a block keeps, as `zero plan` has them."""
+    with torch.device("meta"):
+        model = setup.model()
+    cost = trace(model, setup.data(0, 0), load(config_of(case, setup), 1), DEVICE.type)
+    return setup.batch * next(unit.saved[case.policy] for unit in cost.units if unit.recomputable)
 
 
 def wait() -> None:
@@ -197,22 +199,20 @@ def blocks_part(args: argparse.Namespace) -> str:
         f"{args.layers} blocks of width {args.width}, {args.batch} x {args.context} tokens, vocabulary {args.vocab}, "
         f"{args.dtype}, {DEVICE.type}; {args.rounds} rounds x {args.repeat} steps\n\n"
     )
-    return text + blocks_table(args, times, found) + ("\n\nLeft out:\n\n" + "\n".join(left_out) if left_out else "")
+    return text + blocks_table(setup, times, found) + ("\n\nLeft out:\n\n" + "\n".join(left_out) if left_out else "")
 
 
-def blocks_table(args: argparse.Namespace, times: dict[str, list[list[float]]], found: dict[str, Memory]) -> str:
-    itemsize = 2 if args.dtype == "bf16" else 4
-    sizes = BlockSizes(args.batch * args.context, args.width, args.heads, itemsize, copied=DEVICE.type == "cpu")
+def blocks_table(setup: Setup, times: dict[str, list[list[float]]], found: dict[str, Memory]) -> str:
     # The median of a turn, so that turns can be taken in pairs.
     turns = {name: [stat(turn).median for turn in rounds] for name, rounds in times.items()}
-    header = ["", "KiB kept per block", "formula", "of none", "MiB kept by forward", "peak", "ms/step", "of none"]
+    header = ["", "KiB kept per block", "planned", "of none", "MiB kept by forward", "peak", "ms/step", "of none"]
     rows = []
     for name, seen in found.items():
         rows.append(
             [
                 CASES[name].title,
                 f"{seen.block / 1024:,.1f}",
-                f"{CASES[name].kept(sizes) / 1024:,.1f}",
+                f"{planned(CASES[name], setup) / 1024:,.1f}",
                 f"{seen.block / found['none'].block:.3f}",
                 f"{seen.forward / MIB:.1f}",
                 f"{seen.peak / MIB:.1f}",
@@ -269,15 +269,10 @@ def loss_part(args: argparse.Namespace) -> str:
             losses[name](hidden, weight, targets).backward()
             peaks[name] = meter.peak()
     rows = min(default_size(tokens, width, DEVICE.type == "cuda"), tokens)
-    formulas = {
-        "plain": loss_peak_nbytes(tokens, vocabulary, width),
-        "tiled": tiled_loss_peak_nbytes(tokens, vocabulary, width, rows),
-    }
     lines = [
         [
             name,
             f"{peaks[name] / MIB:,.0f}",
-            f"{formulas[name] / MIB:,.0f}" if dtype == torch.float32 else "-",
             f"{peaks[name] / peaks['plain']:.3f}",
             stat([1e3 * each for each in seconds[name]]).text(),
             paired(seconds[name], seconds["plain"]).text(3),
@@ -285,7 +280,7 @@ def loss_part(args: argparse.Namespace) -> str:
         for name in losses
     ]
     text = f"{tokens} tokens of width {width}, vocabulary {vocabulary:,}, {args.dtype}, slices of {rows} tokens\n\n"
-    return text + table(["", "MiB at the peak", "formula", "of plain", "ms", "of plain"], lines)
+    return text + table(["", "MiB at the peak", "of plain", "ms", "of plain"], lines)
 
 
 def longest_part(args: argparse.Namespace) -> str:

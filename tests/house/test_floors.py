@@ -107,7 +107,6 @@ WITHOUT_TORCH = (
 TORCH_FREE = (
     "zero.watchdog.hang_report",
     "zero.memory.host_bytes",
-    "zero.recompute.activations",
     "zero.recompute.policy",
     "zero.sizes.cost",
     "zero.sizes.shape",
