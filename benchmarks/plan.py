@@ -15,6 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ from zero.config import load
 from zero.engine.reality import Observed, alive_now
 from zero.sizes.choice import own_choice
 from zero.sizes.estimate import DeviceBytes
-from zero.sizes.rank_rates import flops_of, measure, recomputing
+from zero.sizes.rank_rates import measure, one_pass, recomputing
 from zero.sizes.rates import DEVICES, Rates, together
 from zero.sizes.search import Search, Setup
 from zero.sizes.trace import trace
@@ -160,28 +162,27 @@ def try_row(rank: int, row: Row, folder: str, rates: Rates | None = None) -> See
     for _ in range(WARMUP):
         step(engine, batches)
     nbytes, seconds = observe(engine, batches), []
-    speeds = speed_now(row) if rates else []
-    for _ in range(REPEAT if rates else 0):
-        dist.barrier()
-        begin = time.perf_counter()
-        step(engine, batches)
-        seconds.append(time.perf_counter() - begin)
     if rates:
-        speeds += speed_now(row)
-        again = {row.dtype: recomputing(*model_of(row))} if row.policy != "none" else {}
-        rates = dataclasses.replace(rates, flops={row.dtype: statistics.harmonic_mean(speeds)}, recompute=again)
+        build = row.dtype, SIZES.width, torch.device("cpu"), lambda: (row.sizes.model(), row.sizes.data(0, 0))
+        seconds, speed = timed(engine, batches, *one_pass(*build))
+        again = {row.dtype: recomputing(*build)} if row.policy != "none" else {}
+        rates = dataclasses.replace(rates, flops={row.dtype: speed}, recompute=again)
     engine.destroy()
-    return Seen(nbytes, slowest(seconds) if rates else [], rates or DEVICES["h100"])
+    return Seen(nbytes, seconds, rates or DEVICES["h100"])
 
 
-def speed_now(row: Row) -> list[float]:
-    """The FLOP/s that each rank reaches with the model; collective."""
-    return of_ranks(flops_of(*model_of(row)))
-
-
-def model_of(row: Row) -> tuple[Any, ...]:
-    """What is measured of a row: its dtype and model."""
-    return row.dtype, SIZES.width, torch.device("cpu"), lambda: (row.sizes.model(), row.sizes.data(0, 0))
+def timed(engine: Any, batches: list[Any], turn: Callable[[], None], flops: int) -> tuple[list[float], float]:
+    """Seconds of steps, each behind another one; and the FLOP/s of the model, from turns between them; collective."""
+    seconds, passes = [], []
+    for _ in range(REPEAT):
+        for what, found in ((partial(step, engine, batches), seconds), (turn, passes)):
+            what()
+            dist.barrier()
+            begin = time.perf_counter()
+            what()
+            found.append(time.perf_counter() - begin)
+            engine.optimizer.settle()
+    return slowest(seconds), flops / statistics.median(slowest(passes))
 
 
 def of_ranks(own: Any) -> list[Any]:
@@ -191,9 +192,9 @@ def of_ranks(own: Any) -> list[Any]:
     return found
 
 
-def worker(rank: int, rows: list[Row], folder: str, timed: bool) -> list[Seen]:
+def worker(rank: int, rows: list[Row], folder: str, with_times: bool) -> list[Seen]:
     """All rows, one after the other."""
-    rates = together(of_ranks(measure("bf16", SIZES.width, folder))) if timed else None
+    rates = together(of_ranks(measure("bf16", SIZES.width, folder))) if with_times else None
     return [try_row(rank, row, folder, rates) for row in rows]
 
 
@@ -290,8 +291,8 @@ What is real: kinds of model state, the most of each whenever a unit began to tr
 activations, what the forward left for the backward; the peak, the most bytes of all tensors after any operation
 (`benchmarks/live.py`); sent, the engine's count of what left the process. Time is the median of {repeat} steps, that
 of the slower rank; the plan's is from rates that `zero.sizes.rank_rates` measured on the same ranks, the model's FLOP/s
-just before and after those steps, and what recomputing it takes: this machine is shared, and its speed changes by a
-quarter within seconds.
+in turns between those steps, and what recomputing it takes: this machine is shared, and its speed changes by a quarter
+within seconds.
 
 The last column names what is further off than it may be: kinds 3 %, the peak 5 %, sent 1 %, time 20 %.
 """

@@ -47,7 +47,7 @@ class Setup:
         for name, buffer in made.named_buffers():
             # Rotary tables in fp32 would turn bf16 queries into fp32 ones, which attention refuses.
             setattr(made, name, buffer.to(self.dtype))
-        return made.to(local_device())
+        return made if torch.get_default_device().type == "meta" else made.to(local_device())
 
     def data(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Token and target ids [batch, context]: counting by some stride, so that there is something to learn."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import zero
 from zero.__main__ import main
 from zero.config import load
 from zero.config.override import apply
-from zero.sizes import search, table
+from zero.sizes import command, search, table
 from zero.sizes.asks import ASKS
 from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES, shape_cost
@@ -42,6 +43,15 @@ def test_the_table_names_what_is_best(capsys: pytest.CaptureFixture) -> None:
     assert "largest micro-batch: " in text and "longest sequence: " in text and "twice the ranks pays" in text
     whole = printed(capsys, "--world", "16", "--nodes", "2", "--all")
     assert len([line for line in whole.splitlines() if line.startswith("stage ")]) > 2 * len(rows)
+
+
+def test_speed_is_shown_in_a_unit_in_which_it_is_not_nothing(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ", 140.4 TFLOP/s reached" in printed(capsys, "--world", "2,4")
+    slow = replace(DEVICES["a100"], flops={"bf16": 35e9})
+    monkeypatch.setattr(command, "DEVICES", {"a100": slow})
+    assert ", 35.0 GFLOP/s reached" in printed(capsys, "--world", "2,4")
 
 
 def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture) -> None:

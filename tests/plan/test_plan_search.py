@@ -140,6 +140,16 @@ def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
     assert four[3] == pytest.approx(4 * once[3])
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_step_reads_and_writes_all_that_rests_on_the_drive_once(mirrored: bool) -> None:
+    """What lies in memory beside the drive is not among it, such as parameters where the host is the device."""
+    for bf16 in (False, True):
+        settings = load(FREE | {"bf16": {"enabled": bf16}}, 2)
+        made = Setup(SHAPE, shape_cost(SHAPE, 64), settings, DEVICES["h100"], 2, mirrored)
+        row = Search(made, Choice(2, "nvme")).row("none", 1)
+        assert row.links.drive == 2 * row.host.files > 0
+
+
 def test_a_ring_crosses_hosts_once_and_messages_to_each_rank_do_as_often_as_there_are_ranks() -> None:
     assert Group(8, 8, True).links(80) == Links(70)
     assert Group(8, 4, True).links(80) == Links(52.5, 17.5)

@@ -94,6 +94,11 @@ def test_recomputation_is_what_a_pass_takes_longer_with_it(monkeypatch: pytest.M
     assert found == {"none": 0.0, "selective": 1.0, "full": 1.0}, "each forward runs twice"
 
 
+def test_a_model_without_blocks_is_not_run_for_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_rates, "_median", lambda *_: pytest.fail("there is nothing to recompute"))
+    assert rank_rates.recomputing("fp32", 512, CPU, lambda: (nn.Linear(8, 8), (torch.ones(2, 8),))) == {}
+
+
 def test_a_message_costs_what_computing_takes_longer_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([1.0, 1.8, 3.4, 2.0, 2.8, 4.4, 1.5, 9.0, 12.0] * 3)  # of nothing, next to nothing, many bytes
     monkeypatch.setattr(rank_rates, "_ROUNDS", 3)
@@ -101,6 +106,31 @@ def test_a_message_costs_what_computing_takes_longer_beside_it(monkeypatch: pyte
     found = rank_rates._links(SimpleNamespace(size=2), CPU)
     assert found["latency"] == pytest.approx(0.8 / rank_rates._MESSAGES)
     assert found["intra_host"] == found["inter_host"] == pytest.approx(rank_rates._LARGE * rank_rates._MESSAGES / 1.6)
+
+
+def test_messages_are_gathers_and_reductions_beside_a_rank_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def begun(values: torch.Tensor, axis: Any, tag: int) -> Any:
+        seen.append((tag, values.nbytes))
+        return SimpleNamespace(wait=lambda: seen.append("end"), sum=lambda out, accumulate: seen.append("end"))
+
+    class Block(nn.Linear):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            seen.append("compute")
+            return super().forward(values)
+
+    monkeypatch.setattr(rank_rates.comm, "gather", begun)
+    monkeypatch.setattr(rank_rates.comm, "scatter", begun)
+    monkeypatch.setattr(rank_rates, "_blocks", lambda *sizes: (Block(2, 2), (torch.ones(1, 2),)))
+    monkeypatch.setattr(rank_rates, "_median", lambda turn, device, rounds: turn() or 1.0)
+    monkeypatch.setattr(rank_rates, "_ROUNDS", 1)
+    rank_rates._links(SimpleNamespace(size=2), CPU)
+    half = rank_rates._MESSAGES // 2
+    wanted = 2 * half * ["compute"]
+    for nbytes in (2 * rank_rates._SMALL, 2 * rank_rates._LARGE):
+        wanted += half * [(0, nbytes), "compute", "end", (1, nbytes), "compute", "end"]
+    assert seen == wanted
 
 
 def rates_of(monkeypatch: pytest.MonkeyPatch, free: int, runs: bool, inputs: Any) -> tuple[dict[str, Any], str]:

@@ -69,7 +69,8 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
     numel = sum(spec.numel for unit in setup.units for spec in unit.params)
     name = str(setup.model) if source.inputs is None else f"{numel:,} parameters of {type(setup.model).__name__}"
     yield f"{name}, in {setup.settings.compute_dtype}; samples of {setup.cost.sequence:,} tokens"
-    yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {setup.speed / 1e12:,.1f} TFLOP/s reached"
+    speed = f"{setup.speed / 1e12:,.1f} TFLOP/s" if setup.speed >= 1e12 else f"{setup.speed / 1e9:,.1f} GFLOP/s"
+    yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {speed} reached"
     yield from setup.cost.notes
     if not worlds:
         yield from smallest(setup)

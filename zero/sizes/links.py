@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zero.memory.host_bytes import record_nbytes, shard_nbytes
 from zero.plan.formats import ITEMSIZE, Formats
-from zero.plan.placement import Where, is_updated
+from zero.plan.placement import Where, is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import Scheme
 from zero.sizes.rates import Rates
@@ -168,8 +168,11 @@ class Moves(NamedTuple):
         updated, away = is_updated(unit), placement.optimizer is not Where.DEVICE
         shown = shard_nbytes(unit, scheme.parts, unit.dtype)
         gradient = shard_nbytes(unit, scheme.parts, scheme.resting if away else scheme.accumulate)
-        record = sum(record_nbytes(unit, 0, scheme.parts, self.formats, True))
-        filed = record if away and placement.optimizer is Where.FILE else 0
+        record, kept = (
+            sum(record_nbytes(unit, 0, scheme.parts, self.formats, copied))
+            for copied in (True, keeps_copy(placement, scheme.mirrored))
+        )
+        filed = kept if placement.optimizer is Where.FILE else 0
         rests = placement.params is Where.DEVICE
         drive = shown if placement.params is Where.FILE else 0
         down = copied * (gradient if away else shown if not rests else 0) * updated

@@ -93,17 +93,25 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
 
 def flops_of(dtype: str, width: int, device: torch.device, model: Build | None) -> float:
     """FLOP/s of forward and backward, with all that is no matrix product in them, on ranks that wait for each other."""
+    turn, flops = one_pass(dtype, width, device, model)
+    return flops / _median(turn, device)
+
+
+def one_pass(dtype: str, width: int, device: torch.device, model: Build | None) -> tuple[Callable[[], None], int]:
+    """A forward and backward, behind which ranks wait for each other, and its FLOPs."""
     _, turn = _pass(dtype, width, device, model)
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         turn()
-    return counter.get_total_flops() / _median(turn, device)
+    return turn, counter.get_total_flops()
 
 
 def recomputing(dtype: str, width: int, device: torch.device, model: Build | None) -> dict[str, float]:
-    """How many times as long forward and backward take longer, where all blocks recompute, by policy."""
+    """How many times as long forward and backward take longer, where all blocks recompute, by policy; {} without."""
     module, turn = _pass(dtype, width, device, model)
     store = InputStore(ActivationCheckpointing(), ALONE, device)
     blocks = [Recomputed(module.get_submodule(name), name, 0, 1, store) for name in sorted(blocks_of(module, ()))]
+    if not blocks:
+        return {}
 
     def seconds(policy: Policy) -> float:
         for block in blocks:
@@ -156,7 +164,7 @@ def _copied(source: torch.device, target: torch.device) -> float:
 
 
 def _links(axis: Axis, device: torch.device) -> dict[str, float]:
-    """What a rank sends per second in a gather, and what a gather takes that sends next to nothing.
+    """What a rank sends per second, and what a message takes with next to nothing in it, a gather or a reduction.
 
     Where cores carry messages, both are what computing takes longer beside one: a thread that sends waits for a core
     that computes, and a rank for one that was late, many times as long as while nobody computes.
@@ -164,15 +172,22 @@ def _links(axis: Axis, device: torch.device) -> dict[str, float]:
     block, inputs = _blocks(*_BESIDE)
 
     def turns(nbytes: int) -> Callable[[], None]:
-        full = torch.zeros(axis.size * nbytes, dtype=torch.uint8, device=device)
+        # Not zeros: pages of zeros that were never written are one page of memory, and sending them is cheap.
+        full, gradient = (torch.ones(axis.size * nbytes // 4, device=device) for _ in range(2))
+        total = torch.empty(nbytes // 4, device=device)
+
+        def begin(index: int) -> Callable[[], None]:
+            if index % 2:
+                return partial(comm.scatter(gradient, axis, 1).sum, total, False)
+            return comm.gather(full, axis, 0).wait
 
         def turn() -> None:
-            for _ in range(_MESSAGES):
-                sent = comm.gather(full, axis, 0) if nbytes else None
+            for index in range(_MESSAGES):
+                end = begin(index) if nbytes else None
                 if device.type == "cpu":
                     block(*inputs).sum().backward()
-                if sent is not None:
-                    sent.wait()
+                if end is not None:
+                    end()
             _meet()
 
         return turn
