@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +14,11 @@ from zero.plan.order import (
     Position,
     advance,
     fetched_ahead,
-    most_whole,
     read_ahead,
     stay_whole,
     to_come,
     used_again,
+    uses,
 )
 
 UNKNOWN = 99
@@ -199,6 +201,10 @@ def test_small_units_stay_whole_up_to_a_sum() -> None:
     assert stay_whole(sizes, Limits(whole=31, whole_in_all=60)) == [0, 3, 5]
     assert stay_whole(sizes, Limits(whole=31, whole_in_all=59)) == [0, 3]
     assert stay_whole(sizes, Limits(whole=100, whole_in_all=29)) == [3]
+
+
+def most_whole(*order: Any) -> int:
+    return max((use.whole for use in uses(*order)), default=0)
 
 
 def test_the_most_that_is_whole_at_once_by_hand() -> None:

@@ -172,11 +172,6 @@ def uses(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], li
     return found
 
 
-def most_whole(anchors: Sequence[str], sizes: Sequence[int], nbytes: Sequence[int], limits: Limits) -> int:
-    """The most bytes that are whole at any of the `uses`."""
-    return max((use.whole for use in uses(anchors, sizes, nbytes, limits)), default=0)
-
-
 def in_use_order(anchors: Sequence[str], backward: bool = False) -> list[int]:
     """Units as modules run, in this order or back, each behind those of the modules around its own."""
     units = range(len(anchors))[:: -1 if backward else 1]

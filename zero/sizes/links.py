@@ -169,8 +169,8 @@ class Moves(NamedTuple):
         shown = shard_nbytes(unit, scheme.parts, unit.dtype)
         gradient = shard_nbytes(unit, scheme.parts, scheme.resting if away else scheme.accumulate)
         record, kept = (
-            sum(record_nbytes(unit, 0, scheme.parts, self.formats, copied))
-            for copied in (True, keeps_copy(placement, scheme.mirrored))
+            sum(record_nbytes(unit, 0, scheme.parts, self.formats, with_copy))
+            for with_copy in (True, keeps_copy(placement, scheme.mirrored))
         )
         filed = kept if placement.optimizer is Where.FILE else 0
         rests = placement.params is Where.DEVICE
