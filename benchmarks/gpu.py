@@ -39,7 +39,8 @@ NO_TESTS = 5  # pytest's status where none was left to run
 NO_GPU = "torch sees no GPU: the parts run on a stand-in, which shows that they run, and measures nothing"
 PYTEST = "-m pytest -p gpu -p no:cacheprovider --tb short --continue-on-collection-errors"
 KERNELS = "tests/kernels/test_cuda_kernels.py"
-RECOMPUTE = "tests/recompute/test_recompute.py -k 'not nothing_of'"  # the stand-in has no pickles
+MATRIX = "tests/core/test_matrix.py tests/core/test_hsdp.py"  # two, three and four ranks
+PRECISION = "tests/engine/test_overflow.py tests/engine/test_formats.py tests/engine/test_exact_norm.py"
 
 
 class Part(NamedTuple):
@@ -75,15 +76,16 @@ def program(about: str, command: str, small: str | None = None) -> Part:
 
 GPT = "--width 2048 --layers 24 --heads 16 --vocab 50304 --context 1024 --batch 8 --dtype bf16"
 TINY = "--width 32 --layers 2 --heads 2 --vocab 64 --context 16 --batch 2 --rounds 1 --repeat 1"
-ACTIVATIONS = "activations.py --rounds 1 --repeat 1 --width 32 --heads 2 --layers 2 --budget 16 --most 256"
+ACTIVATIONS = "activations.py --rounds 1 --repeat 1 --width 32 --heads 2 --layers 2 --vocab 64 --context 32 --batch 1"
+LOSS = "--loss-vocab 256 --loss-tokens 64 --loss-width 32 --budget 64 --most 256"
 TINY_OFFLOAD = f"{TINY} --warmup 1 --variants none2 cpu2"
 PARTS = {
     BUILD: Part("the compiled kernels, always", "benchmarks/gpu.py --build", "benchmarks/gpu.py --build"),
     "kernels": Part("every CUDA kernel against torch", f"{PYTEST} -m '' tests/kernels", f"{PYTEST} {KERNELS}"),
-    "core": tests("stages x precision x models against plain torch", "tests/core", "tests/core/test_matrix.py"),
-    "engine": tests("precision, norms, schedules, formats", "tests/engine", "tests/engine/test_overflow.py"),
+    "core": tests("stages x precision x models against plain torch", "tests/core", MATRIX),
+    "engine": tests("precision, norms, schedules, formats", "tests/engine", PRECISION),
     "offload": tests("state on the host and in files", "tests/offload", "tests/offload/test_offload_numbers.py"),
-    "recompute": tests("recomputation, by policy", "tests/recompute", RECOMPUTE),
+    "recompute": tests("recomputation, by policy", "tests/recompute", "tests/recompute/test_recompute.py"),
     "checkpoint": tests("checkpoints", "tests/checkpoint tests/data", "tests/checkpoint/test_checkpoint_save.py"),
     **{tool: sanitized(tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")},
     "bench-kernels": program("kernels beside a copy and torch's fused AdamW", "kernels_cuda.py --numel 1000000000"),
@@ -109,7 +111,9 @@ PARTS = {
         "offload.py --rounds 1 --dtype bf16 --moments bf16 --recompute --variants cpu2 --width 4096 --layers 32 "
         "--heads 32 --vocab 50304 --context 1024 --batch 8",
     ),
-    "bench-recompute": program("policies of recomputation", "activations.py --dtype bf16 --budget 4096", ACTIVATIONS),
+    "bench-recompute": program(
+        "policies of recomputation", "activations.py --dtype bf16 --budget 4096", f"{ACTIVATIONS} {LOSS}"
+    ),
 }
 
 
@@ -194,7 +198,9 @@ def environment(lines: Lines, name: str, gpu: str) -> dict[str, str]:
     if PARTS[name].emulated and not gpu:
         paths.insert(0, str(EMULATION / "site"))
         more["ZERO_STAND_IN"] = str(lines.path.parent / "stand_in")
-    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    # Whoever started this may be a worker of pytest-xdist, which a part of its own is not.
+    outer = {key: value for key, value in os.environ.items() if key != "PYTEST_XDIST_WORKER"}
+    return {**outer, **more, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def rows(text: str) -> Iterator[dict[str, str]]:

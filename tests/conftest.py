@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from device import feed
+from device import feed, why_not_here
 from hypothesis import HealthCheck, settings
 from launching import Launchers
 from ranks import Pool
@@ -72,8 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take little time come last, so that two processes end together."""
+    """Files that take little time come last, so that two processes end together; on a GPU some tests are left out."""
     items.sort(key=lambda item: item.path.parent.name in QUICK)
+    for item in items:
+        if why := why_not_here(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from stand_in_device import StandIn
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "fakenccl"
 FOREVER = timedelta(days=1)
@@ -31,17 +32,20 @@ UNKNOWN = {torch.int16, torch.uint16, torch.uint32, torch.complex64}  # dtypes t
 class FakeWork(dist.Work):
     """One operation on its way. `ordered`: the device's stream waits for it; `done`: it has ended."""
 
-    def __init__(self, text: str, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def __init__(self, text: str, sources: list[torch.Tensor], targets: list[torch.Tensor], device: StandIn) -> None:
         super().__init__()
-        self.text, self.sources, self.targets = text, sources, targets
-        self.sent = [each.detach().clone() for each in sources]  # as it is in the order of the stream
+        self.text, self.sources, self.targets, self._device = text, sources, targets, device
+        with _disable_current_modes():
+            self.sent = [each.detach().clone() for each in sources]  # as it is in the order of the stream
         self.received: Sequence[torch.Tensor] = ()
         self.ordered = False
         self.done = threading.Event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Later work of the device comes after it."""
-        self.ordered = True
+        if not self.ordered:
+            self.ordered = True
+            self._device.ordered(self)
         return True
 
     def is_completed(self) -> bool:
@@ -57,28 +61,20 @@ class FakeWork(dist.Work):
                 target.data.view(-1).copy_(values.view(-1))
 
 
-class FakeEvent:
-    """Recorded in the device's stream: passed when all is there that the stream waits for."""
-
-    def __init__(self, device: StandIn) -> None:
-        self._works = [work for work in device.on_way if work.ordered]
-
-    def query(self) -> bool:
-        return all(work.done.is_set() for work in self._works)
-
-    def synchronize(self) -> None:
-        for work in self._works:
-            work.done.wait()
-
-
 class FakeNccl(dist.ProcessGroup):
-    """A communicator. `begun`: texts of what was begun in it; `timeout`: what it was made with."""
+    """A communicator. `begun`: texts of what was begun in it; `timeout`: what it was made with.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: StandIn) -> None:
+    `hosts`: gloo is beside it, for tensors on the host.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: StandIn, hosts: bool
+    ) -> None:
         super().__init__(rank, size)
         self.timeout, self.begun = timeout, []
         self._device, self._size, self._rank = device, size, rank
         self._gloo = dist.ProcessGroupGloo(store, rank, size, FOREVER)
+        self._hosts = dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, size, FOREVER) if hosts else None
         self._works: queue.SimpleQueue = queue.SimpleQueue()
         self._open: list[FakeWork] = []
         self._aborted = False
@@ -144,6 +140,11 @@ class FakeNccl(dist.ProcessGroup):
 
     def _collective(self, name: str, sources: list, targets: list, how: Callable) -> FakeWork:
         text = f"{name} of {sources[0].numel()} {sources[0].dtype}"
+        if self._hosts is not None and not self._device.holds(sources[0]):
+            targets[0].view(-1).copy_(how(self._everyone(sources[0], self._hosts)).view(-1))
+            work = FakeWork(text, sources, targets, self._device)
+            work.done.set()
+            return work
 
         def exchange(sent: torch.Tensor) -> torch.Tensor | None:
             mine = torch.tensor([zlib.crc32(text.encode())])
@@ -153,9 +154,9 @@ class FakeNccl(dist.ProcessGroup):
 
         return self._begin(text, sources, targets, exchange)
 
-    def _everyone(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _everyone(self, mine: torch.Tensor, by: dist.ProcessGroupGloo | None = None) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self._size)]
-        self._gloo.allgather([rows], [mine]).wait()
+        (by or self._gloo).allgather([rows], [mine]).wait()
         return rows
 
     def _begin(self, text: str, sources: list, targets: list, exchange: Callable) -> FakeWork:
@@ -166,9 +167,10 @@ class FakeNccl(dist.ProcessGroup):
                 raise ValueError(f"Tensors must be contiguous, and of a dtype that NCCL knows: {text}")
             self._device.touch(tensor, any(tensor is each for each in targets))
         self.begun.append(text)
-        work = FakeWork(text, sources, targets)
+        work = FakeWork(text, sources, targets, self._device)
         self._open.append(work)
         self._device.on_way.append(work)
+        self._device.begun(work)
         self._works.put((work, exchange))
         return work
 
@@ -184,19 +186,22 @@ class FakeNccl(dist.ProcessGroup):
                 work.done.set()
 
 
-def on_fake_nccl(patch: pytest.MonkeyPatch) -> StandIn:
-    """A device to enter (`with`), whose ranks, those of the pool, talk over the fake, which our code takes for NCCL."""
-    device = StandIn()
-    patch.setattr("zero.core.mesh.backend_of", lambda group, there: "nccl")
+def on_fake_nccl(patch: pytest.MonkeyPatch, hosts: bool = False, device: StandIn | None = None) -> StandIn:
+    """A device to enter (`with`), whose ranks, those of the pool, talk over the fake, which our code takes for NCCL.
+
+    `hosts`: over gloo, too, as after `init_process_group()`; `device`: this one, by default a new one.
+    """
+    device, of_hosts = device or StandIn(), "gloo" if hosts else ""
+    for name in ("core.mesh", "optim.norm"):
+        patch.setattr(f"zero.{name}.backend_of", lambda group, there: "nccl" if there.type == "cuda" else of_hosts)
     patch.setattr("zero.core.mesh.nccl_options", lambda timeout: "those of NCCL")
-    patch.setattr("zero.core.mesh.record_event", lambda there: FakeEvent(device))
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
     dist.barrier()  # another rank may still be connecting to this one
     dist.destroy_process_group()
 
     def make(how: Any, options: Any) -> FakeNccl:
-        made = FakeNccl(how.store, how.group_rank, how.group_size, how.timeout, device)
+        made = FakeNccl(how.store, how.group_rank, how.group_size, how.timeout, device, hosts)
         made.options = options
         return made
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_stand_in import Waits, stand_in
+from fake_nccl import on_fake_nccl
 from marks import longer
 from models import WIDE, config, make_net, share, step
+from stand_in_device import StandIn
 
 import zero
 
 STEPS, ACCUMULATION = 7, 2
+READ = "synchronize in optim/outcome.py, numbers"  # of what has been sent to the host
 PRECISIONS = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -39,30 +43,40 @@ class Sink:
         self.got += [(name, repr(value), samples) for name, value, samples in kept]  # repr: a NaN equals no other
 
 
+@contextlib.contextmanager
+def stand_in() -> Iterator[StandIn]:
+    """Inside, this process has a device, and ranks talk over NCCL."""
+    several = dist.is_initialized()
+    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch, hosts=True) if several else StandIn() as device:
+        yield device
+
+
 def settings(stage: int, precision: str, **more: Any) -> dict[str, Any]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}
     common = {"gradient_clipping": 0.5, "scheduler": schedule, "accumulation": ACCUMULATION, "zero": {"unit_norms": 1}}
+    common["communication_data_type"] = "fp32"  # NCCL adds in what travels, our sum over gloo in fp32
     return config(stage, world, **(common | PRECISIONS[precision] | more))
 
 
-def run(given: dict[str, Any], waits: Waits | None, bad: int = 4, rank: int = 0) -> dict[str, Any]:
-    """Train, with a gradient of inf in step `bad` of a rank; what came of it. With `waits`, none may come in a step."""
+def run(given: dict[str, Any], device: StandIn | None, bad: int = 4, rank: int = 0) -> dict[str, Any]:
+    """Train, with a gradient of inf in step `bad` of a rank; what came of it. No step may wait for a `device`."""
     engine, optimizer, _, scheduler = zero.initialize(model=make_net(width=WIDE), config=given)
-    sink, losses = Sink(), []
+    sink, losses, read = Sink(), [], 0
     engine.monitor.add(sink)
     for number in range(STEPS * ACCUMULATION):
-        if waits is not None:
-            waits.found.clear()
+        if device is not None:
+            device.waited.clear()
         loss = engine(*share(number))
         spoils = number == bad * ACCUMULATION and engine.global_rank == rank
         engine.backward(loss * math.inf if spoils else loss)
         engine.step()
         losses.append(loss.detach().clone())
-        if waits is not None:
-            assert not waits.found, (number, waits.found)
+        if device is not None:
+            assert {*device.waited} <= {READ}, (number, device.waited)
+            read += len(device.waited)
             done, left = divmod(number + 1, ACCUMULATION)
-            assert waits.sent == (done if left else max(0, done - 1)), "an outcome was read in its own step"
+            assert read == (done if left else max(0, done - 1)), "an outcome was read in its own step"
     after = [engine.was_step_applied(), engine.skipped_steps, optimizer.overflow, repr(engine.get_global_grad_norm())]
     steps = zero.utils.safe_get_full_optimizer_state(next(engine.module.parameters()), "step")
     rates = [*scheduler.get_last_lr(), engine.global_steps, optimizer.loss_scale]
@@ -72,9 +86,10 @@ def run(given: dict[str, Any], waits: Waits | None, bad: int = 4, rank: int = 0)
 
 
 def compare(given: dict[str, Any]) -> None:
-    with stand_in() as waits:
-        there = run(given, waits, rank=1 if dist.is_initialized() else 0)
-    here = run(given, None, rank=1 if dist.is_initialized() else 0)
+    rank = 1 if dist.is_initialized() else 0
+    here = run(given, None, rank=rank)
+    with stand_in() as device:
+        there = run(given, device, rank=rank)
     assert here["after"][0][1] > 0, "no step was skipped"
     assert there["told"] == here["told"]
     assert there["after"] == here["after"]
@@ -105,8 +120,8 @@ def test_two_ranks(stage, precision):
 def test_where_the_host_decides_it_reads_at_once(section, where):
     """So the counter counts. The numbers are those of a CPU all the same."""
     given = settings(1, "bf16", zero=section)
-    with stand_in() as waits, pytest.raises(AssertionError, match=where):
-        run(given, waits)
+    with stand_in() as device, pytest.raises(AssertionError, match=where):
+        run(given, device)
     with stand_in():
         there = run(given, None)
     here = run(given, None)
@@ -141,10 +156,11 @@ def test_the_smallest_loss_scale_is_an_error_of_the_next_backward():
 
 @pytest.mark.ranks(2)
 def test_a_step_launches_kernels_for_units_and_not_for_parameters():
-    with stand_in() as waits:
+    with stand_in() as device:
         engine, *_ = zero.initialize(model=make_net(), config=settings(0, "fp32", accumulation=1, zero={}))
         step(engine, 0)
-        assert waits.launches == 2 * len(engine._sharded.trained) < len(list(engine.module.parameters()))
+        # The sum over the ranks, its norm, the update.
+        assert device.launches == 3 * len(engine._sharded.trained) < len(list(engine.module.parameters()))
         engine.destroy()
 
 
@@ -164,10 +180,10 @@ def test_a_skipped_step_is_said_later_by_its_unit(caplog):
 def test_the_last_step_is_told_at_the_end_of_a_program():
     """Which neither asks for it nor destroys the engine."""
     program = """
-from gpu_stand_in import stand_in
 from models import config, make_net, step
+from stand_in_device import StandIn
 import zero
-with stand_in():
+with StandIn():
     engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, steps_per_print=1))
     for number in range(2):
         step(engine, number)

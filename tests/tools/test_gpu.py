@@ -44,6 +44,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         "absent": module.Part("", None, "-c 1", needs="a-program-that-is-nowhere"),
     }
     monkeypatch.setattr(module, "PARTS", parts)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")  # as in `make test`: a part is no worker of ours
     monkeypatch.setattr(module, "device", lambda: "")
     return module
 

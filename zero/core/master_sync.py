@@ -108,10 +108,16 @@ class MasterSync:
             yield
 
     def wait_copies(self) -> None:
-        """Wait until no copy between device and host reads or writes the shard in host memory any more."""
-        for event in (self._filled, self._copied):
-            if event is not None:
-                event.synchronize()
+        """Wait until no copy between device and host reads or writes the shard in host memory any more.
+
+        Of what is on the device only, the current stream waits, and not the host.
+        """
+        if self._placement.shard_offloaded or self._placement.updated_on_host:
+            for event in (self._filled, self._copied):
+                if event is not None:
+                    event.synchronize()
+        else:
+            self.wait_filled()
         self._copied = None
 
     def publish(self, start: int = 0, numel: int | None = None) -> None:

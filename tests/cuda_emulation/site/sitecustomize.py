@@ -1,69 +1,17 @@
 """Gives every process of Python that starts with this folder on its PYTHONPATH the CUDA device of ../device.cpp.
 
-ZERO_STAND_IN is the folder of what `../build.py` compiled. torch.cuda gets what zero and its tests call, no more: one
-device, streams on which all is done when it is asked for, and the random numbers of the CPU. The kernels of zero are
-the emulated ones.
+ZERO_STAND_IN is the folder of what `../build.py` compiled. torch.cuda is torch_cuda.py, with streams on which all is
+done when it is asked for. The kernels of zero are the emulated ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
-
-NAME = "stand-in for CUDA"
-
-
-class Event:
-    def __init__(self, **options: Any) -> None:
-        self.at = 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1e3 * (end.at - self.at)
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Stream:
-    cuda_stream = 0
-
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        import torch
-
-        self.device, self.priority = torch.device("cuda", 0), priority
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return True
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Device(contextlib.nullcontext):
-    """A class, since torch asks whether something is one of these."""
+from types import ModuleType
 
 
 def load_device(folder: Path) -> None:
@@ -84,44 +32,9 @@ def emulated_kernels(folder: Path) -> ModuleType:
 def patch_torch() -> None:
     """Give torch.cuda one device."""
     import torch
+    import torch_cuda
 
-    total, streams = 1 << 34, [Stream()]
-
-    @contextlib.contextmanager
-    def current(stream: Stream | None) -> Iterator[None]:
-        streams.append(stream or streams[-1])
-        try:
-            yield
-        finally:
-            streams.pop()
-
-    def always(value: Any) -> Callable[..., Any]:  # each a function of its own, as torch._dynamo wants
-        return lambda *args, **kwargs: value
-
-    yes = ("is_available", "is_initialized", "is_bf16_supported")
-    done = ("_lazy_init", "init", "synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
-    done += ("manual_seed", "manual_seed_all", "set_per_process_memory_fraction")
-    none = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved")
-    here = {
-        **{name: always(True) for name in yes},
-        **{name: always(None) for name in done},
-        **{name: always(0) for name in none},
-        "device_count": always(1),
-        "current_stream": lambda device=None: streams[-1],
-        "default_stream": always(streams[0]),
-        "stream": current,
-        "device": Device,
-        "Stream": Stream,
-        "Event": Event,
-        "get_device_name": always(NAME),
-        "get_device_capability": always((0, 0)),
-        "get_device_properties": always(SimpleNamespace(name=NAME, total_memory=total)),
-        "mem_get_info": always((total, total)),
-        "default_generators": (torch.default_generator,),
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    }
-    for name, value in here.items():
+    for name, value in torch_cuda.functions().items():
         setattr(torch.cuda, name, value)
 
     plain = torch.UntypedStorage.resize_
@@ -133,14 +46,15 @@ def patch_torch() -> None:
         return storage
 
     torch.UntypedStorage.resize_ = resize_
-    torch.Tensor.record_stream = always(None)  # the C++ takes none but its own streams
+    torch.Tensor.record_stream = lambda *args: None  # the C++ takes none but its own streams
 
 
 def main() -> None:
     folder = Path(os.environ["ZERO_STAND_IN"])
     load_device(folder)
     patch_torch()
-    sys.modules["zero._cuda"] = emulated_kernels(folder)
+    if (folder / "_cuda.so").exists():
+        sys.modules["zero._cuda"] = emulated_kernels(folder)
 
 
 main()
