@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from zero.config.values import Betas, Bool, Fraction, NotNegative, Section, choice, refuse
+from zero.config.values import Betas, Bool, Fraction, NotNegative, Section, choice, integer, refuse
 
 
 class States(Section):
@@ -106,12 +106,40 @@ class AdagradParams(TorchArguments):
     """The initial value of the sum of squares."""
 
 
+class MuonParams(Arguments):
+    """The arguments of Muon, for matrices of hidden layers, and of AdamW, for all other parameters beside it."""
+
+    muon_lr: NotNegative | None = None
+    """The learning rate of Muon; default: lr."""
+    adam_lr: NotNegative | None = None
+    """The learning rate of AdamW; default: lr."""
+    momentum: NotNegative = 0.95
+    """The decay of Muon's mean of gradients."""
+    nesterov: Bool = True
+    """Look ahead by one more momentum."""
+    ns_method: choice("gram", "standard") = "gram"
+    """gram: Newton-Schulz on all matrices of one shape at once, on their Gram matrices where that costs less.
+    standard: one matrix at a time, bitwise as torch.optim.Muon."""
+    ns_steps: integer(1, 99) = 5
+    """How many iterations."""
+    adjust_lr_fn: choice("original", "match_rms_adamw") = "original"
+    """How the learning rate follows the shape of a matrix, as in torch.optim.Muon."""
+    split: dict[str, integer(1) | list[integer(1)]] = Field(default_factory=dict)
+    """Fused projections, by patterns of parameter names: into how many equal parts the rows are cut, or the rows of
+    each part."""
+    betas: Betas = (0.9, 0.95)
+    """The decay of the two means of AdamW."""
+    eps: NotNegative = 1e-10
+    """Added to the root of the second mean of AdamW."""
+
+
 ARGUMENTS: Mapping[str, type[Arguments]] = {
     "adam": AdamParams,
     "adamw": AdamParams,
     "lion": LionParams,
     "sgd": SgdParams,
     "adagrad": AdagradParams,
+    "muon": MuonParams,
 }
 
 

@@ -238,6 +238,25 @@ def deal(values: torch.Tensor, numel: int, axis: Axis) -> torch.Tensor:
     return own
 
 
+def exchange(flat: torch.Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, what: str) -> torch.Tensor:
+    """Send each rank `sends[rank]` elements of `flat` [sum], in order, and return the `receives[rank]` of each [sum].
+
+    Blocking, as far as the current stream; `what` they are, for messages.
+    """
+    if axis.size == 1:
+        return flat
+    sent = flat if axis.native else flat.cpu()  # gloo sends from host memory only
+    out = torch.empty(sum(receives), dtype=flat.dtype, device=sent.device)
+    collective = axis.watchdog.begin(what, sent=(flat.numel() - sends[axis.rank]) * flat.itemsize)
+    counts = [[count * flat.itemsize for count in part] for part in (receives, sends)]
+    with axis.watchdog.sending(collective):
+        # As bytes: not every backend knows every dtype.
+        parts = (part.view(torch.uint8) for part in (out, sent))
+        work = dist.all_to_all_single(*parts, *counts, group=axis.group, async_op=True)
+    axis.watchdog.wait((work,), collective)
+    return out.to(flat.device)
+
+
 def gather_scalars(values: torch.Tensor, axis: Axis, what: str = "gradient norm", read: bool = True) -> torch.Tensor:
     """Every rank's `values` [k] in order of ranks, as [size, k]; blocking. `what` they are, for messages.
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero.config import Config, load
+from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
@@ -48,6 +49,7 @@ from zero.log import rank_zero, set_level
 from zero.monitor.sinks import check_installed
 from zero.optim.lr import schedule_problems
 from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard_optimizer_of
+from zero.optim.muon_groups import muon_groups
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.plan.formats import Formats
@@ -226,7 +228,9 @@ def _make_optimizer(
     if client is None:
         section = settings.optimizer
         params = dict(section.params)
-        shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype)
+        if section.type.lower() == "muon":
+            groups = muon_groups(model, groups, MuonParams.model_validate(params))
+        shard_optimizer: ShardOptimizer = make_shard_optimizer(section.type, params, settings.compute_dtype, groups)
     else:
         client = client_optimizer(client, groups)
         shard_optimizer = shard_optimizer_of(client, settings.zero_allow_untested_optimizer, settings.compute_dtype)

@@ -28,6 +28,7 @@ from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import StepReport, unit_norms
 from zero.monitor.taps import Stamp, ended, now, seconds
 from zero.optim.norm import RankReport
+from zero.optim.muon_groups import rules_line
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 from zero.watchdog.rank_status import Collective
@@ -139,6 +140,10 @@ class Progress:
         )
         if self._optimizer is not None and self._optimizer.host_threads:
             rank_zero(logging.INFO, "the host updates with %d thread(s) on each rank", self._optimizer.host_threads)
+        if self._optimizer is not None:
+            names = {param: name for name, param in sharded.module.named_parameters()}
+            if rules := rules_line(self._optimizer.param_groups, names):
+                rank_zero(logging.INFO, "%s", rules)
         if config.dump_state:
             rank_zero(logging.INFO, "configuration: %s", config.model_dump_json(indent=2))
 

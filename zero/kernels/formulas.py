@@ -157,6 +157,33 @@ class Adagrad(_Checked):
         return ADAGRAD, self.lr, 0.0, 0.0, self.eps, self.weight_decay, 0.0, 0.0, self.lr_decay, 0
 
 
+@dataclass(frozen=True)
+class Muon(_Checked):
+    """Muon as in ``torch.optim.Muon`` (K. Jordan, 2024), which is no fused step: zero/optim/matrix.py.
+
+    Args:
+        lr: learning rate, before it follows the shape of a matrix.
+        momentum: decay of ``momentum_buffer``.
+        weight_decay: decoupled; 0 for none.
+        eps: the least norm that a matrix is divided by.
+        ns_steps: Newton-Schulz iterations, below 100.
+    """
+
+    lr: float
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    eps: float = 1e-7
+    ns_steps: int = 5
+
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    signed: ClassVar[tuple[bool, ...]] = (True,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ns_steps >= 100:
+            raise ValueError(f"ns_steps: got {self.ns_steps}; wanted an integer below 100")
+
+
 Formula: TypeAlias = Adam | Lion | Sgd | Adagrad
 Hyperparameters: TypeAlias = Mapping[str, Any]  # of a parameter group
 
@@ -181,13 +208,19 @@ def _adagrad(group: Hyperparameters) -> Adagrad:
     return Adagrad(*(float(group[key]) for key in ("lr", "lr_decay", "eps", "weight_decay")))
 
 
-FORMULAS: Mapping[str, Callable[[Hyperparameters], Formula]] = {
+def _muon(group: Hyperparameters) -> Muon:
+    numbers = (float(group[key]) for key in ("lr", "momentum", "weight_decay", "eps"))
+    return Muon(*numbers, int(group["ns_steps"]))
+
+
+FORMULAS: Mapping[str, Callable[[Hyperparameters], Formula | Muon]] = {
     # As in DeepSpeed, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
     "adam": lambda group: _adam(group, group["adam_w_mode"]),
     "adamw": lambda group: _adam(group, True),
     "lion": _lion,
     "sgd": _sgd,
     "adagrad": _adagrad,
+    "muon": lambda group: _muon(group) if group.get("use_muon", True) else _adam(group, True),
 }
 
 
@@ -195,4 +228,5 @@ def formats_of(kind: str, params: Arguments, compute_dtype: str) -> Formats:
     """How the state of optimizer `kind`, a key of FORMULAS, is kept with these arguments beside such parameters."""
     master, moments = (params.zero.master, params.zero.moments) if params.zero else (None, "fp32")
     master = master or ("remainder" if compute_dtype == "bf16" else "fp32")
-    return Formats(master, moments, len(FORMULAS[kind](dict(params)).state_names))
+    largest = {"use_muon": False, "bias_correction": True}  # of Muon and the AdamW beside it
+    return Formats(master, moments, len(FORMULAS[kind](largest | dict(params)).state_names))

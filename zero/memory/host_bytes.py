@@ -33,7 +33,7 @@ def record_nbytes(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirro
     first += [] if master is None else [(master, window.numel)]
     of_moments = [formats.moment_arrays(run.numel, run.format) for run in runs(unit, window, formats.moments)]
     masters = _on_lines(first)
-    moments = formats.states * sum(map(_on_lines, of_moments))
+    moments = formats.of_unit(unit).states * sum(map(_on_lines, of_moments))
     total = round_up(masters + moments, PAGE)
     return (masters, total - masters) if moments else (total, 0)
 

@@ -22,7 +22,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, kind: str, **arguments: Any) -> None:
-        reason = torch_reason(kind, arguments)
+        reason = "for Muon take the JSON" if kind.lower() == "muon" else torch_reason(kind, arguments)
         if reason is not None:
             raise ValueError(f"FusedOptimizer(kind={kind!r}): {reason}; give initialize() the class of torch.optim")
         if lines := optimizer_problems(kind, arguments, True, ("FusedOptimizer",)):

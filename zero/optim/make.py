@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zero.config.check import optimizer_problems
 from zero.config.errors import did_you_mean
-from zero.config.optimizers import ARGUMENTS, torch_reason
+from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
 from zero.log import rank_zero
 from zero.optim.client import FusedOptimizer
 from zero.optim.fused import FusedShardOptimizer
+from zero.optim.matrix import MatrixShardOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.torch_optimizer import TorchShardOptimizer
 
@@ -22,7 +23,7 @@ from zero.optim.torch_optimizer import TorchShardOptimizer
 NOT_ELEMENTWISE = {
     "Adafactor": "it factors the second moment over rows and columns of whole matrices",
     "LBFGS": "it needs a closure and inner products over the whole model",
-    "Muon": "it orthogonalizes whole matrices",
+    "Muon": "it orthogonalizes whole matrices, which runs here as torch's own class has it and not as one made of it",
     "SparseAdam": "it needs sparse gradients, and gradients here are dense",
 }
 # Those of DeepSpeed that torch does not have, by their names in small letters.
@@ -39,15 +40,15 @@ _CHECKED_BEFORE = ("max_grad_norm", "zero")  # arguments that rules of the confi
 
 def optimizer_type_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     """What is wrong with type and arguments of the JSON section `optimizer` that only torch knows."""
+    if kind.lower() in ARGUMENTS:
+        return []
     refused = {name.lower(): why for name, why in NOT_ELEMENTWISE.items()} | _OF_DEEPSPEED
     if why := refused.get(kind.lower()):
         use = "use an element-wise optimizer such as AdamW, Adagrad, SGD or RMSprop"
         return [f"optimizer.type: '{kind}' cannot run on shards: {why}; {use}"]
-    if kind.lower() in ARGUMENTS:
-        return []
     classes = torch_classes()
     if kind not in classes:
-        names = dict.fromkeys(["Adam", "AdamW", "Lion", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
+        names = dict.fromkeys(["Adam", "AdamW", "Lion", "Muon", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
         return [f"optimizer.type: unknown optimizer '{kind}'{did_you_mean(kind, names)} Known: {', '.join(names)}"]
     names = list(inspect.signature(classes[kind]).parameters)[1:]  # the first are the parameters
     params = {key: value for key, value in params.items() if key not in _CHECKED_BEFORE}
@@ -64,8 +65,15 @@ def optimizer_type_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     return unknown
 
 
-def make_shard_optimizer(kind: str, params: dict[str, Any], compute_dtype: str) -> ShardOptimizer:
-    """What `optimizer.type` and `optimizer.params` of the JSON name; raises ValueError by JSON path."""
+def make_shard_optimizer(
+    kind: str, params: dict[str, Any], compute_dtype: str, groups: Sequence[Mapping[str, Any]] = ()
+) -> ShardOptimizer:
+    """What `optimizer.type` and `optimizer.params` of the JSON name; raises ValueError by JSON path.
+
+    `groups`: all parameter groups, for Muon with all that `muon_groups` says.
+    """
+    if kind.lower() == "muon":
+        return MatrixShardOptimizer(MuonParams.model_validate(params), compute_dtype, groups)
     reason = torch_reason(kind, params)
     if reason is None:
         arguments = ARGUMENTS[kind.lower()].model_validate(params)
@@ -93,6 +101,9 @@ def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dt
             raise ValueError("\n".join(lines))
         return make_shard_optimizer(client.kind, client.arguments, compute_dtype)
     kind = type(client)
+    if kind is torch.optim.Muon:
+        _warn_of_steps(client)
+        return MatrixShardOptimizer(MuonParams(ns_method="standard"), compute_dtype, client.param_groups)
     for base in kind.__mro__:
         if base.__name__ in NOT_ELEMENTWISE:
             raise ValueError(f"optimizer: {kind.__name__} cannot run on shards: {NOT_ELEMENTWISE[base.__name__]}")
@@ -101,8 +112,7 @@ def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dt
             f"optimizer: {kind.__name__} is none of torch.optim; if each element of its update depends on that "
             "element of parameter, gradient and state only, set zero_allow_untested_optimizer to true"
         )
-    if _has_stepped(client):
-        rank_zero(logging.WARNING, "optimizer: %s has taken steps; its state is not taken over", kind.__name__)
+    _warn_of_steps(client)
     arguments = _arguments(client)
     try:
         return TorchShardOptimizer(kind, arguments)
@@ -129,12 +139,13 @@ def _arguments(client: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: client.defaults[name] if name in client.defaults else getattr(client, name) for name in names}
 
 
-def _has_stepped(client: torch.optim.Optimizer) -> bool:
+def _warn_of_steps(client: torch.optim.Optimizer) -> None:
     for state in client.state.values():
         step = state.get("step")
         if "step" not in state or (step.item() if isinstance(step, torch.Tensor) else step):
-            return True
-    return False
+            name = type(client).__name__
+            rank_zero(logging.WARNING, "optimizer: %s has taken steps; its state is not taken over", name)
+            return
 
 
 def torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,16 @@ from zero.plan.formats import Formats
 from zero.plan.layout import Fragment, Span
 
 Group = Mapping[str, Any]
+
+
+class Update(NamedTuple):
+    """One unit's part of a step. It keeps the gradient alive, and the hyperparameters as they were at the step."""
+
+    unit: Unit
+    grad: torch.Tensor
+    group: Group
+    factor: float | torch.Tensor
+    publish: bool = False  # to send the new parameters to the other ranks as soon as they are there
 
 
 class ShardOptimizer(Protocol):
@@ -28,6 +38,12 @@ class ShardOptimizer(Protocol):
 
     def begin(self, unit: Unit, group: Group) -> None:
         """Make the state of the unit, where that is `foreseen`, so that it is where it rests before the first step."""
+
+    def prepare(self, updates: Sequence[Update]) -> None:
+        """Do what a step needs before its `updates`, which are those of all units in order; default: nothing.
+
+        It runs on the training loop's thread, on all ranks alike, so it may use collectives.
+        """
 
     def update(
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None

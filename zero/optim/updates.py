@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,19 +24,9 @@ from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import record_event
-from zero.optim.shard_optimizer import Group, ShardOptimizer
+from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.optim.unit_norms import UnitNorms
 from zero.plan.order import in_use_order
-
-
-class Update(NamedTuple):
-    """One unit's part of a step. It keeps the gradient alive, and the hyperparameters as they were at the step."""
-
-    unit: Unit
-    grad: torch.Tensor
-    group: Group
-    factor: float | torch.Tensor
-    publish: bool = False  # to send the new parameters to the other ranks as soon as they are there
 
 
 class UnitUpdater:
@@ -73,18 +63,20 @@ class UnitUpdater:
             return
         # Where ranks must begin collectives in one order, no thread beside the loop can send parameters.
         publish = not self._units[0].mesh.shard.ordered
-        updates = []
+        updates, now = [], []
         for unit in self._units:
             if unit.placement.updated_on_host:
                 unit.invalidate()
                 group = copy_hyperparameters(groups[unit.plan.group])
                 updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, publish))
+            else:
+                now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], factor))
+        self._optimizer.prepare(sorted([*updates, *now], key=lambda update: update.unit.index))
         self._submit(updates)
-        for unit in self._units:
-            if not unit.placement.updated_on_host:
-                unit.invalidate()  # before the values change: a full copy that is being read must be complete
-                self._compute(Update(unit, unit.gradients.shard, groups[unit.plan.group], factor))
-                unit.publish()  # travels while the next unit is updated
+        for update in now:
+            update.unit.invalidate()  # before the values change: a full copy that is being read must be complete
+            self._compute(update)
+            update.unit.publish()  # travels while the next unit is updated
         for unit in self._units:
             if unit.stays_full and not (unit.placement.updated_on_host and publish):
                 unit.gather()

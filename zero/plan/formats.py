@@ -19,12 +19,18 @@ COMPACT_NUMEL = 4096  # parameters from this many elements on may have moments i
 class Formats(NamedTuple):
     """The state of one optimizer: the form of its masters, the format of its moments, and how many moments there are.
 
-    `states` counts moments per element: 2 for Adam, 1 for Lion, 0 for SGD without momentum.
+    `states` counts moments per element: 2 for Adam, 1 for Lion, 0 for SGD without momentum; `by_group` those of each
+    parameter group, where they differ.
     """
 
     master: str = "fp32"
     moments: str = "fp32"
     states: int = 2
+    by_group: tuple[int, ...] = ()
+
+    def of_unit(self, unit: UnitPlan) -> Formats:
+        """The same with the number of states that the unit's group has."""
+        return self._replace(states=self.by_group[unit.group]) if self.by_group else self
 
     @property
     def alignment(self) -> int:

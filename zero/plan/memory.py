@@ -103,7 +103,7 @@ def alive_nbytes(
             optimizer += size * shard if keeps_copy(place, mirrored) else 0
             optimizer += formats.master_nbytes(shard, unit.dtype)
             own = runs(unit, unit.layout.shard(rank, parts), formats.moments)
-            optimizer += sum(formats.moments_nbytes(run.numel, run.format) for run in own)
+            optimizer += sum(formats.of_unit(unit).moments_nbytes(run.numel, run.format) for run in own)
     return StateBytes(parameters, gradients, optimizer)
 
 

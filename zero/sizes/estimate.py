@@ -176,7 +176,8 @@ def state_formats(settings: Config) -> tuple[Formats, list[str]]:
         text = f"{section.type} runs as torch's own class ({reason}): counted are fp32 masters and two fp32 moments."
         return Formats(), [text]
     kind = section.type.lower()
-    return formats_of(kind, ARGUMENTS[kind].model_validate(section.params), settings.compute_dtype), []
+    notes = ["Counted are two moments of all parameters; those that Muon updates have one."] if kind == "muon" else []
+    return formats_of(kind, ARGUMENTS[kind].model_validate(section.params), settings.compute_dtype), notes
 
 
 def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNMENT) -> tuple[UnitPlan, ...]:

@@ -117,6 +117,8 @@ def compare_runs(
 def _compare(runs: Iterable[Run], accumulation: int, steps: int, train: Train, notes: list[str]) -> list[Row]:
     """Runs with the same bits are compared with one run of plain torch; that is PLAIN where they go as it did."""
     plain = train(Run(Kind.PLAIN, accumulation, steps), None)
+    if plain.rules and not notes:
+        notes.append(f"{plain.rules}.")
     measure = yardstick(plain, train(Run(Kind.NUDGED, accumulation, steps), plain))
     references = [(plain.bits, plain)]
     rows, bits = [], []

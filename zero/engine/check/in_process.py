@@ -61,7 +61,9 @@ class Copies:
             engine.destroy()
         rows = _all_ranks((recorder.losses, hashes(recorder.steps[-1].params)))
         losses, checksums = zip(*rows, strict=True)
-        return Outcome(list(losses), recorder.norms, recorder.steps, stray(checksums), recorder.dtype)
+        return Outcome(
+            list(losses), recorder.norms, recorder.steps, stray(checksums), recorder.dtype, rules=recorder.rules
+        )
 
     def _build(self, model: nn.Module, run: Run) -> Any:
         origin = self._engine

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import Config
-from zero.config.optimizers import ARGUMENTS, torch_reason
+from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
 from zero.core.mesh import Axis, backend_of
 from zero.core.mixed_precision import DTYPES
 from zero.data import Loader
@@ -32,6 +33,7 @@ from zero.engine.loader import make_loader
 from zero.engine.metrics import Metrics, print_on_first
 from zero.engine.status import Status
 from zero.optim.make import torch_arguments
+from zero.optim.muon_groups import muon_groups, rules_line
 
 Values = dict[str, torch.Tensor]
 _NUDGE = 1e-6  # of a gradient, to see whether the update makes more of it
@@ -101,6 +103,11 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """Take each step from the weights and with the gradients of `lead`."""
         self._lead = lead
         self._nudge()
+
+    @property
+    def rules(self) -> str:
+        """See `rules_line`."""
+        return rules_line(self.optimizer.param_groups, {master: name for name, master in self.masters.items()})
 
     def weights(self) -> Values:
         """The exact weights by name, on the CPU."""
@@ -317,6 +324,8 @@ def plain_optimizer(
     if client is not None:
         return client_optimizer(client, groups)
     kind, params = settings.optimizer.type, dict(settings.optimizer.params)
+    if kind.lower() == "muon":
+        return Muon(muon_groups(model, groups, MuonParams.model_validate(params)))
     if not params.get("bias_correction", True):
         raise ValueError(
             "optimizer.params.bias_correction: torch has no Adam without it, so there is nothing to compare"
@@ -327,6 +336,22 @@ def plain_optimizer(
         kind, params = torch_arguments(kind.lower(), params)
     maker = Lion if kind == "Lion" else getattr(torch.optim, kind)
     return maker(groups, **{key: value for key, value in params.items() if value is not None})
+
+
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` and AdamW, each for its groups."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            kind = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
+            known = inspect.signature(kind).parameters.keys() & group.keys()
+            made = kind(**{key: group[key] for key in known})
+            made.state = self.state
+            made.step()
 
 
 class Lion(torch.optim.Optimizer):

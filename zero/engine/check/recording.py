@@ -21,7 +21,8 @@ class Outcome:
     """Of one run: losses[rank][micro-step], norms[step], and the steps.
 
     stray: the first weight that is not the same on all ranks; dtype: the coarsest that gradients go through.
-    begin: checksums of the weights before the first step, where they were taken; folder: where it was read from.
+    begin: checksums of the weights before the first step, where they were taken; folder: where it was read from;
+    rules: of a run of plain torch, which parameter gets which rule, where there are two.
     """
 
     losses: list[list[float]]
@@ -31,6 +32,7 @@ class Outcome:
     dtype: str
     begin: dict[str, int] = field(default_factory=dict)
     folder: Path | None = None
+    rules: str = ""
 
     def of_engine(self, index: int) -> list[Step]:
         """The steps of one of the engines of a script, under the names of its parameters."""
@@ -80,6 +82,11 @@ class Recorder:
         dtypes = {settings.compute_dtype, settings.autocast_dtype, settings.communication_data_type}
         dtypes.add(settings.data_types.grad_accum_dtype)
         return next((dtype for dtype in ("bf16", "fp16") if dtype in dtypes), "fp32")
+
+    @property
+    def rules(self) -> str:
+        """See `Outcome`."""
+        return self.engine.rules if isinstance(self.engine, PlainEngine) else ""
 
     def _record_forward(self, module: Any, args: Any, output: Any) -> None:
         loss = find_loss(output)
@@ -187,6 +194,7 @@ def save(folder: Path, rank: int, recorders: list[Recorder]) -> None:
         "hashes": last,
         "dtype": recorders[0].dtype,
         "begin": begin,
+        "rules": "; ".join(filter(None, (recorder.rules for recorder in recorders))),
     }
     torch.save(record, folder / f"rank{rank}.pt")
 
@@ -206,6 +214,7 @@ def load(folder: Path) -> Outcome | None:
         dtype=first["dtype"],
         begin=first["begin"],
         folder=folder,
+        rules=first["rules"],
     )
 
 

@@ -82,8 +82,8 @@ def check_counts(steps: int, stages: Sequence[int], accumulations: Sequence[int]
 def overridden(settings: Config, run: Run) -> dict[str, Any]:
     """The user's config as `run` needs it; the micro-batch stays, the global batch follows the accumulation.
 
-    The loss scale of fp16 is 1 and moments are fp32 on both sides: a scale that moves, or moments in fewer bits,
-    would be a difference that is meant.
+    The loss scale of fp16 is 1, moments are fp32, and Muon takes one matrix at a time as torch does: all else would be
+    a difference that is meant.
     """
     raw = unseen(settings.raw)
     micro = settings.train_micro_batch_size_per_gpu
@@ -98,6 +98,8 @@ def overridden(settings: Config, run: Run) -> dict[str, Any]:
     states = lookup(raw, "optimizer.params.zero")  # any of the three may be "auto"
     if isinstance(states, dict):
         states["moments"] = "fp32"
+    if settings.optimizer is not None and settings.optimizer.type.lower() == "muon":
+        raw["optimizer"]["params"] = {**raw["optimizer"]["params"], "ns_method": "standard"}
     return raw
 
 

@@ -1,0 +1,141 @@
+"""Muon on the shards of units: momentum stays cut, and each matrix is orthogonalised by one rank.
+
+Once per step, after the norm: every rank brings its shard of the momentum up to date; what is to be orthogonalised
+travels to the ranks that do so, and comes back as the direction of the update, both in bf16, which loses nothing:
+torch rounds to it before Newton-Schulz, too. Decay, learning rate and master follow where the unit is updated. Beside
+it AdamW updates what is no matrix, in parameter groups of its own.
+
+The arithmetic is that of `torch.optim.Muon`, but for one thing: with bf16 parameters and without Nesterov, torch's
+divides its own momentum by the norm, in place. Ours stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from zero.config.optimizers import MuonParams
+from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
+from zero.core.unit import Unit
+from zero.kernels.moments import random_bits
+from zero.kernels.newton_schulz import newton_schulz
+from zero.optim.fused import FusedShardOptimizer
+from zero.optim.owner_ranks import Matrices, replace_matrices
+from zero.optim.shard_optimizer import Group, Update
+from zero.plan.matrices import Matrix, matrices_of
+
+# Elements of the units that travel together: as many as give each rank its share, and little memory beside the model.
+TOGETHER = 1 << 28
+
+
+class MatrixShardOptimizer(FusedShardOptimizer):
+    """Muon for groups with `use_muon` (the default), AdamW for others.
+
+    `params`: the checked arguments; `groups`: all parameter groups, with their hyperparameters.
+    """
+
+    factor_on_device = False
+
+    def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
+        super().__init__("muon", params, compute_dtype)
+        self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
+        states = tuple(len(self._formula(group).state_names) for group in groups)
+        self.formats = self.formats._replace(by_group=states)
+        self._params = params
+        self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units that this step has yet to update
+
+    @torch.no_grad()
+    def prepare(self, updates: Sequence[Update]) -> None:
+        """See `ShardOptimizer.prepare`; makes the directions of all matrices."""
+        together: list[Update] = []
+        for each in (each for each in updates if uses_muon(each.group)):
+            together.append(each)
+            if sum(one.unit.plan.layout.numel for one in together) >= TOGETHER:
+                self._orthogonalize(together)
+                together = []
+        if together:
+            self._orthogonalize(together)
+
+    def update(
+        self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
+    ) -> None:
+        """See `ShardOptimizer.update`; by the direction that `prepare` has made of gradient and momentum."""
+        if not uses_muon(group):
+            super().update(unit, grad, group, factor, threads)
+            return
+        states = self.states(unit, group)
+        self._states[unit.index] = states._replace(steps=states.steps + 1)
+        direction, lr = self._directions.pop(unit.index), float(group["lr"])
+        for matrix in self._matrices(unit, 0):
+            start, numel = matrix.span.intersect(unit.window)
+            at = start - unit.window.start
+            step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
+            values = unit.master.values(at, numel).mul(1 - lr * group["weight_decay"])
+            unit.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
+
+    def _orthogonalize(self, work: Sequence[Update]) -> None:
+        """Make the directions of some units, with their matrices shared out among the ranks."""
+        first = work[0].unit
+        shards = [self._look_ahead(each) for each in work]
+        matrices = [matrix for number, each in enumerate(work) for matrix in self._matrices(each.unit, number)]
+
+        def orthogonal(whole: Matrices) -> Matrices:
+            groups = {index: work[matrices[index].unit].group for index in whole}
+            return orthogonalized(whole, groups, self._params.ns_method == "standard")
+
+        replace_matrices(shards, matrices, first.mesh.shard, first.full.device, orthogonal)
+        for each, shard in zip(work, shards, strict=True):
+            self._directions[each.unit.index] = shard
+
+    def _look_ahead(self, update: Update) -> torch.Tensor:
+        """Bring the momentum of a unit's shard up to date, and return what is to be orthogonalised, bf16 [n]."""
+        unit, group = update.unit, update.group
+        placement, decay = unit.placement, float(group["momentum"])
+        with unit.acquired(changed=True):
+            states = self.states(unit, group)
+            ahead = torch.empty(unit.window.numel, dtype=torch.bfloat16, device=placement.update_device)
+            for run, (moment,) in states.runs:
+                part = slice(run.start, run.start + run.numel)
+                grad = update.grad[part].to(placement.update_device, torch.float32) * update.factor
+                mean = moment.decode(True).lerp_(grad, 1 - decay)
+                ahead[part] = grad.lerp(mean, decay) if group["nesterov"] else mean
+                if run.format != "fp32":
+                    where = {"key": unit.index, "first": states.first + run.start, "device": mean.device}
+                    bits = random_bits(run.numel, step=states.steps + 1, **where)
+                    moment.write(mean, True, bits & 0xFFFF)
+        return ahead
+
+    def _matrices(self, unit: Unit, number: int) -> Iterator[Matrix]:
+        """The matrices of a unit, which is to be called `number`."""
+        for spec, param in zip(unit.plan.params, unit.params, strict=True):
+            parts = next((parts for name, parts in self._params.split.items() if fnmatchcase(spec.name, name)), 1)
+            yield from matrices_of(spec.name, param.shape, number, unit.plan.layout.spans[spec.name].start, parts)
+
+
+def uses_muon(group: Group) -> bool:
+    """Whether Muon updates the parameters of a group."""
+    return group.get("use_muon", True)
+
+
+def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) -> Matrices:
+    """What Newton-Schulz makes of matrices [rows, cols] in bf16, which it may write into, each as its group says.
+
+    `one_by_one`: as torch.optim.Muon; else all of one shape at once.
+    """
+    found, batches = {}, {}
+    for index, matrix in whole.items():
+        group = groups[index]
+        numbers = (tuple(group["ns_coefficients"]), int(group["ns_steps"]), float(group["eps"]))
+        if one_by_one:
+            coefficients, steps, eps = numbers
+            found[index] = torch_newton_schulz(matrix, coefficients, steps, eps)
+        else:
+            batches.setdefault((matrix.shape, *numbers), []).append(index)
+    for (_, *numbers), batch in batches.items():
+        # 16 bits are faster on a GPU only; fp16 has three bits more than bf16, and all values are small.
+        dtype = torch.float32 if whole[batch[0]].device.type == "cpu" else torch.float16
+        results = newton_schulz(torch.stack([whole[index] for index in batch]), *numbers, dtype)
+        found |= dict(zip(batch, results, strict=True))
+    return found

@@ -1,0 +1,79 @@
+"""Which parameters Muon updates, and which AdamW: a parameter group for each, and a line that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from zero.config.optimizers import MuonParams
+from zero.optim.shard_optimizer import Group
+
+_EMBEDDINGS_AND_FILTERS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+_ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, as the rest of what no argument says
+_NS_EPS = 1e-7
+
+
+def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonParams) -> list[dict[str, Any]]:
+    """Each parameter group as one for Muon and one for AdamW, `use_muon` true and false, where it has both.
+
+    What decides is the attribute `use_muon` of a parameter, then the key of that name in its group, then its place in
+    the model: Muon's are matrices that are neither an embedding nor the head, and stacks of them, but no filters.
+    Raises ValueError for what is no matrix and shall be Muon's, and where nothing is Muon's.
+    """
+    names, others = {param: name for name, param in model.named_parameters()}, _not_hidden(model)
+    muon = {key: getattr(params, key) for key in _ARGUMENTS} | {"ns_coefficients": _COEFFICIENTS, "eps": _NS_EPS}
+    adam = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay, "bias_correction": True}
+    muon["lr"] = params.lr if params.muon_lr is None else params.muon_lr
+    adam["lr"] = params.lr if params.adam_lr is None else params.adam_lr
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for param in group["params"]:
+            chosen = getattr(param, "use_muon", group.get("use_muon"))
+            if chosen and param.ndim < 2:
+                raise ValueError(
+                    f"use_muon is true of parameter '{names.get(param)}' of shape {tuple(param.shape)}, and Muon takes "
+                    "matrices; set it to false"
+                )
+            parts[(param.ndim in (2, 3) and param not in others) if chosen is None else bool(chosen)].append(param)
+        for rule, kept in parts.items():
+            if kept:
+                found.append({**(muon if rule else adam), **group, "params": kept, "use_muon": rule})
+    if not any(group["use_muon"] for group in found):
+        raise ValueError(
+            "optimizer.type: got 'Muon', and no parameter is a matrix of a hidden layer; set the attribute use_muon of "
+            "those that are, or use AdamW"
+        )
+    return found
+
+
+def _not_hidden(model: nn.Module) -> set[nn.Parameter]:
+    """Embeddings, by class or name, the head, and filters of one dimension, which have three as stacks of matrices do.
+
+    The head is what a model of transformers says, else the last linear layer, unless that lies in an nn.ModuleList.
+    """
+    others = {param for name, param in model.named_parameters(remove_duplicate=False) if "embed" in name.lower()}
+    last, blocks = None, ()
+    for path, module in model.named_modules():
+        if isinstance(module, _EMBEDDINGS_AND_FILTERS):
+            others.update(module.parameters(recurse=False))
+        elif isinstance(module, nn.ModuleList):
+            blocks = (*blocks, f"{path}.")
+        elif isinstance(module, nn.Linear):
+            last = None if path.startswith(blocks) else module
+    head = getattr(model, "get_output_embeddings", lambda: None)() or last
+    return others | (set(head.parameters()) if head is not None else set())
+
+
+def rules_line(groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> str:
+    """Which parameters each rule updates, by name; empty where there is one rule for all."""
+    updated: dict[bool, list[str]] = {True: [], False: []}
+    for group in groups:
+        if "use_muon" not in group:
+            return ""
+        updated[group["use_muon"]] += [names.get(param, "?") for param in group["params"]]
+    rules = (("Muon", updated[True]), ("AdamW", updated[False]))
+    return "; ".join(f"{rule} updates {len(those)} parameters: {', '.join(those)}" for rule, those in rules if those)

@@ -1,0 +1,88 @@
+"""Which elements of a unit are a matrix, and which rank orthogonalises which of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero.plan.layout import Span
+
+
+class Matrix(NamedTuple):
+    """A matrix [rows, cols] that lies row by row from element `start` of unit number `unit` on; `name`: for messages.
+
+    It is a parameter, or one of a stack of experts, or a part of a fused projection.
+    """
+
+    name: str
+    unit: int
+    start: int
+    rows: int
+    cols: int
+
+    @property
+    def span(self) -> Span:
+        """Its elements in the flat buffer of the unit."""
+        return Span(self.start, self.rows * self.cols)
+
+    @property
+    def flops(self) -> int:
+        """Of one Newton-Schulz step: two products of the short side's square, and one of the whole matrix."""
+        short, long = sorted((self.rows, self.cols))
+        return 4 * short**2 * long + 2 * short**3
+
+
+def matrices_of(name: str, shape: Sequence[int], unit: int, start: int, parts: int | Sequence[int] = 1) -> list[Matrix]:
+    """The matrices of one parameter that begins at element `start` of its unit.
+
+    Two dimensions are a matrix, three a stack of them, four or more (filters) a matrix with a row for each output.
+    parts: of a fused projection, into how many equal parts its rows are cut, or the rows of each.
+    Raises ValueError for fewer dimensions, and for parts that are not all the rows.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"parameter '{name}' has shape {tuple(shape)}, and Muon takes matrices")
+    stack, shape = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
+    rows, cols = shape[0], math.prod(shape[1:])
+    cut = [rows // parts] * parts if isinstance(parts, int) else list(parts)
+    if sum(cut) != rows:
+        raise ValueError(f"parameter '{name}' has {rows} rows, which do not split into {parts}")
+    found = []
+    for index in range(stack):
+        for part, count in enumerate(cut):
+            of = [f"[{index}]"] * (stack > 1) + [f" part {part}"] * (len(cut) > 1)
+            found.append(Matrix(name + "".join(of), unit, start, count, cols))
+            start += count * cols
+    return found
+
+
+def assign(matrices: Sequence[Matrix], ranks: int) -> list[int]:
+    """A rank for each matrix, so that the busiest has little more than its share of the work.
+
+    The longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: at most 4/3 of the
+    best). Ties go by name, then to the lowest rank, so that all ranks find the same.
+    """
+    loads, found = [0] * ranks, [0] * len(matrices)
+    for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].flops, matrices[index])):
+        found[index] = rank = loads.index(min(loads))
+        loads[rank] += matrices[index].flops
+    return found
+
+
+class Piece(NamedTuple):
+    """What one rank's shard holds of matrix number `index`: a span of the unit's flat buffer."""
+
+    index: int
+    rank: int
+    span: Span
+
+
+def pieces(matrices: Sequence[Matrix], numels: Sequence[int], ranks: int) -> list[Piece]:
+    """The pieces of all matrices, in order; numels: the elements of one shard of each unit, by the unit's number."""
+    found = []
+    for index, matrix in enumerate(matrices):
+        numel = numels[matrix.unit]
+        windows = [Span(rank * numel, numel) for rank in range(ranks)]
+        parts = [Piece(index, rank, matrix.span.intersect(window)) for rank, window in enumerate(windows)]
+        found += [part for part in parts if part.span.numel]
+    return found
