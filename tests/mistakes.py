@@ -71,7 +71,7 @@ CONFIGS = {
     "three sections": Mistake(
         "make(fp16={'enabled': 3}, optimizer={'type': 'AdmW'}, scheduler={'type': 'WarmupLR', 'params': {'steps': 1}})",
         "fp16.enabled: got 3, wanted true or false\noptimizer.type: unknown optimizer 'AdmW'; did you mean 'AdamW'? "
-        "Known: Adam, AdamW, Lion, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD\n"
+        "Known: Adam, AdamW, Lion, Muon, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD\n"
         "scheduler.params.steps: WarmupLR has no such parameter (got 1)",
     ),
     "LAMB": Mistake(

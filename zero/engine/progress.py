@@ -27,8 +27,8 @@ from zero.memory.host_bytes import HostBytes
 from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import StepReport, unit_norms
 from zero.monitor.taps import Stamp, ended, now, seconds
-from zero.optim.norm import RankReport
 from zero.optim.muon_groups import rules_line
+from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.memory import StateBytes
 from zero.watchdog.rank_status import Collective

@@ -29,7 +29,7 @@ def newton_schulz(
         shape [k, rows, cols], in ``dtype``.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.float()
+    x = matrices.to(torch.promote_types(dtype, torch.float32))
     x = (x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]).to(dtype)
     x = x.mT if tall else x
     rows, cols = x.shape[-2:]

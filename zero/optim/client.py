@@ -22,9 +22,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, kind: str, **arguments: Any) -> None:
-        reason = "for Muon take the JSON" if kind.lower() == "muon" else torch_reason(kind, arguments)
+        reason = torch_reason(kind, arguments)
         if reason is not None:
             raise ValueError(f"FusedOptimizer(kind={kind!r}): {reason}; give initialize() the class of torch.optim")
+        if kind.lower() == "muon":
+            raise ValueError(
+                f"FusedOptimizer(kind={kind!r}): name it in the section 'optimizer' of the JSON, which chooses the "
+                "matrices, or give initialize() a torch.optim.Muon"
+            )
         if lines := optimizer_problems(kind, arguments, True, ("FusedOptimizer",)):
             raise ValueError("\n".join(lines))
         self.kind, self.arguments = kind, arguments

@@ -12,7 +12,6 @@ divides its own momentum by the norm, in place. Ours stays what it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 
@@ -110,8 +109,8 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     def _matrices(self, unit: Unit, number: int) -> Iterator[Matrix]:
         """The matrices of a unit, which is to be called `number`."""
         for spec, param in zip(unit.plan.params, unit.params, strict=True):
-            parts = next((parts for name, parts in self._params.split.items() if fnmatchcase(spec.name, name)), 1)
-            yield from matrices_of(spec.name, param.shape, number, unit.plan.layout.spans[spec.name].start, parts)
+            start = unit.plan.layout.spans[spec.name].start
+            yield from matrices_of(spec.name, param.shape, self._params.split, number, start)
 
 
 def uses_muon(group: Group) -> bool:

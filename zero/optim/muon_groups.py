@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from zero.config.optimizers import MuonParams
 from zero.optim.shard_optimizer import Group
+from zero.plan.matrices import matrices_of
 
 _EMBEDDINGS_AND_FILTERS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
 _ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
@@ -28,17 +32,19 @@ def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonPara
     adam = {"betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay, "bias_correction": True}
     muon["lr"] = params.lr if params.muon_lr is None else params.muon_lr
     adam["lr"] = params.lr if params.adam_lr is None else params.adam_lr
+    for pattern in params.split:
+        if not any(fnmatchcase(name, pattern) for name in names.values()):
+            raise ValueError(f"optimizer.params.split: '{pattern}' is the name of no parameter")
     found: list[dict[str, Any]] = []
     for group in groups:
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for param in group["params"]:
             chosen = getattr(param, "use_muon", group.get("use_muon"))
-            if chosen and param.ndim < 2:
-                raise ValueError(
-                    f"use_muon is true of parameter '{names.get(param)}' of shape {tuple(param.shape)}, and Muon takes "
-                    "matrices; set it to false"
-                )
-            parts[(param.ndim in (2, 3) and param not in others) if chosen is None else bool(chosen)].append(param)
+            if chosen is None:
+                chosen = param.ndim in (2, 3) and param not in others
+            if chosen:
+                matrices_of(names.get(param, "?"), param.shape, params.split)  # raises for what is none
+            parts[bool(chosen)].append(param)
         for rule, kept in parts.items():
             if kept:
                 found.append({**(muon if rule else adam), **group, "params": kept, "use_muon": rule})
@@ -69,11 +75,14 @@ def _not_hidden(model: nn.Module) -> set[nn.Parameter]:
 
 
 def rules_line(groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> str:
-    """Which parameters each rule updates, by name; empty where there is one rule for all."""
+    """Which parameters each rule updates, by name, alike ones of all blocks as one; empty where there is one rule."""
     updated: dict[bool, list[str]] = {True: [], False: []}
     for group in groups:
         if "use_muon" not in group:
             return ""
-        updated[group["use_muon"]] += [names.get(param, "?") for param in group["params"]]
-    rules = (("Muon", updated[True]), ("AdamW", updated[False]))
-    return "; ".join(f"{rule} updates {len(those)} parameters: {', '.join(those)}" for rule, those in rules if those)
+        updated[group["use_muon"]] += [re.sub(r"\b\d+\b", "*", names.get(param, "?")) for param in group["params"]]
+    texts = []
+    for rule, those in (("Muon", updated[True]), ("AdamW", updated[False])):
+        counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(those).items()]
+        texts.append(f"{rule} updates {len(those)} parameter(s){': ' * bool(those)}{', '.join(counted)}")
+    return "; ".join(texts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from zero.plan.layout import Span
@@ -33,20 +34,25 @@ class Matrix(NamedTuple):
         return 4 * short**2 * long + 2 * short**3
 
 
-def matrices_of(name: str, shape: Sequence[int], unit: int, start: int, parts: int | Sequence[int] = 1) -> list[Matrix]:
+Split = Mapping[str, int | Sequence[int]]  # by patterns of names: into how many equal parts rows are cut, or the rows
+
+
+def matrices_of(name: str, shape: Sequence[int], split: Split, unit: int = 0, start: int = 0) -> list[Matrix]:
     """The matrices of one parameter that begins at element `start` of its unit.
 
     Two dimensions are a matrix, three a stack of them, four or more (filters) a matrix with a row for each output.
-    parts: of a fused projection, into how many equal parts its rows are cut, or the rows of each.
     Raises ValueError for fewer dimensions, and for parts that are not all the rows.
     """
     if len(shape) < 2:
-        raise ValueError(f"parameter '{name}' has shape {tuple(shape)}, and Muon takes matrices")
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(shape)} is no matrix; set its attribute use_muon to false"
+        )
     stack, shape = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
     rows, cols = shape[0], math.prod(shape[1:])
+    parts = next((parts for pattern, parts in split.items() if fnmatchcase(name, pattern)), 1)
     cut = [rows // parts] * parts if isinstance(parts, int) else list(parts)
     if sum(cut) != rows:
-        raise ValueError(f"parameter '{name}' has {rows} rows, which do not split into {parts}")
+        raise ValueError(f"optimizer.params.split: '{name}' has {rows} rows, which do not split into {parts}")
     found = []
     for index in range(stack):
         for part, count in enumerate(cut):
