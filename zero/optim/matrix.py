@@ -42,7 +42,8 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
         states = tuple(len(self._formula(group).state_names) for group in groups)
         self.formats = self.formats._replace(by_group=states)
-        self._params = params
+        self._split, self._one_by_one = params.split, params.ns_method == "standard"
+        self._kind, self._params = torch.optim.Muon, {}  # what `engine.check` makes again for a script's own
         self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units that this step has yet to update
 
     @torch.no_grad()
@@ -68,7 +69,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self._states[unit.index] = states._replace(steps=states.steps + 1)
         direction, lr = self._directions.pop(unit.index), float(group["lr"])
         for matrix in self._matrices(unit, 0):
-            start, numel = matrix.span.intersect(unit.window)
+            start, numel = matrix.span.intersect(unit.window)  # may be none
             at = start - unit.window.start
             step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
             values = unit.master.values(at, numel).mul(1 - lr * group["weight_decay"])
@@ -82,7 +83,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
 
         def orthogonal(whole: Matrices) -> Matrices:
             groups = {index: work[matrices[index].unit].group for index in whole}
-            return orthogonalized(whole, groups, self._params.ns_method == "standard")
+            return orthogonalized(whole, groups, self._one_by_one)
 
         replace_matrices(shards, matrices, first.mesh.shard, first.full.device, orthogonal)
         for each, shard in zip(work, shards, strict=True):
@@ -110,7 +111,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         """The matrices of a unit, which is to be called `number`."""
         for spec, param in zip(unit.plan.params, unit.params, strict=True):
             start = unit.plan.layout.spans[spec.name].start
-            yield from matrices_of(spec.name, param.shape, self._params.split, number, start)
+            yield from matrices_of(spec.name, param.shape, self._split, number, start)
 
 
 def uses_muon(group: Group) -> bool:
