@@ -72,7 +72,7 @@ def every_stage(stages: tuple[int, ...] = (0, 1, 2, 3), section: dict[str, Any] 
         return [trained(stage, section=section) for stage in stages]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, 4, *longer(1)])
 def test_every_stage_and_world_is_torchs_bit_by_bit(pool, world):
     wanted = torch_muon()
     ranks = pool.run(world, every_stage)
@@ -143,6 +143,7 @@ def test_stages_agree_in_every_format_beside_adamw(pool, kind, moments):
         assert all(equal(one, stages[0]) for one in stages)
 
 
+@pytest.mark.long
 def test_a_whole_net_is_as_near_to_the_truth_as_torchs(pool):
     training = Training(2, STEPS, 1, 0.5, optimizer=Both)
     assert near(pool.run(2, whole, "gram", "fp32", 12)[0][3]["params"], training)

@@ -1,7 +1,7 @@
 """Newton-Schulz iterations: the nearest (almost) orthogonal matrix, as Muon wants it.
 
 The quintic iteration is that of K. Jordan, "Muon" (2024), as ``torch.optim.Muon`` has it. The Gram form iterates on
-the small square ``X X^T`` and multiplies the wide matrix three times only (Dao and others, "Gram Newton-Schulz", 2026);
+the small square ``X X^T`` and multiplies the wide matrix three times only ("Gram Newton-Schulz", tridao.me, 2026);
 it begins anew after two steps, which keeps it exact enough in 16 bits.
 """
 
