@@ -24,7 +24,6 @@ from zero.config.values import Bool, Dtype, NotNegative, Positive, Section, Sett
 from zero.config.zero_section import ZeroOptimization
 
 _ONLY_DATA = "is not available in this release; only data parallelism is"
-_CUDA_GRAPHS = Unavailable("CUDA graphs are not available in this release; leave it out")
 _NOT_ENABLED = Unavailable(NOT_AVAILABLE.message, on=enabled)
 
 
@@ -91,7 +90,8 @@ class File(Section):
     """Count micro-batches up to the optimizer step; false leaves that to the script."""
     disable_allgather: Annotated[Bool, NOTHING_TO_SET] = False
     vocabulary_size: Annotated[Positive | None, NOTHING_TO_SET] = None
-    graph_harvesting: Annotated[Bool, _CUDA_GRAPHS] = False
+    graph_harvesting: Bool = False
+    """Run forward and backward of a micro-batch as CUDA graphs, at stages 0 to 2."""
     use_data_before_expert_parallelism: Annotated[Bool, Unavailable(_ONLY_DATA)] = False
     sequence_parallel_size: Annotated[Positive | None, Unavailable(_ONLY_DATA, on=above_one)] = None
     data_parallel_size: Annotated[Positive | None, NOTHING_TO_SET] = None

@@ -99,6 +99,23 @@ def storage(file: File) -> Iterator[str]:
         )
 
 
+def graphs(file: File) -> Iterator[str]:
+    """Of CUDA graphs, in which the host decides nothing."""
+    why = {
+        "zero_optimization.stage 3, which gathers parameters inside of a micro-batch; set the stage to 0, 1 or 2": (
+            file.zero_optimization.stage == 3
+        ),
+        "zero.recompute, which sets random numbers back inside of a backward; keep one of the two": bool(
+            file.zero.recompute.modules
+        ),
+        "flops_profiler.enabled, which counts what modules do when they are called; keep one of the two": (
+            file.flops_profiler.enabled
+        ),
+    }
+    if file.graph_harvesting:
+        yield from (f"graph_harvesting: got true with {text}" for text, there in why.items() if there)
+
+
 def sharding(file: File, world_size: int) -> Iterator[str]:
     """Of the stage, offload, and groups of ranks that are smaller than the world."""
     zero = file.zero_optimization

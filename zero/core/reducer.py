@@ -216,6 +216,8 @@ class Reducer:
 
     def _arrived(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         grad, param.grad = param.grad, None
+        if grad is None:
+            return  # an autograd function that took the parameter gave none
         if grad.requires_grad:
             grad = grad.detach()  # of a backward that builds a graph of itself; what is reduced has none
         if grad.layout is not torch.strided:

@@ -41,6 +41,7 @@ from zero.core.sharded_module import ShardedModule
 from zero.engine.accumulation import Accumulation
 from zero.engine.alarm import Alarms
 from zero.engine.checkpoint.save import CheckpointSaver
+from zero.engine.graphs import graphed
 from zero.engine.precision import Precision, check_loss, scaled
 from zero.engine.profiles import Profiles, asked
 from zero.engine.progress import Ended, Progress
@@ -89,6 +90,7 @@ class TrainingStep:
         if config.zero.prefetch == "time" and any(unit.cut for unit in sharded.units):
             UseTimes(sharded)
         self.reality = _reality(config, sharded, optimizer)
+        self.model = graphed(sharded) if config.graph_harvesting else sharded.module
         self._sharded = sharded
         self._optimizer = optimizer
         self._precision = Precision(config, device)
@@ -107,7 +109,7 @@ class TrainingStep:
         """
         if self._sharded.module.training and torch.is_grad_enabled():
             self.record.batch((inputs, kwargs))
-        return self._run(self._sharded.module, inputs, kwargs)
+        return self._run(self.model, inputs, kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` as its forward: parameters that it reads itself are gathered until its end.
