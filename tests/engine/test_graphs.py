@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_graphs import FakeGraph, fake_graphs
+from fake_graphs import FakeCapture, FakeGraph, fake_graphs
 from marks import longer
 from models import Net, config, make_net, share
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 import zero
 from zero.config.errors import ConfigError
 from zero.engine.graphs import LIMIT, GraphedModule
+from zero.watchdog.device_waits import DeviceWaits
 
 
 class Odd(Net):
@@ -235,6 +236,17 @@ def test_a_backward_whose_forward_is_gone_is_refused():
         with pytest.raises(RuntimeError, match="room for one forward and its one backward"):
             trained.engine.backward(first)
         trained.step(call(trained.engine, 1))
+        trained.found()
+
+
+def test_no_other_thread_asks_the_device_while_a_graph_is_captured():
+    with pytest.MonkeyPatch.context() as patch:
+        trained, held = Trained(make_odd(), settings(1, 1), fake_graphs(patch)), []
+        waits = trained.engine._sharded.mesh.watchdog._device = DeviceWaits(object)
+        enter = FakeCapture.__enter__
+        patch.setattr(FakeCapture, "__enter__", lambda self: (held.append(waits.looking.locked()), enter(self))[1])
+        trained.step(call(trained.engine, 0))
+        assert held == [True, True] and not waits.looking.locked()
         trained.found()
 
 

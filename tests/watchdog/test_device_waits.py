@@ -53,6 +53,21 @@ def test_the_device_waits_where_it_has_passed_the_event_before_and_not_the_one_a
     assert waits.look() is None
 
 
+def test_who_holds_the_lock_is_alone_in_asking_the_device() -> None:
+    """As the capture of a CUDA graph needs it."""
+    held: list[bool] = []
+
+    class Asked(Recorded):
+        def query(self) -> bool:
+            held.append(waits.looking.locked())
+            return len(held) == 2
+
+    waits = DeviceWaits(Asked)
+    waits.order([], Collective("gather", "block", 1), on_host=False)
+    assert waits.look() is not None
+    assert held == [True, True] and not waits.looking.locked()
+
+
 def parted() -> str:
     """What rank 0 says of a forward that rank 1 does not take part in; rank 1 waits outside of the engine for that."""
     with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch) as device:

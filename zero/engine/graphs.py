@@ -96,7 +96,8 @@ class GraphedModule:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            return _captured(self._module, inputs, self._sharded.units[0].full.device, self._pool)
+            with self._sharded.mesh.watchdog.at_rest():
+                return _captured(self._module, inputs, self._sharded.units[0].full.device, self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold, the run goes on
             return _as_it_is(f"the model cannot be captured: {type(error).__name__}: {error}")
 

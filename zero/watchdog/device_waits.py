@@ -6,6 +6,7 @@ not, the device waits; a thread can ask for that at any time, and blocks nobody.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,10 +36,12 @@ class _Ordered(NamedTuple):
 class DeviceWaits:
     """Those of one engine on this rank. Any thread orders one; one thread looks at them.
 
-    record: puts an event into the stream that the calling thread works in.
+    record:  puts an event into the stream that the calling thread works in;
+    looking: held by that thread while it asks the device.
     """
 
     def __init__(self, record: Callable[[], Event]) -> None:
+        self.looking = threading.Lock()
         self._record = record
         self._ordered: deque[_Ordered] = deque(maxlen=1 << 14)  # nobody may be left who looks at them
         self._now: tuple[_Ordered, Waiting] | None = None
@@ -55,10 +58,12 @@ class DeviceWaits:
 
     def look(self) -> Waiting | None:
         """The wait that the device is in, since it was first seen there; the same object as long as it lasts."""
-        while self._ordered and self._ordered[0].after.query():
-            self._ordered.popleft()
-        first = self._ordered[0] if self._ordered else None
-        if first is None or not first.before.query():  # nothing is left, or the device still computes
+        with self.looking:
+            while self._ordered and self._ordered[0].after.query():
+                self._ordered.popleft()
+            first = self._ordered[0] if self._ordered else None
+            begun = first is not None and first.before.query()
+        if not begun:  # nothing is left, or the device still computes
             self._now = None
         elif self._now is None or self._now[0] is not first:
             self._now = first, Waiting(first.collective, time.monotonic())

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -121,6 +122,10 @@ class Watchdog:
             yield
         except RuntimeError as error:
             raise self.explained(Waiting(collective, time.monotonic()), error) from error
+
+    def at_rest(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, no thread of ours asks the device for anything, which would end the capture of a CUDA graph."""
+        return contextlib.nullcontext() if self._device is None else self._device.looking
 
     @contextlib.contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
