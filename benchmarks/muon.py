@@ -17,6 +17,7 @@ import torch
 from measure import machine_line, stat, table
 
 import zero
+from zero.core.mesh import local_device
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "gpt"))
 from model import GPT, VOCAB, Shape
@@ -40,7 +41,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.manual_seed(0)
-    device, rows = zero.core.mesh.local_device(), []
+    device, rows = local_device(), []
     for width in args.widths:
         shape = Shape(width=width, layers=args.layers, heads=width // 64, context=args.tokens)
         text = torch.randint(0, VOCAB, (1, args.tokens + 1), device=device)

@@ -134,7 +134,7 @@ def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) 
         else:
             batches.setdefault((matrix.shape, *numbers), []).append(index)
     for (_, *numbers), batch in batches.items():
-        # 16 bits are faster on a GPU only; fp16 has three bits more than bf16, and all values are small.
+        # Only on a GPU are 16 bits sure to be faster. fp16 has three bits more than bf16, and all values are small.
         dtype = torch.float32 if whole[batch[0]].device.type == "cpu" else torch.float16
         results = newton_schulz(torch.stack([whole[index] for index in batch]), *numbers, dtype)
         found |= dict(zip(batch, results, strict=True))
