@@ -79,6 +79,17 @@ def clients(stage: int, data: Any, few: dict[str, Any]) -> tuple[bool, list[str]
     return report.ok, [row.verdict for row in report.rows], str(report)
 
 
+@pytest.mark.ranks(1)
+def test_a_fused_optimizer_of_a_script_is_well():
+    net = make_net()
+    settings = {key: value for key, value in config(1, 1).items() if key != "optimizer"}
+    optimizer = zero.FusedOptimizer(net.parameters(), "AdamW", lr=1e-2, betas=(0.8, 0.9))
+    engine, *_ = zero.initialize(model=net, optimizer=optimizer, config=settings)
+    report = engine.check(share(0), steps=2, stages=(2,), accumulations=(1,))
+    engine.destroy()
+    assert report.ok, report
+
+
 @pytest.mark.long
 def test_a_right_model_is_well(pool):
     for forms in pool.run(2, all_forms, 3):

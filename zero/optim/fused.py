@@ -38,6 +38,8 @@ class FusedShardOptimizer(ShardOptimizer):
     """Adam, AdamW, Lion, SGD and Adagrad, each in one fused pass over the shard (zero/kernels/step.py).
 
     `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.
+
+    section: what the JSON would say of it.
     """
 
     factor_on_device = True
@@ -45,6 +47,7 @@ class FusedShardOptimizer(ShardOptimizer):
 
     def __init__(self, kind: str, params: Arguments, compute_dtype: str) -> None:
         self._formula = FORMULAS[kind]
+        self.section = {"type": kind, "params": params.model_dump(exclude_unset=True)}
         self.defaults = {key: value for key, value in params if key not in _NOT_IN_GROUPS}
         self.formats = formats_of(kind, params, compute_dtype)
         self._states: dict[int, States] = {}

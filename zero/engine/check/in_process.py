@@ -18,6 +18,7 @@ from zero.engine.check.recording import Outcome, Recorder, find_loss, hashes, st
 from zero.engine.check.runs import Kind, Run, overridden
 from zero.engine.checkpoint import random_state
 from zero.log import logger
+from zero.optim.fused import FusedShardOptimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -77,7 +78,10 @@ class Copies:
         client = None
         if origin._config.optimizer is None:
             rule = origin.optimizer.shard_optimizer
-            client = rule._kind(groups, **rule._params)
+            if isinstance(rule, FusedShardOptimizer):
+                raw["optimizer"] = rule.section
+            else:
+                client = rule._kind(groups, **rule._params)
         if run.kind is not Kind.ENGINE:
             settings = load(raw, origin.world_size, filled=False)
             return make_plain(model, client, groups, settings, run.kind)
