@@ -71,6 +71,7 @@ STEPS_OF_CORE = {
     "zero.core.hashing": 1,
     "zero.core.mixed_precision": 6,
     "zero.core.ratio": 8,
+    "zero.core.streaming": 9,
     "zero.core.state": 0,
     "zero.core.param_buffer": 3,
     "zero.core.secondary": 3,

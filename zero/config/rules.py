@@ -124,6 +124,11 @@ def sharding(file: File, world_size: int) -> Iterator[str]:
             f"zero_optimization.offload_optimizer.device: got '{zero.offload_optimizer.device}' with "
             "zero_optimization.stage 0, where every rank keeps and updates all state; set the stage to 1, 2 or 3"
         )
+    if zero.offload_optimizer.device == "none" and zero.offload_optimizer.zero.update == "gpu":
+        yield (
+            "zero_optimization.offload_optimizer.zero.update: got 'gpu' with offload_optimizer.device 'none', where "
+            "state is on the device and updated there; leave it out, or set the device to 'cpu' or 'nvme'"
+        )
     if zero.offload_param.device != "none" and zero.stage < 3:
         yield (
             f"zero_optimization.offload_param.device: got '{zero.offload_param.device}' with zero_optimization.stage "

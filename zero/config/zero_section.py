@@ -50,6 +50,14 @@ class OffloadParam(Section):
     """Page-locked main memory, which copies faster to the GPU."""
 
 
+class StateUpdate(Section):
+    """How state that is stored off the device is updated."""
+
+    update: choice("host", "gpu", "auto") = "host"
+    """host: the CPU computes the step. gpu: state streams through two places on the GPU, unit by unit, and the GPU
+    computes; the numbers are the same. auto: what is faster, by the bytes and by rates measured at the start."""
+
+
 class OffloadOptimizer(Section):
     """Where the optimizer state and the fp32 masters are stored, and which device computes the step."""
 
@@ -68,9 +76,11 @@ class OffloadOptimizer(Section):
     """Write the last unit's state to the drive while this one is updated; DeepSpeed's default is false."""
     fast_init: Annotated[Bool, NOTHING_TO_SET] = False
     ratio: FractionOrAuto = 1.0
-    """The part of the parameters that the CPU updates; the GPU updates the rest. "auto" measures both and chooses."""
+    """The part of the parameters whose state leaves the device; the rest stays there. "auto" chooses by free memory."""
     super_offload: Annotated[Bool, NOT_AVAILABLE] = False
     cpuadam_cores_perc: Annotated[Fraction, NOTHING_TO_SET] = 0.8
+    zero: StateUpdate = absent(StateUpdate)
+    """How that state is updated."""
 
 
 class LeafModule(Section):

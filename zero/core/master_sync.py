@@ -103,7 +103,8 @@ class MasterSync:
         """
         if not in_update:
             self.settle()
-        self.wait_copies()
+        if not (in_update and self._placement.queued):  # whose copies are in an order of their own
+            self.wait_copies()
         with self._placement.acquired(changed, step):
             yield
 

@@ -21,6 +21,7 @@ from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
 from zero.memory.store import Store
+from zero.memory.streamed_store import SLOTS, Slots, StreamedStore
 from zero.memory.streams import Streams
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy, place
 from zero.plan.units import UnitPlan
@@ -42,10 +43,11 @@ class Offload:
         device: torch.device,
         numerics: MixedPrecisionPolicy,
         streams: Streams,
+        streamed: bool = False,
     ) -> None:
         """Take all memory that will be needed; RuntimeError with a table, on all ranks, where one has too little.
 
-        `ratio`: the part of the trained elements whose state leaves the device.
+        `ratio`: the part of the trained elements whose state leaves the device; `streamed`: it comes back for updates.
         """
         state, params = section.offload_optimizer, section.offload_param
         self._state, self._params, self._drive = state, params, aio
@@ -55,7 +57,8 @@ class Offload:
         self._gradients, self._accumulate = numerics.resting_dtype(mesh), numerics.accumulate
         self._rank, self._parts = mesh.shard.rank, mesh.shard.size
         self._separate = has_own_memory(device)
-        self.placements = place(plans, self._parts, Where(state.device), Where(params.device), ratio, params.max_in_cpu)
+        where = Where(state.device), Where(params.device)
+        self.placements = place(plans, self._parts, *where, ratio, params.max_in_cpu, streamed)
         buffers = state.buffer_count, params.buffer_count
         self.host = host_bytes(
             plans, self.placements, self._rank, self._parts, self._formats, self._gradients, self._separate, *buffers
@@ -63,16 +66,24 @@ class Offload:
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
         self.swap_files: dict[str, SwapFile] = {}
+        self._streams, self._staging = streams, StagingBuffers(device, self._separate, streams.down)
+        self._slots: Slots | None = None
+        both = zip(plans, self.placements, strict=True)
+        self._slot = max((self._record_nbytes(*each) for each in both if each[1].streamed), default=0)
         # All ranks of a host look at what is free before one of them takes any.
         self._all(self._check_room, mesh)
         self._all(self._take, mesh)
         rank_zero(logging.INFO, "host memory of each rank:\n%s", host_table(self.host))
-        self._streams, self._staging = streams, StagingBuffers(device, self._separate, streams.down)
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes on the device through which state passes."""
+        return SLOTS * self._slot
 
     def placement(self, index: int) -> StatePlacement:
         """The placement of unit `index`; to be called once for each, in order."""
         plan, placement = self._plans[index], self.placements[index]
-        updated_on_host = placement.optimizer is not Where.DEVICE
+        updated_on_host = not placement.used_on_device
         shard_offloaded = placement.params is not Where.DEVICE
         cpu = torch.device("cpu")
         return StatePlacement(
@@ -84,6 +95,8 @@ class Offload:
             state_store=self._state_store(plan, placement),
             shard_store=self._shard_store(plan, placement),
             host_gradients=self._accumulator(plan) if updated_on_host else None,
+            streamed=placement.streamed,
+            queued=placement.streamed and Where.FILE not in placement,
         )
 
     def close(self) -> None:
@@ -97,8 +110,10 @@ class Offload:
             return Store()
         nbytes = self._record_nbytes(plan, placement)
         if placement.optimizer is Where.HOST:
-            return Store(self._arena.take(nbytes))
-        return self.swap_files["optimizer"].store(plan.name, nbytes)
+            rests = Store(self._arena.take(nbytes))
+        else:
+            rests = self.swap_files["optimizer"].store(plan.name, nbytes)
+        return StreamedStore(rests, plan.name, nbytes, self._slots) if placement.streamed else rests
 
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
@@ -146,6 +161,8 @@ class Offload:
             if placement.optimizer is Where.FILE and is_updated(plan)
         ]
         shards = [shard_nbytes(plan, self._parts, plan.dtype) for plan, place in both if place.params is Where.FILE]
+        if self._slot:
+            self._slots = Slots(self._slot, self._device, self._streams)
         self._open("optimizer", state, records, mesh.global_rank)
         self._open("param", params, shards, mesh.global_rank)
 

@@ -16,6 +16,7 @@ from zero.core.offload import has_own_memory
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
 from zero.memory.host_bytes import MIB, record_nbytes
+from zero.memory.streamed_store import SLOTS
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.placement import is_updated
 from zero.plan.sharding import Sharding
@@ -46,9 +47,11 @@ def choose_ratio(
         text = "state takes the same memory on either side"
         ratio, numel, nbytes = 1.0, 0, 0
     else:
-        free, total = _memory(mesh, device)
+        free, total = device_memory(mesh, device)
         reserve = RESERVE * total
         own = free - reserve - _needed(section, plans, mesh.shard.size, sharding, numerics)
+        if place.zero.update != "host":
+            own -= SLOTS * max(sum(record_nbytes(plan, 0, mesh.shard.size, numerics.formats, True)) for plan in plans)
         rooms = comm.gather_scalars(
             torch.tensor([own], dtype=torch.float64, device=device), mesh.data, "ratio of the offload"
         )
@@ -86,7 +89,7 @@ def fitting(
     return max(0.0, 1.0 - (numel + 0.5) / total), numel // parts, nbytes
 
 
-def _memory(mesh: Mesh, device: torch.device) -> tuple[int, int]:
+def device_memory(mesh: Mesh, device: torch.device) -> tuple[int, int]:
     """Free and total bytes for one rank on the device that computes."""
     if device.type != "cuda":
         free = available_nbytes(int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.data.size))))

@@ -26,6 +26,7 @@ from zero.core.owner import owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
+from zero.core.streaming import is_streamed
 from zero.core.torch_private import is_compiled, take_off
 from zero.core.unit import Unit
 from zero.log import log_once, logger
@@ -72,8 +73,8 @@ class ShardedModule:
         for child, (read, frozen) in reads.items():
             make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
             self._hooks.setdefault(child, []).append(make)
-        on_host = [unit for unit in self.trained if unit.placement.updated_on_host and not unit.cut]
-        for child, awaited in _awaited(module, on_host).items():
+        beside = [unit for unit in self.trained if unit.placement.state_offloaded and not unit.cut]
+        for child, awaited in _awaited(module, beside).items():
             self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
         self.hook(self._hooks)
         guard(module)
@@ -158,7 +159,8 @@ class ShardedModule:
 
         What was sent off the device is not among them; `offload.host` counts that.
         """
-        parameters = gradients = masters = 0
+        parameters = gradients = 0
+        masters = 0 if self.offload is None else self.offload.slots_nbytes
         for unit in self.units:
             parameters += unit.full.untyped_storage().nbytes()
             parameters += unit.shard.nbytes if unit.cut and not unit.placement.shard_offloaded else 0
@@ -206,12 +208,13 @@ def wrap(
     numerics: MixedPrecisionPolicy,
     limits: Limits,
     settings: Config,
+    foreseen: bool,
 ) -> ShardedModule:
     """Put the parameters of `module` into units on `device` and hook them up.
 
     `groups` are the optimizer's parameter groups; `limits` say how long parameters stay. Every rank takes rank 0's
-    parameters and buffers; what was built under `zero.Init` is taken over from its shards. Raises ValueError for a
-    parameter that cannot be managed.
+    parameters and buffers; what was built under `zero.Init` is taken over from its shards. `foreseen`: as in
+    `ShardOptimizer`. Raises ValueError for a parameter that cannot be managed.
     """
     for name, param in module.named_parameters():
         owner = owner_of(param)
@@ -225,7 +228,8 @@ def wrap(
     section = settings.zero_optimization
     if is_enabled(section):
         ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
-        offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics, streams)
+        streamed = is_streamed(section, plans, ratio, mesh, device, numerics, foreseen)
+        offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics, streams, streamed)
     units, freed = [], Freed()
     try:
         for index, plan in enumerate(plans):

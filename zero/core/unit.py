@@ -274,7 +274,7 @@ class Unit:
         """The shard was updated: start to send it to those ranks that want it before its next use."""
         if self.stays_full:
             self.send(after_update)
-        else:
+        elif not self.placement.streamed:  # else together with the gather, which waits for the stream of the update
             self.send_secondary()
 
     def offload(self) -> None:

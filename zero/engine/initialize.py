@@ -27,6 +27,7 @@ from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import is_enabled
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
+from zero.core.streaming import refuse_streaming
 from zero.data import Loader
 from zero.engine.arguments import (
     Groups,
@@ -159,14 +160,14 @@ def _make_engine(
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
     sharding = Sharding.of_stage(settings.zero_optimization.stage, every)
-    formats = zero_optimizer.shard_optimizer.formats if zero_optimizer else Formats()
+    shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     zero = settings.zero
     mesh = make_mesh(sharding, zero.timeout, zero.check_order, *over, settings.secondary_shard_size, zero.reduce)
     sharded = None
     try:
         with mesh.watchdog.call(Phase.INITIALIZE):
-            sharded = _wrap(model, groups, sharding, mesh, device, settings, formats, recomputing)
+            sharded = _wrap(model, groups, sharding, mesh, device, settings, shard_optimizer, recomputing)
             if zero_optimizer is not None:
                 sharded.reducer.divisor = settings.predivide
                 zero_optimizer.bind(sharded, settings.gradient_factor)
@@ -189,13 +190,13 @@ def _wrap(
     mesh: Mesh,
     device: torch.device,
     settings: Config,
-    formats: Formats,
+    shard_optimizer: ShardOptimizer | None,
     recomputing: Recomputing,
 ) -> ShardedModule:
     numerics = MixedPrecisionPolicy(
         settings.compute_dtype,
         settings.gradient_accumulation_steps,
-        formats,
+        Formats() if shard_optimizer is None else shard_optimizer.formats,
         accumulate=settings.data_types.grad_accum_dtype or "fp32",
         communicate=settings.communication_data_type,
         buffers=settings.data_types.buffer_dtype,
@@ -216,7 +217,8 @@ def _wrap(
         rank_zero(logging.WARNING, text, len(names), names[0])
     reclaim(model)
     recomputing.apply(model)
-    return wrap(model, params, sharding, mesh, device, numerics, limits, settings)
+    foreseen = shard_optimizer is not None and shard_optimizer.foreseen
+    return wrap(model, params, sharding, mesh, device, numerics, limits, settings, foreseen)
 
 
 def _make_optimizer(
@@ -243,6 +245,7 @@ def _make_optimizer(
             "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "
             "'optimizer' (without torch_adam, maximize and the like), give a zero.FusedOptimizer, or use device 'cpu'"
         )
+    refuse_streaming(settings.zero_optimization.offload_optimizer, local_device(), shard_optimizer.foreseen)
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     scaler = make_loss_scaler(settings)
     optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, scaler, client)

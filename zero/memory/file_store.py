@@ -15,9 +15,7 @@ import torch
 from zero.kernels.aio import Aio, ScratchFile
 from zero.log import log_once, logger
 from zero.memory.buffer_pool import Buffer, BufferPool, EventTransfer
-from zero.memory.host_bytes import LINE
-from zero.memory.store import Store, move
-from zero.plan.layout import round_up
+from zero.memory.store import PassingStore
 
 
 class SwapFile:
@@ -87,53 +85,30 @@ def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
         file.close()
 
 
-class FileStore(Store):
-    """A store whose tensors have memory only while they are acquired; otherwise they are empty, of shape [0].
+class FileStore(PassingStore):
+    """A store whose tensors are in the file while they are not acquired.
 
     buffer: where they are, or will be; None: only in the file.
 
     What failed once is raised, RuntimeError with unit, rank and file, by every later use of any store of the pool.
     """
 
-    resident = False
-
     def __init__(self, drive: SwapFile, unit: str, start: int, nbytes: int) -> None:
         """For `nbytes` bytes of the file from byte `start` on, both whole pages."""
-        super().__init__()
+        super().__init__(nbytes)
         self._drive = drive
         self._pool = drive.pool
         self._unit = unit
         self._start = start
-        self._nbytes = nbytes
-        self._entries: list[tuple[torch.Tensor, int, int]] = []  # with its first element in the buffer, and elements
         self.buffer: Buffer | None = None
-        self._attached = False  # the tensors are in the buffer
 
     def __str__(self) -> str:
         return f"unit '{self._unit}' (rank {self._drive.rank})"
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Store.put`; RuntimeError where they need more than was reserved in the file."""
-        end, entries = self._used, []
-        for tensor in (tensor for tensor in tensors if tensor.numel()):
-            entries.append((tensor, end // tensor.itemsize, tensor.numel()))
-            end = round_up(end + tensor.nbytes, LINE)
-        if end > round_up(self._nbytes, LINE):
-            raise RuntimeError(
-                f"{self} wants {end} bytes in {self._drive.file.path}, where {self._nbytes} were reserved at "
-                "the start; a state that begins later, such as SGD's momentum in one parameter group, must be in "
-                "optimizer.params from the start, or kept with offload_optimizer.device 'cpu'"
-            )
-        if not entries:
-            return
-        self.acquire(overwrite=self._used == 0)
-        try:
-            for tensor, start, _ in entries:
-                move(tensor, self.buffer.memory, start * tensor.itemsize)
-            self._entries += entries
-            self._used = end
-        finally:
-            self.write_back()
+    @property
+    def place(self) -> torch.Tensor:
+        """See `Store.place`."""
+        return self.buffer.memory
 
     def fetch(self) -> bool:
         """See `Store.fetch`."""
@@ -176,8 +151,8 @@ class FileStore(Store):
                 buffer.users -= 1
                 pool.used(buffer)
                 raise
-            if not self._attached:
-                self._attach()
+            if not self.attached:
+                self.attach()
 
     def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
         """See `Store.write_back`."""
@@ -190,7 +165,7 @@ class FileStore(Store):
             buffer.users -= 1
             if buffer.users:
                 return
-            self._detach()
+            self.detach()
             changed, blank = buffer.changed, buffer.blank
             buffer.changed = buffer.blank = False
             try:
@@ -209,11 +184,6 @@ class FileStore(Store):
             f"the state of {self} is lost: {error.strerror or error}. Make sure that the drive is sound and has room "
             "for what else writes there, and start again from the last checkpoint"
         )
-
-    def close(self) -> None:
-        """See `Store.close`; requests that were begun end by themselves."""
-        self._detach()
-        self._entries.clear()
 
     def _take(self, buffer: Buffer, blank: bool) -> None:
         """Start to fill the buffer that was claimed, unless it stays `blank`."""
@@ -234,7 +204,7 @@ class FileStore(Store):
 
     def _check_length(self) -> None:
         """Raise RuntimeError where somebody has cut the file: a write would hide that, as the gap reads as zeros."""
-        file, start, nbytes = self._drive.file, self._start, self._nbytes
+        file, start, nbytes = self._drive.file, self._start, self.nbytes
         status = os.fstat(file.fd)
         if stat.S_ISREG(status.st_mode) and status.st_size < start + nbytes:  # nothing else has a size
             text = f"write of bytes {start} to {start + nbytes} of {file.path}: the file was cut to {status.st_size}"
@@ -242,15 +212,4 @@ class FileStore(Store):
             self._pool.check()
 
     def _bytes(self, buffer: Buffer) -> torch.Tensor:
-        return buffer.memory.narrow(0, 0, self._nbytes)
-
-    def _attach(self) -> None:
-        self._attached = True
-        storage = self.buffer.memory.untyped_storage()
-        for tensor, start, numel in self._entries:
-            tensor.set_(storage, start, (numel,), (1,))
-
-    def _detach(self) -> None:
-        self._attached = False
-        for tensor, _, _ in self._entries:
-            tensor.set_()
+        return buffer.memory.narrow(0, 0, self.nbytes)

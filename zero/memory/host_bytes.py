@@ -53,7 +53,7 @@ class HostBytes(NamedTuple):
 
     masters, moments: records that stay in memory, padding included; copies of shards are among the masters;
     parameters:       shards of parameters that stay in memory;
-    gradients:        shards of gradients of all units whose optimizer state is off the device;
+    gradients:        shards of gradients of all units that the host updates;
     buffers:          buffers through which records and shards pass on their way between drive and memory;
     files:            on drives, not in memory.
     """
@@ -98,7 +98,7 @@ def host_bytes(
         if placement.optimizer is Where.DEVICE or not is_updated(unit):
             continue
         kept = record_nbytes(unit, rank, parts, formats, keeps_copy(placement, mirrored))
-        gradients += shard_nbytes(unit, parts, accumulate)
+        gradients += 0 if placement.streamed else shard_nbytes(unit, parts, accumulate)
         if placement.optimizer is Where.HOST:
             masters += kept[0]
             moments += kept[1]

@@ -24,7 +24,9 @@ class StatePlacement:
     shard_copied:    shard and master are used in different memories, so the master has a copy of the shard beside it;
     state_store:     where masters and moments rest;
     shard_store:     where the shard rests;
-    host_gradients:  where the reduced gradient rests if the host computes the step; else None.
+    host_gradients:  where the reduced gradient rests if the host computes the step; else None;
+    streamed:        the device computes the step, though the state rests elsewhere;
+    queued:          and nothing that the step needs comes from a drive, so that no thread has to wait for it.
     """
 
     update_device: torch.device
@@ -35,11 +37,18 @@ class StatePlacement:
     state_store: Store = field(default_factory=Store)
     shard_store: Store = field(default_factory=Store)
     host_gradients: HostGradAccumulator | None = None
+    streamed: bool = False
+    queued: bool = False
 
     @property
     def updated_on_host(self) -> bool:
         """Whether the host computes the step although the parameters are used on the device."""
         return self.host_gradients is not None
+
+    @property
+    def state_offloaded(self) -> bool:
+        """Whether the state rests off the device; it is updated beside the training loop then."""
+        return self.updated_on_host or self.streamed
 
     @property
     def resident(self) -> bool:
@@ -89,8 +98,8 @@ class StatePlacement:
         """Copy `part` of the master's shard to the shard, where they are two; True where a stream still copies."""
         if not self.shard_copied:
             return False
-        # A buffer of a store may belong to another unit as soon as it is written back.
-        shard[part].copy_(master_shard[part], non_blocking=self.resident)
+        # A buffer of a file may belong to another unit as soon as it is written back.
+        shard[part].copy_(master_shard[part], non_blocking=self.resident or self.queued)
         return self.shard_offloaded != self.updated_on_host
 
     def follow_shard(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> None:
@@ -108,7 +117,7 @@ class StatePlacement:
 
     def state_nbytes(self, master_shard: torch.Tensor, master_nbytes: int) -> int:
         """Bytes of a master of `master_nbytes` on the device, and of its copy of the shard."""
-        if self.updated_on_host:
+        if self.state_offloaded:
             return 0
         return master_nbytes + (master_shard.nbytes if self.shard_copied else 0)
 

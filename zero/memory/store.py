@@ -53,9 +53,72 @@ class Store:
     def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
         """End a use, and start to write the tensors if they were `changed`; a device reads them until `after`."""
 
+    @property
+    def place(self) -> torch.Tensor | None:
+        """Where the tensors are, uint8; to be asked for while they are acquired."""
+        return self._memory
+
     def close(self) -> None:
         """Free all memory; the values are lost."""
         self._memory = None
+
+
+class PassingStore(Store):
+    """A store of `nbytes` bytes whose tensors have memory only while acquired; otherwise they are empty, of shape [0].
+
+    A subclass says in `place` where that is, and calls `attach` and `detach`.
+
+    attached: they are there now.
+    """
+
+    resident = False
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self.attached = False
+        self._entries: list[tuple[torch.Tensor, int, int]] = []  # with its first element in `place`, and elements
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Store.put`; RuntimeError where they need more than was reserved."""
+        end, entries = self._used, []
+        for tensor in (tensor for tensor in tensors if tensor.numel()):
+            entries.append((tensor, end // tensor.itemsize, tensor.numel()))
+            end = round_up(end + tensor.nbytes, LINE)
+        if end > round_up(self.nbytes, LINE):
+            raise RuntimeError(
+                f"{self} wants {end} bytes for the state, where {self.nbytes} were reserved at the start; a state that "
+                "begins later, such as SGD's momentum in one parameter group, must be in optimizer.params from the "
+                "start, or kept with offload_optimizer.device 'cpu' and updated by the host"
+            )
+        if not entries:
+            return
+        self.acquire(overwrite=self._used == 0)
+        try:
+            for tensor, start, _ in entries:
+                move(tensor, self.place, start * tensor.itemsize)
+            self._entries += entries
+            self._used = end
+        finally:
+            self.write_back()
+
+    def attach(self) -> None:
+        """Have the tensors be in `place`."""
+        self.attached = True
+        storage = self.place.untyped_storage()
+        for tensor, start, numel in self._entries:
+            tensor.set_(storage, start, (numel,), (1,))
+
+    def detach(self) -> None:
+        """Have the tensors be empty."""
+        self.attached = False
+        for tensor, _, _ in self._entries:
+            tensor.set_()
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self.detach()
+        self._entries.clear()
 
 
 def move(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> None:

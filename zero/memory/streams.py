@@ -91,7 +91,8 @@ class Streams(NamedTuple):
 
     gathers:    messages of parameters, and what fills their buffers;
     reductions: messages of gradients, and the sums of what they bring;
-    up, down:   copies from the host of what it has updated, and to the host of gradients.
+    up, down:   copies from the host of what it has updated, and to the host of gradients; with state that is streamed,
+                its copies, and its updates on `up`.
     """
 
     gathers: SideStream

@@ -121,7 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def waited(self) -> float | None:
         """Seconds that the training loop has waited for updates since the last call; None where there are none."""
-        return self._updater.waits.take() if self.host_threads else None
+        return self._updater.waits.take() if self._updater is not None and self._updater.threaded else None
 
     @property
     def overflow(self) -> bool:
@@ -319,7 +319,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
         trained = self._sharded.trained if self._sharded is not None else []
-        here = [unit for unit in trained if not unit.placement.updated_on_host]
+        here = [unit for unit in trained if not unit.placement.state_offloaded]
         return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     @property
@@ -327,7 +327,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Whether a step need not be waited for: kernels, and no thread of the host, take its factor and skip it."""
         sharded = self._sharded
         kernels = bool(sharded.trained) and cuda.kernels(sharded.trained[0].full.device) is not None
-        decides = kernels and self.shard_optimizer.factor_on_device and not self.host_threads
+        decides = kernels and self.shard_optimizer.factor_on_device and not self._updater.threaded
         return decides and not sharded.numerics.tree and hosts_speak(sharded.mesh)
 
     def _outcome(self, report: RankReport) -> Outcome:

@@ -1,8 +1,9 @@
-"""Updates the units of a step, each where its state rests: on the device at once, on the host beside the training loop.
+"""Updates the units of a step: on the device at once, or beside the training loop, where state rests off the device.
 
 The host's update of one unit reads its state ahead, computes, copies the new parameters to the device and writes the
-state back, while the loop goes on with the next forward, which waits for each unit when it comes to it. The numbers are
-those of a step that nothing overlaps.
+state back, while the loop goes on with the next forward, which waits for each unit when it comes to it. State that is
+streamed is brought to the device instead, by a stream beside the loop's, and updated there. The numbers are those of a
+step that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -30,13 +31,16 @@ from zero.plan.order import in_use_order
 
 
 class UnitUpdater:
-    """Runs the updates of all units. The host's run in order in one thread; after one that failed it refuses the rest.
+    """Runs the updates of all units. Those beside the loop run in order; after one that failed it refuses the rest.
 
-    failure:   RuntimeError that names the unit of the first update of the host that failed, and why; or None;
+    One thread runs them, but those for which nobody has to wait for host or drive: these are queued by the loop.
+
+    failure:   RuntimeError that names the unit of the first of them that failed, and why; or None;
     threads:   how many compute one update of the host; 0 where it updates nothing;
+    threaded:  whether a thread runs any;
     waits:     what the training loop has waited for updates;
     norms:     looks at each update, or None;
-    on_update: called with (what, unit name) as the host's updates go through "update" and "done"; for tests and
+    on_update: called with (what, unit name) as those beside the loop go through "update" and "done"; for tests and
                measurements.
     """
 
@@ -52,8 +56,10 @@ class UnitUpdater:
         self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
-        if self.threads:
+        self.threaded = any(unit.placement.state_offloaded and not unit.placement.queued for unit in units)
+        if self.threaded:
             send_before_exit(units)
+        if any(unit.placement.state_offloaded for unit in units):
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
@@ -65,20 +71,22 @@ class UnitUpdater:
         publish = not self._units[0].mesh.shard.ordered
         updates, now = [], []
         for unit in self._units:
-            if unit.placement.updated_on_host:
+            if unit.placement.state_offloaded:
                 unit.invalidate()
                 group = copy_hyperparameters(groups[unit.plan.group])
-                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, publish))
+                sends = publish or unit.placement.queued
+                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, sends))
             else:
                 now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], factor))
         self._optimizer.prepare(sorted([*updates, *now], key=lambda update: update.unit.index))
         self._submit(updates)
+        sent = {update.unit.index for update in updates if update.publish}
         for update in now:
             update.unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self._compute(update)
             update.unit.publish()  # travels while the next unit is updated
         for unit in self._units:
-            if unit.stays_full and not (unit.placement.updated_on_host and publish):
+            if unit.stays_full and unit.index not in sent:
                 unit.gather()
                 unit.wait()
 
@@ -87,31 +95,41 @@ class UnitUpdater:
         self._worker.shutdown(wait=True)
 
     def _submit(self, updates: Sequence[Update]) -> None:
-        """Have the host run these; each unit waits for its own."""
+        """Have these run beside the loop; each unit waits for its own."""
         ready = record_event(self._units[0].full.device)  # after all that reads the parameters as they are
         self._submitted = [update.unit for update in updates]
         self._next += self._submitted
-        pending = [
-            PendingUpdate(self._worker.submit(self._run, each, ready), os.getpid(), self.waits) for each in updates
-        ]
+        pending = [PendingUpdate(self._begin(each, ready), os.getpid(), self.waits) for each in updates]
         for update, result in zip(updates, pending, strict=True):
             update.unit.masters.defer(result)
 
+    def _begin(self, update: Update, ready: torch.cuda.Event | None) -> Future[Any]:
+        if not update.unit.placement.queued:
+            return self._worker.submit(self._run, update, ready)
+        done: Future[Any] = Future()
+        done.set_result(self._run(update, ready))
+        return done
+
     @torch.no_grad()
     def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """One update of the host, in its thread; returns an event after which the device has the result."""
+        """One update beside the loop; returns an event after which the device has the result."""
         unit, rank = update.unit, update.unit.mesh.global_rank
         if self.failure is not None:
             # Not chained: each unit would keep the memory alive that the frames of the first failure refer to.
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
         try:
             self._read_ahead()
-            unit.placement.streams.up.wait(ready)
-            self._compute(update)
+            up = unit.placement.streams.up
+            up.wait(ready)
+            for used in (update.grad, update.factor) if unit.placement.streamed else ():
+                if isinstance(used, torch.Tensor):
+                    up.record_stream(used)
+            with up.entered() if unit.placement.streamed else contextlib.nullcontext():
+                self._compute(update)
             if update.publish:
                 unit.publish(after_update=True)
             self.on_update("done", unit.plan.name)
-            return unit.placement.streams.up.record_event()
+            return up.record_event()
         except BaseException as error:
             text = f"the update of unit '{unit.plan.name}' failed on rank {rank} with {type(error).__name__}: {error}"
             self.failure = RuntimeError(text)
@@ -125,7 +143,7 @@ class UnitUpdater:
         unit, placement = update.unit, update.unit.placement
         on_host = placement.updated_on_host
         with unit.acquired(changed=True, step=True, in_update=True):
-            if on_host:
+            if placement.state_offloaded:
                 self._next.remove(unit)
                 self._read_ahead()  # meanwhile others may have been written
                 self.on_update("update", unit.plan.name)

@@ -95,11 +95,9 @@ def alive_nbytes(
         if unit.name in local_gradients:
             local = unit.dtype if sharding.grads or accumulation == 1 else accumulate
             gradients += ITEMSIZE[local] * full
-        if place.optimizer is not Where.DEVICE:
-            continue
-        if unit.name in reduced_gradients:
+        if unit.name in reduced_gradients and place.used_on_device:
             gradients += ITEMSIZE[accumulate] * shard
-        if is_updated(unit):
+        if is_updated(unit) and place.optimizer is Where.DEVICE:
             optimizer += size * shard if keeps_copy(place, mirrored) else 0
             optimizer += formats.master_nbytes(shard, unit.dtype)
             own = runs(unit, unit.layout.shard(rank, parts), formats.moments)

@@ -23,10 +23,19 @@ class Where(enum.Enum):
 
 
 class Placement(NamedTuple):
-    """Of one unit: its optimizer state (masters and moments), and its shard of the parameters."""
+    """Of one unit: its optimizer state (masters and moments), and its shard of the parameters.
+
+    streamed: state that rests off the device is brought there for each update.
+    """
 
     optimizer: Where
     params: Where
+    streamed: bool = False
+
+    @property
+    def used_on_device(self) -> bool:
+        """Whether the device computes the update, where gradients stay then."""
+        return self.streamed or self.optimizer is Where.DEVICE
 
 
 def place(
@@ -36,6 +45,7 @@ def place(
     params: Where,
     ratio: float = 1.0,
     max_in_cpu: int = 0,
+    streamed: bool = False,
 ) -> list[Placement]:
     """Choose for each unit where its state rests; the same on all ranks.
 
@@ -45,6 +55,7 @@ def place(
         least time to wait for gradients, transfers and host memory, and nothing else left to overlap with.
     params: where shards of parameters go. Of those in files, units with together at most `max_in_cpu` elements of one
         rank's shards (1 / `parts` of the unit) rest in host memory instead, the first ones first.
+    streamed: state that rests off the device is updated there all the same.
 
     Padding counts as elements: it takes memory, too. A unit that does not fit any more is passed over, and smaller
     ones after it may still fit.
@@ -53,12 +64,10 @@ def place(
     stay = _fitting(trained, int((1 - ratio) * sum(trained)))
     shards = [unit.layout.numel // parts for unit in units]
     lifted = _fitting(shards, max_in_cpu) if params is Where.FILE else set()
+    places = [Where.DEVICE if index in stay or not is_updated(unit) else optimizer for index, unit in enumerate(units)]
     return [
-        Placement(
-            Where.DEVICE if index in stay or not is_updated(unit) else optimizer,
-            Where.HOST if index in lifted else params,
-        )
-        for index, unit in enumerate(units)
+        Placement(at, Where.HOST if index in lifted else params, streamed and at is not Where.DEVICE)
+        for index, at in enumerate(places)
     ]
 
 
@@ -68,11 +77,11 @@ def is_updated(unit: UnitPlan) -> bool:
 
 
 def keeps_copy(placement: Placement, mirrored: bool) -> bool:
-    """Whether there is a copy of a unit's shard beside its master: where the two do not rest in the same memory.
+    """Whether there is a copy of a unit's shard beside its master: where the two are not used in the same memory.
 
     It is part of the record, or on the device with a master there. `mirrored`: the device is not the host.
     """
-    apart = (placement.optimizer is Where.DEVICE) != (placement.params is Where.DEVICE)
+    apart = placement.used_on_device != (placement.params is Where.DEVICE)
     return placement.params is Where.FILE or (mirrored and apart)
 
 

@@ -1,0 +1,142 @@
+"""State that rests in host memory or in a file and is used on the device: it passes through one of two places there.
+
+While one unit is updated in one of them, the state of the next comes into the other, and that of the one before goes
+back. All is queued: the host waits for nothing but a drive.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from zero.memory.store import PassingStore, Store
+from zero.memory.streams import Streams, record_event, wait_event
+
+SLOTS = 2  # the state of so many units is on the device at a time
+
+
+class Slot:
+    """Memory of the device, uint8 [nbytes]; `free`: after this event it may be written again."""
+
+    def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.free: torch.cuda.Event | None = None
+        for stream in (streams.up, streams.down):
+            stream.record_stream(self.memory)
+
+
+class Slots:
+    """The places that all units of an engine share, each as large as the largest state of one."""
+
+    def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
+        self.device, self.streams = device, streams
+        self._free = [Slot(nbytes, device, streams) for _ in range(SLOTS)]  # the one that waits longest first
+        self._users: list[int] = []  # threads
+        self._given = threading.Condition()
+
+    def claim(self, owner: str) -> Slot:
+        """One that nobody uses; waits for other threads, RuntimeError where the calling one has all."""
+        with self._given:
+            while not self._free:
+                if set(self._users) == {threading.get_ident()}:
+                    raise RuntimeError(
+                        f"{owner} needs a place on the device, and both are in use by the code that asks for it; use "
+                        "the state of at most two units at once, or set offload_optimizer.zero.update to 'host'"
+                    )
+                self._given.wait()
+            self._users.append(threading.get_ident())
+            return self._free.pop(0)
+
+    def give(self, slot: Slot) -> None:
+        """The calling thread has queued its last use of it."""
+        with self._given:
+            self._users.remove(threading.get_ident())
+            self._free.append(slot)
+            self._given.notify_all()
+
+
+class StreamedStore(PassingStore):
+    """A store whose tensors are on the device while they are acquired, and meanwhile rest in another store.
+
+    They come by the stream that is current in `acquire`, and go by `down`, after what is current in `write_back`.
+    """
+
+    def __init__(self, rests: Store, unit: str, nbytes: int, slots: Slots) -> None:
+        """`rests`: has `nbytes` bytes for the state of `unit`."""
+        super().__init__(nbytes)
+        self._rests = rests
+        self._unit = unit
+        self._slots = slots
+        self._slot: Slot | None = None
+        self._users = 0
+        self._changed = False
+        self._last: torch.cuda.Event | None = None  # after the last copy from or to where they rest
+        self._lock = threading.RLock()
+
+    def __str__(self) -> str:
+        return f"unit '{self._unit}'"
+
+    @property
+    def place(self) -> torch.Tensor:
+        """See `Store.place`."""
+        return self._slot.memory
+
+    def fetch(self) -> bool:
+        """See `Store.fetch`; not to the device, whose places are for what is used."""
+        return self._rests.fetch()
+
+    def cancel_fetch(self) -> None:
+        """See `Store.cancel_fetch`."""
+        self._rests.cancel_fetch()
+
+    def acquire(self, overwrite: bool = False) -> None:
+        """See `Store.acquire`: the current stream may, the host need not be able to."""
+        with self._lock:
+            if not self.attached:
+                slot = self._slots.claim(str(self))
+                try:
+                    self._rests.acquire(overwrite)
+                except BaseException:
+                    self._slots.give(slot)
+                    raise
+                for event in (slot.free, self._last):
+                    wait_event(event, self._slots.device)
+                self._slot = slot
+                if not overwrite:
+                    self._copy(slot.memory, self._rests.place)
+                self.attach()
+            self._users += 1
+
+    def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
+        """See `Store.write_back`; the host waits only where a drive takes what has come back."""
+        with self._lock:
+            self._changed = self._changed or changed
+            self._users -= 1
+            if self._users:
+                return
+            self.detach()
+            slot, self._slot = self._slot, None
+            changed, self._changed = self._changed, False
+            wait_event(after, self._slots.device)
+            if changed:
+                down = self._slots.streams.down
+                with down.after_current():
+                    self._copy(self._rests.place, slot.memory)
+                slot.free = self._last = down.record_event()
+            else:
+                slot.free = self._last = record_event(self._slots.device)
+            if changed and self._last is not None and not self._rests.resident:
+                self._last.synchronize()
+            self._rests.write_back(changed, self._last)
+            self._slots.give(slot)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        if self._last is not None:
+            self._last.synchronize()  # host memory may go at any time after this
+        super().close()
+        self._rests.close()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target[: self._used].copy_(source[: self._used], non_blocking=True)
