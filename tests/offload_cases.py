@@ -13,6 +13,7 @@ import torch
 import zero.core.offload
 
 CPU = {"device": "cpu"}
+GPU = {"device": "cpu", "zero": {"update": "gpu"}}
 OPTIMIZER = {"offload_optimizer": CPU}
 HALF = {"offload_optimizer": {**CPU, "ratio": 0.5}}
 PARAMS = {"offload_param": CPU}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fake_nccl import on_fake_nccl
 from marks import longer
 from models import WIDE, config, make_net, share, step
+from offload_cases import GPU
 from stand_in_device import StandIn
 
 import zero
@@ -100,6 +101,12 @@ def compare(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), *longer((0, "fp32"), (2, "fp16"), (3, "bf16"))])
 def test_one_rank(stage, precision):
     compare(settings(stage, precision))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, *longer(1, 3)])
+def test_state_that_streams(stage):
+    compare(settings(stage, "fp16", zero_optimization={"stage": stage, "offload_optimizer": GPU}))
 
 
 @pytest.mark.ranks(2)

@@ -1,7 +1,8 @@
 """The promise: where gradients rest changes neither the norm nor what is said of one that is not finite.
 
-Three places: the device, host memory that is the device's own, where sums add up directly, and host memory apart from
-the device's, where they are brought and their squares are summed before they leave.
+Four places: the device; host memory that is the device's own, where sums add up directly; host memory apart from
+the device's, where they are brought and their squares are summed before they leave; and the device, with state that
+streams through it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ import zero
 import zero.core.offload
 import zero.core.ratio
 
-PLACES = ("device", "host", "apart")
+PLACES = ("device", "host", "apart", "streamed")
 
 
 @contextlib.contextmanager
 def resting(place: str) -> Iterator[dict[str, Any]]:
     """The section for this place; inside, a CPU may count as a device with memory of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        if place == "apart":
+        if place in ("apart", "streamed"):
             patch.setattr(zero.core.offload, "has_own_memory", lambda device: True)
-        yield {} if place == "device" else {"offload_optimizer": {"device": "cpu"}}
+        update = "gpu" if place == "streamed" else "host"
+        yield {} if place == "device" else {"offload_optimizer": {"device": "cpu", "zero": {"update": update}}}
 
 
 def run(place: str, accumulation: int, spoil: tuple[int, int] | None, edit: bool) -> list[Any]:

@@ -53,7 +53,7 @@ def placements(stage: int, folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def differing(case: Case, folder: str) -> list[dict[str, Any]]:
+def differing(case: Case, folder: str, placements: Any = placements) -> list[dict[str, Any]]:
     """The placements whose run differs from that which keeps all on the device."""
 
     def run(section: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from zero.core.state import State
 from zero.core.tensors import different
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
-from zero.memory.streams import record_event, wait_event
+from zero.memory.streams import SideStream, record_event, wait_event
 from zero.plan.layout import Fragment, Span
 
 
@@ -79,15 +79,23 @@ class MasterSync:
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
         while (pending := self.pending) is not None:
-            if pending.forked and (self._shared or not pending.future.done()):
-                raise RuntimeError(
-                    f"{self._buffer.name} was being updated when this process was forked, and what it waits for comes "
-                    "in the parent process only; read the parameters there, before the fork"
-                )
-            wait_event(pending.result(), self._buffer.full.device)
+            wait_event(self._end_of(pending), self._buffer.full.device)
             with self._buffer.lock:
                 if self.pending is pending:  # while one thread waited, another may have begun the next update
                     self.pending = None
+
+    def settle_for(self, stream: SideStream) -> None:
+        """As `settle`, for what `stream` does from now on; the current one need not wait for that yet."""
+        if (pending := self.pending) is not None:
+            stream.wait(self._end_of(pending))
+
+    def _end_of(self, pending: PendingUpdate) -> torch.cuda.Event | None:
+        if pending.forked and (self._shared or not pending.future.done()):
+            raise RuntimeError(
+                f"{self._buffer.name} was being updated when this process was forked, and what it waits for comes "
+                "in the parent process only; read the parameters there, before the fork"
+            )
+        return pending.result()
 
     def abandon_update(self) -> None:
         """No update runs any more; one that has failed will not be heard of again."""

@@ -156,7 +156,7 @@ class Unit:
                 if self.state is State.SHARDED and not self.persistent:  # others are sent by the update
                     self.buffer.move("request")
             return
-        self.settle()
+        self.masters.settle_for(self.placement.streams.gathers)  # who reads them waits for both, in `wait`
         if self.state is State.AWAY:
             raise self.absence()
         self.send()

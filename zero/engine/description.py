@@ -9,7 +9,9 @@ from typing import NamedTuple
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.plan.layout import Span
-from zero.plan.placement import is_updated
+from zero.plan.placement import Placement, Where, is_updated
+
+_PLACES = {Where.DEVICE: "device", Where.HOST: "host", Where.FILE: "file"}
 
 
 class Parameter(NamedTuple):
@@ -52,27 +54,24 @@ class Description:
 
 def describe(sharded: ShardedModule) -> Description:
     """Of all units of the model; nothing is gathered, and no rank asked."""
-    return Description(tuple(map(_unit, sharded.units)))
+    here = [Placement(Where.DEVICE, Where.DEVICE)] * len(sharded.units)
+    places = here if sharded.offload is None else sharded.offload.placements
+    return Description(tuple(map(_unit, sharded.units, places)))
 
 
-def _unit(unit: Unit) -> DescribedUnit:
-    plan, place, axis = unit.plan, unit.placement, unit.mesh.shard
+def _unit(unit: Unit, place: Placement) -> DescribedUnit:
+    plan, axis = unit.plan, unit.mesh.shard
     windows = [(rank, plan.layout.shard(index, axis.size)) for index, rank in enumerate(axis.ranks)]
     parameters = []
     for spec, param in zip(plan.params, unit.params, strict=True):
         pieces = ((rank, plan.layout.fragment(spec.name, window)) for rank, window in windows)
         owners = {rank: Span(piece.start, piece.numel) for rank, piece in pieces if piece.numel}
         parameters.append(Parameter(spec.name, tuple(param.shape), owners))
-    params = _place(place.shard_store.resident, place.shard_offloaded)
-    optimizer = _place(place.state_store.resident, place.updated_on_host) if is_updated(plan) else "none"
+    params, optimizer = _PLACES[place.params], _PLACES[place.optimizer] if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
         plan.name, plan.dtype, numel, plan.group, unit.cut, unit.state.value, params, optimizer, tuple(parameters)
     )
-
-
-def _place(resident: bool, on_host: bool) -> str:
-    return "file" if not resident else "host" if on_host else "device"
 
 
 def _lines(unit: DescribedUnit) -> Iterator[str]:

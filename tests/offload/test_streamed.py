@@ -1,0 +1,197 @@
+"""The promise: state that streams through the device gives the same training, and no more than two units' is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import longer
+from models import WIDE, config, make_net, step
+from offload_cases import BOTH, GPU, as_on_a_gpu
+from test_offload_numbers import BF16, FP16, TREE, Case, differing, moments
+
+import zero
+import zero.core.ratio
+import zero.core.streaming
+from zero.config import ConfigError
+from zero.memory.host_bytes import record_nbytes
+from zero.memory.store import Store
+from zero.memory.streamed_store import SLOTS, Slots, StreamedStore
+from zero.memory.streams import Streams
+
+STREAMED = {"offload_optimizer": GPU}
+CPU = torch.device("cpu")
+
+
+def placements(stage: int, folder: str) -> list[dict[str, Any]]:
+    """Sections of the JSON whose state streams, and one that the host updates."""
+    filed = {"device": "nvme", "nvme_path": folder}
+    found = [STREAMED, {"offload_optimizer": {**GPU, "ratio": 0.5}}]
+    found += [{"offload_optimizer": {**GPU, **filed, "buffer_count": count}} for count in (1, 4)]
+    if stage == 3:
+        files = {**filed, "max_in_cpu": 0}
+        found += [{**BOTH, **STREAMED}, {**STREAMED, "offload_param": files}]
+        found.append({"offload_optimizer": {**GPU, **filed}, "offload_param": files})
+    return [*found, {"offload_optimizer": {"device": "cpu"}}]
+
+
+QUICK = [Case(1, 2, 2, more=moments("8bit")), Case(3, 2, more=BF16)]
+LONG = [
+    *(Case(stage, world, 1, clip) for stage in (1, 2, 3) for world, clip in ((1, 0.5), (2, 0.0), (4, 0.5))),
+    *(Case(3, 2, 3, more=moments(kind)) for kind in ("fp32", "bf16", "8bit")),
+    *(Case(stage, 2, 2, more=more) for stage, more in ((1, FP16), (2, TREE), (3, TREE))),
+    Case(2, 1, 3, 0.0, moments("8bit")),
+]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *longer(*((case,) for case in LONG))], ids=str)
+def test_losses_norms_and_weights_are_those_of_the_device(pool, tmp_path: Path, case: Case):
+    assert pool.run(case.world, differing, case._replace(apart=True), str(tmp_path), placements) == [[]] * case.world
+
+
+def engine_of(section: dict[str, Any], **more: Any) -> Any:
+    stage = 2
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    given = config(stage, world, **{**BF16, **more}, zero_optimization={"stage": stage, **section})
+    return zero.initialize(model=make_net(blocks=4, width=WIDE), config=given)[0]
+
+
+def tensors_of(engine: Any, unit: Any) -> list[torch.Tensor]:
+    moments = [tensor for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit)]
+    return [unit.master.tensor, *moments]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_never_more_than_two_units_are_on_the_device(monkeypatch, tmp_path, device):
+    counts: list[int] = []
+
+    def counted(store: StreamedStore, act: Any) -> None:
+        act(store)
+        units = [unit for unit in engine._sharded.trained if unit.placement.state_store.attached] if engine else []
+        counts.append(len(units))
+
+    engine = None
+    for name in ("attach", "detach"):
+        act = getattr(StreamedStore, name)
+        monkeypatch.setattr(StreamedStore, name, lambda store, act=act: counted(store, act))
+    with as_on_a_gpu():
+        engine = engine_of({"offload_optimizer": {**GPU, "device": device, "nvme_path": str(tmp_path)}})
+    units, formats = engine._sharded.trained, engine._sharded.numerics.formats
+    assert len(units) > SLOTS and len({unit.plan.layout.numel for unit in units}) > 1
+    for number in range(3):
+        step(engine, number)
+        zero.utils.safe_get_full_fp32_param(engine.module.head.weight)  # beside the updates
+    engine.optimizer.settle()
+    assert 1 <= max(counts) <= SLOTS and len(counts) > 3 * 2 * len(units)
+    assert sum(tensor.numel() for unit in units for tensor in tensors_of(engine, unit)) == 0
+    sizes = [sum(record_nbytes(unit.plan, 0, 1, formats, False)) for unit in units]
+    assert engine.state_nbytes().optimizer == SLOTS * max(sizes)
+    host = engine.host_nbytes()
+    assert (host.files if device == "nvme" else host.memory) == sum(sizes), "a gradient or a copy is on the host, too"
+    assert {unit.optimizer for unit in engine.describe().units} == {"file" if device == "nvme" else "host"}
+    engine.destroy()
+
+
+def test_a_third_unit_at_once_is_an_error_not_a_wait():
+    slots = Slots(64, CPU, Streams.beside(CPU))
+    stores = [StreamedStore(Store(torch.zeros(64, dtype=torch.uint8)), f"u{i}", 64, slots) for i in range(3)]
+    values = [torch.full((16,), float(i)) for i in range(3)]
+    for store, value in zip(stores, values, strict=True):
+        store.put([value])
+    stores[0].acquire()
+    stores[0].acquire()  # nests
+    stores[1].acquire()
+    assert values[0].tolist() == [0.0] * 16 and values[1].tolist() == [1.0] * 16 and values[2].numel() == 0
+    with pytest.raises(RuntimeError, match=r"unit 'u2' needs a place on the device.*update to 'host'"):
+        stores[2].acquire()
+    values[0].add_(5.0)
+    stores[0].write_back(changed=True)
+    assert values[0].numel() == 16
+    values[1].add_(5.0)
+    stores[1].write_back(changed=False)
+    stores[0].write_back(changed=False)  # what the inner use has changed is kept
+    for store, wanted in zip(stores, (5.0, 1.0, 2.0), strict=True):
+        store.acquire()
+        assert values[stores.index(store)].tolist() == [wanted] * 16
+        store.write_back(changed=False)
+
+
+def continued(folder: str, first: dict[str, Any], then: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters after two steps, a checkpoint, and two more in another engine; with writes to state on the way."""
+    with as_on_a_gpu():
+        engine = engine_of(first)
+        for number in range(2):
+            step(engine, number)
+        weight = engine.module.head.weight
+        for key in ("exp_avg", "exp_avg_sq"):
+            found = zero.utils.safe_get_full_optimizer_state(weight, key)
+            zero.utils.safe_set_full_optimizer_state(weight, found * 2, key)
+        zero.utils.safe_set_full_fp32_param(weight, zero.utils.safe_get_full_fp32_param(weight) + 2**-12)
+        engine.save_checkpoint(folder)
+        engine.destroy()
+        engine = engine_of(then)
+        engine.load_checkpoint(folder)
+        for number in range(2, 4):
+            step(engine, number)
+        exact = [zero.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+        engine.destroy()
+    return exact
+
+
+def test_checkpoints_and_edits_pass_through_as_from_elsewhere(tmp_path):
+    ways = [({}, {}), (STREAMED, {}), ({}, STREAMED), (STREAMED, {"offload_optimizer": {"device": "cpu"}})]
+    found = [continued(str(tmp_path / str(at)), *way) for at, way in enumerate(ways)]
+    assert all(map(torch.equal, exact, found[0]) for exact in found[1:])
+    for exact in found[1:]:
+        assert all(map(torch.equal, exact, found[0]))
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"zero\.update: got 'gpu' with offload_optimizer\.device 'none'"):
+        engine_of({"offload_optimizer": {"zero": {"update": "gpu"}}})
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"zero\.update: got 'gpu', and this rank computes on 'cpu'.*'auto'"):
+            engine_of(STREAMED)
+    torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with an optimizer class of torch"):
+        engine_of(STREAMED, **torchs)
+    with pytest.raises(ConfigError, match=r"zero\.update: got 'tpu', wanted one of 'host', 'gpu', 'auto'"):
+        engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "tpu"}}})
+
+
+@pytest.mark.parametrize(
+    ("link", "host", "free", "torchs", "streams"),
+    [
+        (50e9, 80e9, 1 << 40, False, True),
+        (5e9, 80e9, 1 << 40, False, False),  # a slow link
+        (50e9, 80e9, 1000, False, False),  # no room
+        (50e9, 80e9, 1 << 40, True, False),  # state that shows at the first step
+    ],
+)
+def test_auto_takes_what_moves_faster(monkeypatch, caplog, link, host, free, torchs, streams):
+    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: (link, host))
+    monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free)
+    more = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}} if torchs else {}
+    section = {"offload_optimizer": {"device": "cpu", "zero": {"update": "auto"}}}
+    with as_on_a_gpu():
+        engine = engine_of(section, **more)
+    assert {unit.placement.streamed for unit in engine._sharded.trained} == {streams}
+    engine.destroy()
+    if not torchs:
+        assert f"Chosen: {'gpu' if streams else 'host'}" in caplog.text and f"at {link / 1e9:.1f} GB/s" in caplog.text
+
+
+def test_auto_is_the_host_where_there_is_no_device(monkeypatch):
+    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: pytest.fail("nothing is to be measured"))
+    if not torch.cuda.is_available():
+        engine = engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "auto"}}})
+        assert all(unit.placement.updated_on_host for unit in engine._sharded.trained)
+        engine.destroy()
+
+
+def test_rates_are_measured(monkeypatch):
+    monkeypatch.setattr(zero.core.streaming, "_NBYTES", 1 << 14)
+    assert all(rate > 0 for rate in zero.core.streaming.rates(CPU))
