@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import config, make_net, share
-from offload_cases import BOTH, OPTIMIZER, PARAMS
+from offload_cases import BOTH, GPU, OPTIMIZER, PARAMS
 from stream_order import Free, Keep, Launch, Program, Record, Span, Take, Wait, races, sites
 from stream_recorder import Recorder
 
@@ -42,6 +42,8 @@ class Case(NamedTuple):
 CUT = {"stage3_param_persistence_threshold": 0}
 NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 TWICE = {"gradient_accumulation_steps": 2}
+STREAMED = {"offload_optimizer": GPU}
+STREAMED_NVME = {"offload_optimizer": {**GPU, "device": "nvme"}, "offload_param": {"device": "nvme"}}
 TREE = {"zero": {"reduce": "tree"}, **TWICE}
 INPUTS = {"zero": {"recompute": {"modules": ["Block"]}}, "activation_checkpointing": {"cpu_checkpointing": True}}
 QUICK = [
@@ -50,6 +52,7 @@ QUICK = [
     Case(2, 2),
     Case(2, 3, {**BOTH, **CUT}),
     Case(1, 3, {**PARAMS, **CUT}),
+    Case(1, 2, STREAMED),
 ]
 LONG = [
     *(Case(world, stage, OPTIMIZER) for world in (1, 2) for stage in (1, 2)),
@@ -59,6 +62,9 @@ LONG = [
     *(Case(2, stage, CUT, TREE) for stage in range(4)),
     *(Case(2, 3, {**offload, **CUT}, INPUTS) for offload in ({}, BOTH)),
     Case(2, 3, BOTH, {"bf16": {"enabled": True}}),
+    Case(2, 1, STREAMED, {"bf16": {"enabled": True}, **TWICE}),
+    *(Case(2, 3, {**offload, **CUT}) for offload in (STREAMED, {**BOTH, **STREAMED}, STREAMED_NVME)),
+    Case(4, 3, {**STREAMED, **CUT, "zero_hpz_partition_size": 2}),
     *(Case(4, 3, {**offload, **CUT, "zero_hpz_partition_size": 2}) for offload in ({}, BOTH)),
     *(Case(4, stage, {**OPTIMIZER, **CUT}, {"zero": {"shard_size": 2}}) for stage in (2, 3)),
 ]
@@ -167,5 +173,5 @@ def test_streams_and_events_are_made_in_one_module():
     where = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if made.search(path.read_text())}
     raw = {"kernels/cuda.py"}  # the address of the current stream, for a launch
     time = {"monitor/taps.py"}
-    kept = {"memory/host_gradients.py", "recompute/saved_inputs.py"}  # `record_stream` of a `SideStream`
+    kept = {"memory/host_gradients.py", "recompute/saved_inputs.py", "memory/streamed_store.py", "optim/updates.py"}  # `record_stream` of a `SideStream`
     assert where == {"memory/streams.py", *raw, *time, *kept}
