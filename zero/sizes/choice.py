@@ -86,7 +86,10 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accumulation: int, mirrored: bool) -> Scheme:
-    """Under the settings, whose own stage, placement, mesh and number of micro-batches do not count."""
+    """Under the settings, whose own stage, placement, mesh and number of micro-batches do not count.
+
+    State that the settings may update on a GPU is taken to be.
+    """
     section, zero = settings.zero_optimization, settings.zero
     sharding = Sharding.of_stage(choice.stage, zero.reduce_every_micro_batch or zero.reduce == "tree")
     parts = (choice.shard_size or settings.world_size) if sharding.optim else 1
@@ -94,6 +97,7 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
     state, limits = section.offload_optimizer, Limits.of_section(section)
     ratio = 1.0 if state.ratio == "auto" else state.ratio
+    where, streamed = (Where(choice.optimizer), Where(choice.params)), mirrored and state.zero.update != "host"
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
     native = mirrored and ITEMSIZE[sent] > summed_here(zero.reduce, True)  # of one machine: there more arrives
@@ -116,9 +120,7 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
         resting=resting_dtype(settings.compute_dtype, accumulate, rounded),
         travel=travel,
         limits=limits,
-        placements=place(
-            units, parts, Where(choice.optimizer), Where(choice.params), ratio, section.offload_param.max_in_cpu
-        ),
+        placements=place(units, parts, *where, ratio, section.offload_param.max_in_cpu, streamed),
         mirrored=mirrored,
         native=native,
         uses=found if cut else [ForeseenUse(use.unit, False, 0) for use in found],

@@ -232,7 +232,9 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
     buffers = section.offload_optimizer.buffer_count, section.offload_param.buffer_count
     host = host_bytes(units, scheme.placements, 0, scheme.parts, formats, scheme.resting, scheme.mirrored, *buffers)
     gathered = max((use.whole for use in scheme.uses), default=0)
-    kinds = held.parameters, held.gradients, masters, held.optimizer - masters, gathered
+    pairs = zip(units, scheme.placements, strict=True)
+    slots = [record_nbytes(unit, 0, scheme.parts, formats, keeps_copy(at, True)) for unit, at in pairs if at.streamed]
+    masters, moments = (SLOTS * nbytes for nbytes in max(slots, key=sum, default=(0, 0)))
     device = DeviceBytes(*kinds, max((each.most for each in on_their_way), default=0))
     return Row(choice, device, host, *_moments(units, scheme, device, on_their_way))
 
