@@ -103,6 +103,7 @@ PARTS = {
         )
         for name, about, variants in (
             ("offload2", "stage 2 with the optimizer on the host", "none2 cpu2 cpu2-8bit"),
+            ("streamed", "its state updated by the host and by the GPU", "none2 cpu2 gpu2 cpu2-8bit gpu2-8bit"),
             ("offload3", "stage 3 with both on the host, beside FSDP2", "none3 cpu3 fsdp2"),
         )
     },

@@ -168,12 +168,15 @@ class DeepSpeed(Driven):
         self.engine.destroy()
 
 
-def _section(stage: int, optimizer: str = "none", params: str = "none", ratio: Any = 1.0) -> Callable[[Sizes], Any]:
+def _section(
+    stage: int, optimizer: str = "none", params: str = "none", ratio: Any = 1.0, update: str = "host"
+) -> Callable[[Sizes], Any]:
     def section(sizes: Sizes) -> dict[str, Any]:
         folder = {"nvme_path": sizes.folder}
+        more = {"ratio": ratio, "zero": {"update": update}, **(folder if optimizer == "nvme" else {})}
         return {
             "stage": stage,
-            "offload_optimizer": {"device": optimizer, "ratio": ratio, **(folder if optimizer == "nvme" else {})},
+            "offload_optimizer": {"device": optimizer, **more},
             "offload_param": {"device": params, **(folder if params == "nvme" else {})},
         }
 
@@ -184,6 +187,8 @@ OURS: dict[str, tuple[str, Callable[[Sizes], Any], str | None]] = {
     "none2": ("zero stage 2, no offload", _section(2), None),
     "cpu2": ("zero stage 2, optimizer cpu", _section(2, "cpu"), None),
     "cpu2-8bit": ("zero stage 2, optimizer cpu, 8bit moments", _section(2, "cpu"), "8bit"),
+    "gpu2": ("zero stage 2, optimizer cpu, updated on the GPU", _section(2, "cpu", update="gpu"), None),
+    "gpu2-8bit": ("the same, 8bit moments", _section(2, "cpu", update="gpu"), "8bit"),
     "half2": ("zero stage 2, optimizer cpu, ratio 0.5", _section(2, "cpu", ratio=0.5), None),
     "auto2": ("zero stage 2, optimizer cpu, ratio auto", _section(2, "cpu", ratio="auto"), None),
     "nvme2": ("zero stage 2, optimizer nvme", _section(2, "nvme"), None),
@@ -203,7 +208,7 @@ def absent(name: str, sizes: Sizes) -> str | None:
     """Why this variant cannot run here, or None."""
     if name.startswith("nvme") and sizes.folder is None:
         return "no --nvme folder given"
-    if name == "fsdp2" and sizes.device == "cpu":
+    if (name == "fsdp2" or name.startswith("gpu")) and sizes.device == "cpu":
         return "not on a CPU"
     if name.startswith("ds") and importlib.util.find_spec("deepspeed") is None:
         return "not installed"

@@ -24,20 +24,22 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from offload_prediction import Rates, UnitSizes, measure, unit_times
 
 SECONDS = st.integers(0, 50).map(float)
-UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 13), min_size=1, max_size=6)
+UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 15), min_size=1, max_size=6)
 
 
 def all_of(units: list[UnitTimes], norm: float) -> float:
     """Every job of a step, one after the other."""
     jobs = sum(sum(unit) + unit.fetch for unit in units)
-    updates = sum(unit.read + unit.update + unit.write + unit.up for unit in units if unit.stay)
+    beside = "read", "update", "write", "up", "bring", "back"
+    updates = sum(getattr(unit, name) for unit in units if unit.stay for name in beside)
     return norm + jobs - updates  # what stays on the device is not updated by the host
 
 
 @settings(deadline=None, max_examples=300)
 @given(units=UNITS, norm=SECONDS, ahead=st.integers(1, 4), slots=st.integers(1, 4))
 def test_between_the_slowest_worker_and_the_sum(units: list[UnitTimes], norm: float, ahead: int, slots: int) -> None:
-    units = [unit._replace(read=0.0, update=0.0, write=0.0, up=0.0) if unit.stay else unit for unit in units]
+    none = dict.fromkeys(("read", "update", "write", "up", "bring", "back"), 0.0)
+    units = [unit._replace(**none) if unit.stay else unit for unit in units]
     found = predict(units, norm, Pace(ahead, slots))
     assert found.step >= max(found.busy.values())
     assert found.step >= found.busy["read"] + found.busy["write"], "one drive does both"
@@ -46,10 +48,11 @@ def test_between_the_slowest_worker_and_the_sum(units: list[UnitTimes], norm: fl
 
 
 @settings(deadline=None)
-@given(unit=st.builds(UnitTimes, *[SECONDS] * 13), norm=SECONDS)
+@given(unit=st.builds(UnitTimes, *[SECONDS] * 15), norm=SECONDS)
 def test_one_unit_overlaps_nothing(unit: UnitTimes, norm: float) -> None:
     """Its parameters are there from the forward to the backward, its gradient has gone before its state is read."""
-    unit = unit._replace(fetch=0.0, stay=0.0, read=0.0, write=0.0, regather=0.0, down=unit.down + norm)
+    none = dict.fromkeys(("fetch", "stay", "read", "write", "regather", "back"), 0.0)
+    unit = unit._replace(**none, down=unit.down + norm)
     assert predict([unit], norm).step == pytest.approx(sum(unit))  # the norm is taken while the gradient goes
 
 
@@ -76,6 +79,14 @@ def test_updates_hide_behind_the_next_forward_unit_by_unit() -> None:
     units = [UnitTimes(forward=10.0, backward=20.0, update=15.0)] * 4
     assert predict(units).step == 4 * 15 + 10 + 80  # the last update, and what comes after it
     assert predict(units).wait == 4 * 15 + 10 - 40
+
+
+def test_state_that_streams_hides_in_both_directions_two_units_at_a_time() -> None:
+    assert predict([UnitTimes(forward=10.0, backward=20.0, bring=10.0, back=10.0)] * 4).step == 10 + 4 * 30
+    slow = [UnitTimes(forward=10.0, backward=20.0, bring=10.0, back=30.0)] * 4
+    assert predict(slow).step == 10 + 2 * 30 + 10 + 10 + 80  # the last unit waits until the second one has gone
+    both = [UnitTimes(bring=10.0, back=10.0)] * 8
+    assert predict(both).step <= 8 * 10 + 10, "both directions at once"
 
 
 def test_a_drive_is_read_while_the_host_updates() -> None:

@@ -17,9 +17,9 @@ import zero
 import zero.core.ratio
 import zero.core.streaming
 from zero.config import ConfigError
-from zero.memory.host_bytes import record_nbytes
+from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.memory.store import Store
-from zero.memory.streamed_store import SLOTS, Slots, StreamedStore
+from zero.memory.streamed_store import Slots, StreamedStore
 from zero.memory.streams import Streams
 
 STREAMED = {"offload_optimizer": GPU}

@@ -14,9 +14,11 @@ from models import config
 
 from zero.config import load
 from zero.config.override import apply
+from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.plan.formats import ITEMSIZE
 from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES, shape_cost
+from zero.sizes.estimate import Row
 from zero.sizes.links import Group, Links
 from zero.sizes.rates import DEVICES
 from zero.sizes.search import Search, Setup, candidates, choices_of, pace_of
@@ -169,10 +171,31 @@ def test_state_inside_of_hosts_sends_less_between_them() -> None:
     assert offloaded.host_link > 0 == whole.host_link and offloaded.drive == 0
 
 
+def test_state_that_streams_crosses_the_link_both_ways_and_its_gradient_does_not() -> None:
+    def row(update: str) -> Row:
+        section = {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": update}}}
+        values = FREE | {"zero_optimization": section}
+        return Search(replace(setup(), settings=load(values, 8)), Choice(2, "cpu")).row("none", 1)
+
+    host, streamed = row("host"), row("gpu")
+    records = [sum(record_nbytes(unit, 0, 8, setup().formats, False)) for unit in setup().units]
+    assert streamed.host.memory == sum(records) and streamed.links.host_link == 2 * sum(records)
+    assert streamed.host.memory < host.host.memory and streamed.device.gradients > host.device.gradients == 0
+    assert host.device.masters + host.device.moments == 0
+    assert streamed.device.masters + streamed.device.moments == SLOTS * max(records)
+    assert streamed.step.step < host.step.step and not host.step.busy["host"] == streamed.step.busy["host"] == 0
+    one_way = sum(records) / setup().rates.host_link
+    assert streamed.step.busy["down"] == pytest.approx(one_way) and streamed.step.busy["up"] > one_way
+    assert streamed.step.step >= one_way
+
+
 # What is set.
 
 
-@pytest.mark.parametrize("start", [{}, {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}])
+STREAMED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": "gpu"}}}}
+
+
+@pytest.mark.parametrize("start", [{}, {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, STREAMED])
 def test_every_row_makes_a_configuration_that_is_one(start: dict[str, Any]) -> None:
     values = config(1, 8, accumulation=2, **start)
     made = Setup(SHAPE, shape_cost(SHAPE, 64), load(values, 8), DEVICES["h100"], 4)

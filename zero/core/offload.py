@@ -16,12 +16,12 @@ from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.file_store import SwapFile, close_all
-from zero.memory.host_bytes import host_bytes, host_table, record_nbytes, shard_nbytes
+from zero.memory.host_bytes import SLOTS, host_bytes, host_table, record_nbytes, shard_nbytes
 from zero.memory.host_gradients import HostGradAccumulator, StagingBuffers
 from zero.memory.pinned_arena import PinnedArena, check_room
 from zero.memory.state_placement import StatePlacement
 from zero.memory.store import Store
-from zero.memory.streamed_store import SLOTS, Slots, StreamedStore
+from zero.memory.streamed_store import Slots, StreamedStore
 from zero.memory.streams import Streams
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy, place
 from zero.plan.units import UnitPlan

@@ -15,8 +15,7 @@ from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import has_own_memory
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
-from zero.memory.host_bytes import MIB, record_nbytes
-from zero.memory.streamed_store import SLOTS
+from zero.memory.host_bytes import MIB, SLOTS, record_nbytes
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.placement import is_updated
 from zero.plan.sharding import Sharding

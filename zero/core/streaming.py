@@ -18,8 +18,7 @@ from zero.kernels.moments import Moment
 from zero.kernels.step import step
 from zero.log import rank_zero
 from zero.memory.available import host_threads
-from zero.memory.host_bytes import MIB, record_nbytes, shard_nbytes
-from zero.memory.streamed_store import SLOTS
+from zero.memory.host_bytes import MIB, SLOTS, record_nbytes, shard_nbytes
 from zero.plan.placement import Where, keeps_copy, place
 from zero.plan.units import UnitPlan
 

@@ -16,6 +16,7 @@ from zero.plan.units import UnitPlan
 
 LINE = 64  # bytes: arrays start on cache lines, so that vector loads are aligned and threads share none
 PAGE = 4096  # bytes: what goes to a drive past the page cache starts and ends on a page
+SLOTS = 2  # on the device, each for the largest record: the state of so many units is there at once where it streams
 MIB = 2**20
 
 

@@ -10,10 +10,9 @@ import threading
 
 import torch
 
+from zero.memory.host_bytes import SLOTS
 from zero.memory.store import PassingStore, Store
 from zero.memory.streams import Streams, record_event, wait_event
-
-SLOTS = 2  # the state of so many units is on the device at a time
 
 
 class Slot:

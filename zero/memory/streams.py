@@ -15,7 +15,11 @@ goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
     local gradient, as sent   compute       reductions, messages   `reduce` when it is full; `advance` before the free
     messages in, sums         reductions    compute (read)         `finish`; the next `reduce` before they are reused
     a sum that leaves         reductions    down (read)            `after_current`; kept by `record_stream`
+    a sum that `up` uses up   reductions    up (read)              `ready` of the step; kept by `record_stream`
     gradient on the host      none          down (write)           `HostGradAccumulator.wait` before the host reads
+    a slot for what streams   compute       up, down               `Slot.free`; kept by `record_stream`
+    what streams, at rest     none          up (read)              `StreamedStore._last`; the host waits before a drive
+                                            down (write)           writes it, and in `StreamedStore.close`
     inputs of recomputation   compute       copies of their own    `after_current`; kept by `record_stream`
 
 tests/core/test_stream_order.py checks it on recorded steps.

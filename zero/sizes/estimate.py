@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zero.config import Config, load
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.kernels.formulas import formats_of
-from zero.memory.host_bytes import HostBytes, host_bytes
+from zero.memory.host_bytes import SLOTS, HostBytes, host_bytes, record_nbytes
 from zero.plan.formats import Formats
 from zero.plan.layout import ALIGNMENT
 from zero.plan.memory import InFlight, StateBytes, alive_nbytes, in_flight_nbytes
-from zero.plan.placement import Where, is_updated
+from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
 from zero.sizes.cost import LOSS
@@ -234,7 +234,9 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
     gathered = max((use.whole for use in scheme.uses), default=0)
     pairs = zip(units, scheme.placements, strict=True)
     slots = [record_nbytes(unit, 0, scheme.parts, formats, keeps_copy(at, True)) for unit, at in pairs if at.streamed]
-    masters, moments = (SLOTS * nbytes for nbytes in max(slots, key=sum, default=(0, 0)))
+    through = [SLOTS * nbytes for nbytes in max(slots, key=sum, default=(0, 0))]
+    states = masters + through[0], held.optimizer - masters + through[1]
+    kinds = held.parameters, held.gradients, *states, gathered
     device = DeviceBytes(*kinds, max((each.most for each in on_their_way), default=0))
     return Row(choice, device, host, *_moments(units, scheme, device, on_their_way))
 
@@ -247,9 +249,7 @@ def _moments(
     A sum that is a shard takes memory when its messages have come, one unit later.
     """
     rest = device.parameters + device.masters + device.moments
-    here = [
-        is_updated(unit) and at.optimizer is Where.DEVICE for unit, at in zip(units, scheme.placements, strict=True)
-    ]
+    here = [is_updated(unit) and at.used_on_device for unit, at in zip(units, scheme.placements, strict=True)]
     whole = sum(unit.layout.numel for unit, counts in zip(units, here, strict=True) if counts or scheme.collected)
     back = scheme.uses[len(units) :]
     earlier = device.gradients if scheme.accumulation > 1 or scheme.parts == 1 else 0

@@ -165,7 +165,7 @@ class Moves(NamedTuple):
         scheme, rates, placement = self.scheme, self.rates, self.scheme.placements[index]
         link = rates.host_link if scheme.mirrored else 0.0
         copied = 1 if scheme.mirrored else 0  # where the host is the device there is nothing to copy
-        updated, away = is_updated(unit), placement.optimizer is not Where.DEVICE
+        updated, away = is_updated(unit), not placement.used_on_device
         shown = shard_nbytes(unit, scheme.parts, unit.dtype)
         gradient = shard_nbytes(unit, scheme.parts, scheme.resting if away else scheme.accumulate)
         record, kept = (
@@ -173,6 +173,7 @@ class Moves(NamedTuple):
             for with_copy in (True, keeps_copy(placement, scheme.mirrored))
         )
         filed = kept if placement.optimizer is Where.FILE else 0
+        through = kept if placement.streamed else 0
         rests = placement.params is Where.DEVICE
         drive = shown if placement.params is Where.FILE else 0
         down = copied * (gradient if away else shown if not rests else 0) * updated
@@ -184,11 +185,13 @@ class Moves(NamedTuple):
             backward=over(taken * unit.layout.numel * updated, rates.device_bandwidth),
             fetch=over(fetched, link) + over(drive, rates.drive_read),
             down=over(down, link),
-            stay=0.0 if away else update,
+            stay=0.0 if away or through else update,
             read=over(filed, rates.drive_read),
             update=update if away else 0.0,
             write=over(filed + drive * updated, rates.drive_write),
             up=over(up, link),
+            bring=over(through, link) + (update if through else 0.0),
+            back=over(through, link),
         )
         each = Links(host_link=2 * fetched, drive=2 * drive)
-        return down, each, Links(host_link=up, drive=2 * filed + drive * updated), times
+        return down, each, Links(host_link=up + 2 * through, drive=2 * filed + drive * updated), times

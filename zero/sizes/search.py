@@ -260,7 +260,7 @@ class Search:
         same = (DRIVE,) if setup.mirrored else (DRIVE, {DEVICE, LINK, HOST})
         norm = over(self._state(accumulation)[0].device.gradients, setup.rates.device_bandwidth)
         norm += setup.rates.latency if setup.ranks > 1 else 0.0  # ranks tell each other their parts of it
-        return predict(times, norm, pace, same, _STEPS[any(unit.update for unit in times)])
+        return predict(times, norm, pace, same, _STEPS[any(unit.update or unit.bring for unit in times)])
 
     def _computed(self, times: UnitTimes, unit: UnitCost | None, policy: str, samples: int) -> UnitTimes:
         """With the seconds of the device. What is recomputed is written and read again, whatever its FLOPs; and inputs
@@ -296,6 +296,7 @@ _PLAIN = {
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.offload_optimizer.device": DEVICE_MEMORY,
     "zero_optimization.offload_param.device": DEVICE_MEMORY,
+    "zero_optimization.offload_optimizer.zero.update": "host",
     "zero_optimization.mics_shard_size": -1,
     "zero.shard_size": 0,
     "zero.recompute": {},
@@ -313,6 +314,9 @@ def _sets(setup: Setup, choice: Choice, policy: str, micro_batch: int, accumulat
         "zero_optimization.stage": choice.stage,
         "zero_optimization.zero_hpz_partition_size": choice.secondary,
         "zero.shard_size": choice.shard_size,
+        "zero_optimization.offload_optimizer.zero.update": "host"
+        if choice.optimizer == DEVICE_MEMORY
+        else section.offload_optimizer.zero.update,
         "activation_checkpointing.cpu_checkpointing": policy == "host",
     }
     for name, place in (("offload_optimizer", choice.optimizer), ("offload_param", choice.params)):

@@ -16,6 +16,8 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from zero.memory.host_bytes import SLOTS
+
 _STEPS = 10  # that are simulated, the first half of them so that what follows is like any later step
 
 DEVICE, LINK, DOWN, HOST, UP, READ, WRITE = WORKERS = ("device", "link", "down", "host", "up", "read", "write")
@@ -33,7 +35,8 @@ class UnitTimes(NamedTuple):
     up:      new parameters to the device, where they rest;
     gather, regather: parameters from other ranks before the forward, and before the backward;
     reduce:  the gradient's sum over the ranks;
-    publish: new parameters to other ranks.
+    publish: new parameters to other ranks;
+    bring, back: state that streams, up to the device, where the step follows in the same stream, and down again.
     """
 
     forward: float = 0.0
@@ -49,6 +52,8 @@ class UnitTimes(NamedTuple):
     regather: float = 0.0
     reduce: float = 0.0
     publish: float = 0.0
+    bring: float = 0.0
+    back: float = 0.0
 
 
 class Prediction(NamedTuple):
@@ -112,9 +117,9 @@ def _busy(units: Sequence[UnitTimes], norm: float, pace: Pace) -> dict[str, floa
     return {
         DEVICE: norm + math.fsum(passes * (unit.forward + unit.backward) + unit.stay for unit in units),
         LINK: math.fsum(passes * (unit.gather + unit.regather) + each * unit.reduce + unit.publish for unit in units),
-        DOWN: math.fsum(each * unit.down for unit in units),
+        DOWN: math.fsum(each * unit.down + unit.back for unit in units),
         HOST: math.fsum(unit.update for unit in units),
-        UP: math.fsum(unit.up + 2 * passes * unit.fetch for unit in units),
+        UP: math.fsum(unit.up + unit.bring + 2 * passes * unit.fetch for unit in units),
         READ: math.fsum(unit.read for unit in units),
         WRITE: math.fsum(unit.write for unit in units),
     }
@@ -171,12 +176,18 @@ class _Run:
         return self._do(LINK, gather, max(there, asked)) if gather else there
 
     def _update(self, index: int, unit: UnitTimes, gradient: float, begun: float) -> None:
-        before = index - max(1, self._pace.slots)
-        room = self._stored[before] if before >= 0 else 0.0
+        room = self._stored_before(index, max(1, self._pace.slots))
         state = self._do(READ, unit.read, max(begun, room, self._stored[index])) if unit.read else begun
-        done = self._do(HOST, unit.update, max(state, gradient)) if unit.update else gradient
-        self._stored[index] = self._do(WRITE, unit.write, done) if unit.write else done
+        done = self._do(HOST, unit.update, max(state, gradient)) if unit.update else max(state, gradient)
+        if unit.bring:
+            done = self._do(UP, unit.bring, max(done, self._stored_before(index, SLOTS), self._stored[index]))
+        stored = self._do(DOWN, unit.back, done) if unit.back else done
+        self._stored[index] = self._do(WRITE, unit.write, stored) if unit.write else stored
         self._show(index, self._do(UP, unit.up, done) if unit.up else done)
+
+    def _stored_before(self, index: int, units: int) -> float:
+        """When the state of the unit so many units before this one is where it rests."""
+        return self._stored[index - units] if index >= units else 0.0
 
     def _show(self, index: int, done: float) -> None:
         publish = self._units[index].publish
