@@ -14,7 +14,7 @@ from zero.kernels.moments import Moment
 from zero.kernels.step import step
 from zero.memory.host_bytes import record_nbytes, shard_nbytes
 from zero.plan.formats import Formats
-from zero.plan.placement import Placement, Where, is_updated
+from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 from zero.sizes.timeline import UnitTimes
 
@@ -62,11 +62,14 @@ def unit_times(
     found = []
     for unit, placement in zip(units, placements, strict=True):
         share, shard = unit.layout.numel / whole, unit.layout.numel // sizes.parts
-        away = is_updated(unit) and placement.optimizer is not Where.DEVICE
+        away = is_updated(unit) and not placement.used_on_device
         here = is_updated(unit) and not away
+        step = shard / rates.device_update if here else 0.0
+        copied = keeps_copy(placement, True)
+        record = sum(record_nbytes(unit, sizes.rank, sizes.parts, sizes.formats, copied)) if placement.streamed else 0
         shown = shard_nbytes(unit, sizes.parts, unit.dtype)
         rests = placement.params is Where.DEVICE
-        filed = away and placement.optimizer is Where.FILE
+        filed = placement.optimizer is Where.FILE
         kept = sum(record_nbytes(unit, sizes.rank, sizes.parts, sizes.formats, True)) if filed else 0
         drive = shown if placement.params is Where.FILE else 0
         found.append(
@@ -75,11 +78,13 @@ def unit_times(
                 backward=backward * share,
                 fetch=0.0 if rests else shown / rates.up + drive / rates.read,
                 down=shard_nbytes(unit, sizes.parts, sizes.gradients) / rates.down if away else 0.0,
-                stay=shard / rates.device_update if here else 0.0,
+                stay=0.0 if record else step,
                 read=kept / rates.read,
                 update=shard / rates.host_update if away else 0.0,
                 write=(kept + (drive if away else 0)) / rates.write,
                 up=shown / rates.up if away and rests else 0.0,
+                bring=record / rates.up + step if record else 0.0,
+                back=record / rates.down,
             )
         )
     return found

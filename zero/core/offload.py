@@ -55,21 +55,19 @@ class Offload:
         self._device = device
         self._formats = numerics.formats
         self._gradients, self._accumulate = numerics.resting_dtype(mesh), numerics.accumulate
-        self._rank, self._parts = mesh.shard.rank, mesh.shard.size
+        self._shard, parts = mesh.shard, mesh.shard.size
         self._separate = has_own_memory(device)
         where = Where(state.device), Where(params.device)
-        self.placements = place(plans, self._parts, *where, ratio, params.max_in_cpu, streamed)
+        self.placements = place(plans, parts, *where, ratio, params.max_in_cpu, streamed)
         buffers = state.buffer_count, params.buffer_count
         self.host = host_bytes(
-            plans, self.placements, self._rank, self._parts, self._formats, self._gradients, self._separate, *buffers
+            plans, self.placements, mesh.shard.rank, parts, self._formats, self._gradients, self._separate, *buffers
         )
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
         self.swap_files: dict[str, SwapFile] = {}
         self._streams, self._staging = streams, StagingBuffers(device, self._separate, streams.down)
         self._slots: Slots | None = None
-        both = zip(plans, self.placements, strict=True)
-        self._slot = max((self._record_nbytes(*each) for each in both if each[1].streamed), default=0)
         # All ranks of a host look at what is free before one of them takes any.
         self._all(self._check_room, mesh)
         self._all(self._take, mesh)
@@ -78,7 +76,8 @@ class Offload:
     @property
     def slots_nbytes(self) -> int:
         """Bytes on the device through which state passes."""
-        return SLOTS * self._slot
+        both = zip(self._plans, self.placements, strict=True)
+        return SLOTS * max((self._record_nbytes(*each) for each in both if each[1].streamed), default=0)
 
     def placement(self, index: int) -> StatePlacement:
         """The placement of unit `index`; to be called once for each, in order."""
@@ -118,18 +117,18 @@ class Offload:
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
             return Store()
-        nbytes = shard_nbytes(plan, self._parts, plan.dtype)
+        nbytes = shard_nbytes(plan, self._shard.size, plan.dtype)
         if placement.params is Where.HOST:
             return Store(self._arena.take(nbytes))
         return self.swap_files["param"].store(plan.name, nbytes)
 
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
         copied = keeps_copy(placement, self._separate)
-        return sum(record_nbytes(plan, self._rank, self._parts, self._formats, copied))
+        return sum(record_nbytes(plan, self._shard.rank, self._shard.size, self._formats, copied))
 
     def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
-        dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._parts
-        memory = self._arena.take(shard_nbytes(plan, self._parts, self._gradients))[: numel * dtype.itemsize]
+        dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._shard.size
+        memory = self._arena.take(shard_nbytes(plan, self._shard.size, self._gradients))[: numel * dtype.itemsize]
         return HostGradAccumulator(memory.view(dtype), DTYPES[self._accumulate], self._staging)
 
     def _all(self, what: Callable[[Mesh], None], mesh: Mesh) -> None:
@@ -160,9 +159,10 @@ class Offload:
             for plan, placement in both
             if placement.optimizer is Where.FILE and is_updated(plan)
         ]
-        shards = [shard_nbytes(plan, self._parts, plan.dtype) for plan, place in both if place.params is Where.FILE]
-        if self._slot:
-            self._slots = Slots(self._slot, self._device, self._streams)
+        parts = mesh.shard.size
+        shards = [shard_nbytes(plan, parts, plan.dtype) for plan, place in both if place.params is Where.FILE]
+        if self.slots_nbytes:
+            self._slots = Slots(self.slots_nbytes // SLOTS, self._device, self._streams)
         self._open("optimizer", state, records, mesh.global_rank)
         self._open("param", params, shards, mesh.global_rank)
 
