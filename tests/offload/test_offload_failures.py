@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from fake_hosts import read_until
 from models import config, make_net, share, step
-from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
+from offload_cases import BOTH, GPU, OPTIMIZER, as_on_a_gpu
 from torch import nn
 
 import zero
@@ -77,6 +77,7 @@ CASES = [
     (2, OPTIMIZER, (1,), True),
     (3, OPTIMIZER, (1,), False),
     (3, BOTH, (0, 1), True),
+    (2, {"offload_optimizer": GPU}, (1,), True),
 ]
 
 

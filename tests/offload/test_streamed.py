@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ LONG = [
     *(Case(3, 2, 3, more=moments(kind)) for kind in ("fp32", "bf16", "8bit")),
     *(Case(stage, 2, 2, more=more) for stage, more in ((1, FP16), (2, TREE), (3, TREE))),
     Case(2, 1, 3, 0.0, moments("8bit")),
+    *(Case(stage, 1, more={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}) for stage in (2, 3)),  # no state
 ]
 
 
@@ -103,6 +105,9 @@ def test_a_third_unit_at_once_is_an_error_not_a_wait():
         store.put([value])
     stores[0].acquire()
     stores[0].acquire()  # nests
+    with ThreadPoolExecutor(1) as other:  # also by threads, of which any may be the last
+        other.submit(stores[0].acquire).result()
+        stores[0].write_back(changed=False)
     stores[1].acquire()
     assert values[0].tolist() == [0.0] * 16 and values[1].tolist() == [1.0] * 16 and values[2].numel() == 0
     with pytest.raises(RuntimeError, match=r"unit 'u2' needs a place on the device.*update to 'host'"):
@@ -112,7 +117,8 @@ def test_a_third_unit_at_once_is_an_error_not_a_wait():
     assert values[0].numel() == 16
     values[1].add_(5.0)
     stores[1].write_back(changed=False)
-    stores[0].write_back(changed=False)  # what the inner use has changed is kept
+    with ThreadPoolExecutor(1) as other:
+        other.submit(stores[0].write_back, changed=False).result()  # what the inner use has changed is kept
     for store, wanted in zip(stores, (5.0, 1.0, 2.0), strict=True):
         store.acquire()
         assert values[stores.index(store)].tolist() == [wanted] * 16

@@ -150,9 +150,8 @@ class Offload:
     def _take(self, mesh: Mesh) -> None:
         """Take memory and open files."""
         state, params = self._state, self._params
-        if self.host.memory:
-            pinned = (state if state.device != "none" else params).pin_memory
-            self._arena = PinnedArena(self.host.memory, self._device, pinned)
+        pinned = (state if state.device != "none" else params).pin_memory
+        self._arena = PinnedArena(self.host.memory, self._device, pinned)
         both = list(zip(self._plans, self.placements, strict=True))
         records = [
             self._record_nbytes(plan, placement)
@@ -161,7 +160,7 @@ class Offload:
         ]
         parts = mesh.shard.size
         shards = [shard_nbytes(plan, parts, plan.dtype) for plan, place in both if place.params is Where.FILE]
-        if self.slots_nbytes:
+        if any(placement.streamed for placement in self.placements):
             self._slots = Slots(self.slots_nbytes // SLOTS, self._device, self._streams)
         self._open("optimizer", state, records, mesh.global_rank)
         self._open("param", params, shards, mesh.global_rank)

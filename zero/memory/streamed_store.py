@@ -16,11 +16,12 @@ from zero.memory.streams import Streams, record_event, wait_event
 
 
 class Slot:
-    """Memory of the device, uint8 [nbytes]; `free`: after this event it may be written again."""
+    """Memory of the device, uint8 [nbytes]; `free`: after this event it may be written again; `user`: the thread."""
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.free: torch.cuda.Event | None = None
+        self.user: int | None = None
         for stream in (streams.up, streams.down):
             stream.record_stream(self.memory)
 
@@ -30,28 +31,28 @@ class Slots:
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
         self.device, self.streams = device, streams
-        self._free = [Slot(nbytes, device, streams) for _ in range(SLOTS)]  # the one that waits longest first
-        self._users: list[int] = []  # threads
+        self._all = [Slot(nbytes, device, streams) for _ in range(SLOTS)]  # the least recently used first
         self._given = threading.Condition()
 
     def claim(self, owner: str) -> Slot:
         """One that nobody uses; waits for other threads, RuntimeError where the calling one has all."""
         with self._given:
-            while not self._free:
-                if set(self._users) == {threading.get_ident()}:
+            while not (free := [slot for slot in self._all if slot.user is None]):
+                if all(slot.user == threading.get_ident() for slot in self._all):
                     raise RuntimeError(
                         f"{owner} needs a place on the device, and both are in use by the code that asks for it; use "
                         "the state of at most two units at once, or set offload_optimizer.zero.update to 'host'"
                     )
                 self._given.wait()
-            self._users.append(threading.get_ident())
-            return self._free.pop(0)
+            free[0].user = threading.get_ident()
+            return free[0]
 
     def give(self, slot: Slot) -> None:
-        """The calling thread has queued its last use of it."""
+        """The last use of it is queued."""
         with self._given:
-            self._users.remove(threading.get_ident())
-            self._free.append(slot)
+            slot.user = None
+            self._all.remove(slot)
+            self._all.append(slot)
             self._given.notify_all()
 
 
@@ -125,10 +126,10 @@ class StreamedStore(PassingStore):
                 slot.free = self._last = down.record_event()
             else:
                 slot.free = self._last = record_event(self._slots.device)
+            self._slots.give(slot)
             if changed and self._last is not None and not self._rests.resident:
                 self._last.synchronize()
             self._rests.write_back(changed, self._last)
-            self._slots.give(slot)
 
     def close(self) -> None:
         """See `Store.close`."""

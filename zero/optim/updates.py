@@ -107,7 +107,10 @@ class UnitUpdater:
         if not update.unit.placement.queued:
             return self._worker.submit(self._run, update, ready)
         done: Future[Any] = Future()
-        done.set_result(self._run(update, ready))
+        try:
+            done.set_result(self._run(update, ready))
+        except RuntimeError as error:  # told as that of a thread is
+            done.set_exception(error)
         return done
 
     @torch.no_grad()
