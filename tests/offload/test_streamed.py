@@ -162,8 +162,10 @@ def test_what_cannot_be_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"zero\.update: got 'gpu', and this rank computes on 'cpu'.*'auto'"):
             engine_of(STREAMED)
     torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with an optimizer class of torch"):
+    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with Muon, or an optimizer class"):
         engine_of(STREAMED, **torchs)
+    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with Muon"):
+        engine_of(STREAMED, optimizer={"type": "Muon", "params": {"lr": 1e-3}})
     with pytest.raises(ConfigError, match=r"zero\.update: got 'tpu', wanted one of 'host', 'gpu', 'auto'"):
         engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "tpu"}}})
 

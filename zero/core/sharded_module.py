@@ -208,13 +208,13 @@ def wrap(
     numerics: MixedPrecisionPolicy,
     limits: Limits,
     settings: Config,
-    foreseen: bool,
+    fused: bool,
 ) -> ShardedModule:
     """Put the parameters of `module` into units on `device` and hook them up.
 
     `groups` are the optimizer's parameter groups; `limits` say how long parameters stay. Every rank takes rank 0's
-    parameters and buffers; what was built under `zero.Init` is taken over from its shards. `foreseen`: as in
-    `ShardOptimizer`. Raises ValueError for a parameter that cannot be managed.
+    parameters and buffers; what was built under `zero.Init` is taken over from its shards. `fused`: as in
+    `refuse_streaming`. Raises ValueError for a parameter that cannot be managed.
     """
     for name, param in module.named_parameters():
         owner = owner_of(param)
@@ -228,7 +228,7 @@ def wrap(
     section = settings.zero_optimization
     if is_enabled(section):
         ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
-        streamed = is_streamed(section, plans, ratio, mesh, device, numerics, foreseen)
+        streamed = is_streamed(section, plans, ratio, mesh, device, numerics, fused)
         offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics, streams, streamed)
     units, freed = [], Freed()
     try:

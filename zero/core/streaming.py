@@ -26,8 +26,8 @@ _NBYTES = 1 << 26  # of a trial copy; and of each array of a trial step
 _TRIALS = 3
 
 
-def refuse_streaming(section: OffloadOptimizer, device: torch.device, foreseen: bool) -> None:
-    """Raise ValueError where the JSON wants a GPU to update state and none can; `foreseen`: see `ShardOptimizer`."""
+def refuse_streaming(section: OffloadOptimizer, device: torch.device, fused: bool) -> None:
+    """Raise ValueError where the JSON wants a GPU to update state and none can; `fused`: our kernels are the update."""
     if section.zero.update != "gpu":
         return
     key = "zero_optimization.offload_optimizer.zero.update: got 'gpu'"
@@ -36,9 +36,9 @@ def refuse_streaming(section: OffloadOptimizer, device: torch.device, foreseen: 
             f"{key}, and this rank computes on '{device}', where host and device share one memory; leave it out, or "
             "use 'auto', which is 'host' there"
         )
-    if not foreseen:
+    if not fused:
         raise ValueError(
-            f"{key} with an optimizer class of torch or of the script, whose state is not known before its first step; "
+            f"{key} with Muon, or an optimizer class of torch or of the script, whose step is not our kernels' alone; "
             "name Adam, AdamW, Lion, SGD or Adagrad in the section 'optimizer' (without torch_adam, maximize and the "
             "like), give a zero.FusedOptimizer, or use 'host'"
         )
@@ -51,7 +51,7 @@ def is_streamed(
     mesh: Mesh,
     device: torch.device,
     numerics: MixedPrecisionPolicy,
-    foreseen: bool,
+    fused: bool,
 ) -> bool:
     """Whether state comes to the device to be updated: what the JSON says; where that is "auto", collective.
 
@@ -59,7 +59,7 @@ def is_streamed(
     the record, while gradients and parameters cross the link. All ranks choose by the one that would be slowest.
     """
     state, params, parts = section.offload_optimizer, section.offload_param, mesh.shard.size
-    able = foreseen and state.device != "none" and offload.has_own_memory(device)
+    able = fused and state.device != "none" and offload.has_own_memory(device)
     if state.zero.update != "auto" or not able:
         return state.zero.update == "gpu"
 

@@ -217,8 +217,8 @@ def _wrap(
         rank_zero(logging.WARNING, text, len(names), names[0])
     reclaim(model)
     recomputing.apply(model)
-    foreseen = shard_optimizer is not None and shard_optimizer.foreseen
-    return wrap(model, params, sharding, mesh, device, numerics, limits, settings, foreseen)
+    fused = shard_optimizer is not None and shard_optimizer.factor_on_device
+    return wrap(model, params, sharding, mesh, device, numerics, limits, settings, fused)
 
 
 def _make_optimizer(
@@ -245,7 +245,7 @@ def _make_optimizer(
             "whose state is not known before its first step; name Adam, AdamW, Lion, SGD or Adagrad in the section "
             "'optimizer' (without torch_adam, maximize and the like), give a zero.FusedOptimizer, or use device 'cpu'"
         )
-    refuse_streaming(settings.zero_optimization.offload_optimizer, local_device(), shard_optimizer.foreseen)
+    refuse_streaming(settings.zero_optimization.offload_optimizer, local_device(), shard_optimizer.factor_on_device)
     check = settings.bf16.check_grad_overflow if settings.bf16.enabled else True
     scaler = make_loss_scaler(settings)
     optimizer = ZeroOptimizer(groups, shard_optimizer, settings.gradient_clipping, check, scaler, client)
