@@ -318,8 +318,9 @@ def test_max_grad_norm_of_any_optimizer():
             "elasticity: is not available in this release; set train_batch_size",
         ),
         (
-            {"zero_optimization": {"zero_quantized_weights": True}},
-            "zero_optimization.zero_quantized_weights: ZeRO++ is not available in this release; leave it out",
+            {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+            "zero_optimization.zero_quantized_nontrainable_weights: is not available; zero_quantized_weights and "
+            "zero_quantized_gradients are, without it",
         ),
     ],
 )

@@ -1,4 +1,7 @@
-"""The promise: keys that cut state over fewer ranks than the world give one size, or an error with the numbers."""
+"""The promise: keys that cut state over fewer ranks than the world give one size, or an error with the numbers.
+
+So do those of what travels in 8 bits.
+"""
 
 import pytest
 
@@ -13,6 +16,45 @@ def errors(source, world_size) -> str:
 
 def shards(shard_size=0, **keys) -> dict:
     return {"train_batch_size": 8, "zero": {"shard_size": shard_size}, "zero_optimization": keys}
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "lines"),
+    [
+        (
+            {"stage": 2, "zero_quantized_weights": True},
+            {},
+            "zero_optimization.zero_quantized_weights: got true with zero_optimization.stage 2, where parameters are "
+            "not gathered for their use; set the stage to 3, or leave it out",
+        ),
+        (
+            {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "cpu"}},
+            {},
+            "zero_optimization.zero_quantized_weights: got true with zero_optimization.offload_param.device 'cpu', but "
+            "what travels would be kept on the device; keep one of the two",
+        ),
+        (
+            {"zero_quantized_gradients": True},
+            {},
+            "zero_optimization.zero_quantized_gradients: got true with zero_optimization.stage 0, where every rank "
+            "needs the whole sum; set the stage to 1, 2 or 3, or leave it out",
+        ),
+        (
+            {"stage": 2, "zero_quantized_gradients": True},
+            {"zero": {"reduce": "tree"}},
+            "zero_optimization.zero_quantized_gradients: got true with zero.reduce 'tree', whose sum no world size "
+            "changes; keep one of the two",
+        ),
+        (
+            {"stage": 2, "zero_quantized_gradients": True},
+            {"communication_data_type": "bf16"},
+            "zero_optimization.zero_quantized_gradients: got true with communication_data_type 'bf16', another form of "
+            "what travels; keep one of the two",
+        ),
+    ],
+)
+def test_8_bits_travel_where_something_does_and_in_one_form(section, more, lines):
+    assert errors({"train_batch_size": 8, "zero_optimization": section, **more}, 4) == lines
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ STREAMED = {"offload_optimizer": GPU}
 STREAMED_NVME = {"offload_optimizer": {**GPU, "device": "nvme"}, "offload_param": {"device": "nvme"}}
 TREE = {"zero": {"reduce": "tree"}, **TWICE}
 INPUTS = {"zero": {"recompute": {"modules": ["Block"]}}, "activation_checkpointing": {"cpu_checkpointing": True}}
+CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 QUICK = [
     Case(2, 0),
     Case(2, 1, OPTIMIZER, TWICE),
@@ -67,6 +68,8 @@ LONG = [
     Case(4, 3, {**STREAMED, **CUT, "zero_hpz_partition_size": 2}),
     *(Case(4, 3, {**offload, **CUT, "zero_hpz_partition_size": 2}) for offload in ({}, BOTH)),
     *(Case(4, stage, {**OPTIMIZER, **CUT}, {"zero": {"shard_size": 2}}) for stage in (2, 3)),
+    *(Case(2, 3, {**offload, **CODED}) for offload in ({}, OPTIMIZER)),
+    Case(4, 3, {**CODED, "zero_hpz_partition_size": 2}),
 ]
 
 

@@ -75,6 +75,8 @@ STEPS_OF_CORE = {
     "zero.core.state": 0,
     "zero.core.param_buffer": 3,
     "zero.core.secondary": 3,
+    "zero.core.feedback": 0,
+    "zero.core.travel": 5,
     "zero.core.master_sync": 4,
     "zero.core.owner": 3,
     "zero.core.initial_values": 4,

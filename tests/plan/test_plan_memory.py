@@ -294,3 +294,13 @@ def test_a_second_copy_of_the_parameters_is_counted() -> None:
     units = (unit("block", 128, 4),)
     assert alive_nbytes(units, Sharding.of_stage(3), 4, secondary=2).parameters == 2 * (32 + 64)
     assert alive_nbytes(units, Sharding.of_stage(2), 4, secondary=2).parameters == 2 * 128
+
+
+def test_what_is_kept_for_8_bits_is_counted() -> None:
+    """The own part of parameters, or the second copy's; and on each rank the error of the last gradient."""
+    units = (unit("block", 256, 4),)
+    both = {stage: alive_nbytes(units, Sharding.of_stage(stage), 4, coded=(stage == 3, True)) for stage in (2, 3)}
+    assert both[3].parameters == 2 * 64 + 66 and both[2].parameters == 2 * 256
+    assert both[2].gradients == both[3].gradients == 4 * 66
+    twice = alive_nbytes(units, Sharding.of_stage(3), 4, coded=(True, False), secondary=2)
+    assert twice == StateBytes(2 * 64 + 66 + 2 * 66, 0, twice.optimizer)

@@ -110,8 +110,11 @@ def test_a_batch_that_is_given_stays() -> None:
 # What travels.
 
 
-def sent(choice: Choice, ranks: int, *, per_host: int = 64, ring: bool = True, accumulation: int = 1) -> Links:
+def sent(
+    choice: Choice, ranks: int, *, per_host: int = 64, ring: bool = True, accumulation: int = 1, **section: Any
+) -> Links:
     values = FREE | {"bf16": {"enabled": False}, "gradient_accumulation_steps": accumulation}
+    values |= {"zero_optimization": section} if section else {}
     made = Setup(SHAPE, shape_cost(SHAPE, 64), load(values, ranks), DEVICES["h100"], per_host, ring)
     return Search(made, choice).row("none", 1).links
 
@@ -133,6 +136,15 @@ def test_links_carry_what_the_paper_says(ranks: int) -> None:
         assert sent(Choice(stage), ranks).sent == pytest.approx(2 * sum(sizes) * part)
     kept = 3 * sum(sizes) - sent(Choice(3), ranks).sent / (part or 1)
     assert any(kept == pytest.approx(size) for size in sizes) or ranks == 1
+
+
+def test_8_bits_are_counted_with_their_scales() -> None:
+    weights, gradients = {"stage": 3, "zero_quantized_weights": True}, {"stage": 3, "zero_quantized_gradients": True}
+    whole, part = sent(Choice(3), 8).sent, 66 / 64 / 4
+    reduced = sent(Choice(2), 8).sent / 2
+    assert sent(Choice(3), 8, **weights).sent == pytest.approx(reduced + part * (whole - reduced), rel=0.01)
+    assert sent(Choice(3), 8, **gradients).sent == pytest.approx(part * reduced + whole - reduced, rel=0.01)
+    assert sent(Choice(3), 8, **{**weights, **gradients}).sent == pytest.approx(part * whole, rel=0.01)
 
 
 def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:

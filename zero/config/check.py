@@ -56,7 +56,7 @@ def load(
             errors.append(str(error))
     if batch is not None and file.zero.reduce == "tree":
         errors += filter(None, [tree_error(batch.steps, world_size)])
-    errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file)]
+    errors += [*rules.precision(file), *rules.storage(file), *rules.graphs(file), *rules.quantized(file)]
     if not any(line.startswith("zero_optimization.stage") for line in errors):
         errors += rules.sharding(file, world_size)
     for warning in walk.warnings:

@@ -154,6 +154,36 @@ def sharding(file: File, world_size: int) -> Iterator[str]:
     yield from _indivisible(_HPZ, hpz, world_size)
 
 
+def quantized(file: File) -> Iterator[str]:
+    """Of what travels in 8 bits."""
+    zero, key = file.zero_optimization, "zero_optimization.zero_quantized_"
+    weights, gradients = key + "weights", key + "gradients"
+    if zero.zero_quantized_weights and zero.stage < 3:
+        yield (
+            f"{weights}: got true with zero_optimization.stage {zero.stage}, where parameters are not gathered for "
+            "their use; set the stage to 3, or leave it out"
+        )
+    if zero.zero_quantized_weights and zero.offload_param.device != "none":
+        yield (
+            f"{weights}: got true with zero_optimization.offload_param.device '{zero.offload_param.device}', but what "
+            "travels would be kept on the device; keep one of the two"
+        )
+    if not zero.zero_quantized_gradients:
+        return
+    if zero.stage == 0:
+        yield (
+            f"{gradients}: got true with zero_optimization.stage 0, where every rank needs the whole sum; set the "
+            "stage to 1, 2 or 3, or leave it out"
+        )
+    if file.zero.reduce == "tree":
+        yield f"{gradients}: got true with zero.reduce 'tree', whose sum no world size changes; keep one of the two"
+    if file.communication_data_type is not None:
+        yield (
+            f"{gradients}: got true with communication_data_type '{file.communication_data_type}', another form of "
+            "what travels; keep one of the two"
+        )
+
+
 def _indivisible(key: str, size: int, world_size: int) -> Iterator[str]:
     if world_size % size:
         divisors = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]

@@ -24,7 +24,7 @@ _UNITS = Idle("the units decide what is reduced and gathered together")
 _OWN_PART = Idle("every rank reads its own part of a checkpoint, of any world size")
 _ONE_GATHER = Unavailable("another way to gather is not available in this release; leave it out")
 _UNUSED_ALLOWED = Unavailable("parameters without a gradient are always allowed here; leave it out", on=false)
-_ZEROPP = Unavailable("ZeRO++ is not available in this release; leave it out")
+_ZEROPP = Unavailable("is not available; zero_quantized_weights and zero_quantized_gradients are, without it")
 
 Device = choice("none", "cpu", "nvme")
 _MOE = (
@@ -164,9 +164,13 @@ class ZeroOptimization(Section):
     zero_hpz_partition_size: Positive = 1
     """ZeRO++'s hpZ: ranks that together hold a second copy of the parameters at stage 3, as many as one machine has;
     the backward pass gathers from it. 1 keeps none."""
-    zero_quantized_weights: Annotated[Bool, _ZEROPP] = False
+    zero_quantized_weights: Bool = False
+    """ZeRO++'s qwZ, at stage 3: parameters travel in 8 bits, made of the exact values once in a step; all ranks compute
+    with the same numbers, and masters, checkpoints and saved weights stay exact."""
     zero_quantized_nontrainable_weights: Annotated[Bool, _ZEROPP] = False
-    zero_quantized_gradients: Annotated[Bool, _ZEROPP] = False
+    zero_quantized_gradients: Bool = False
+    """ZeRO++'s qgZ, at stages 1 to 3: gradients travel in 8 bits and are summed in fp32 in the order of ranks; each
+    rank keeps the error for the next gradient, 1.03 bytes for each parameter of the model."""
     zeropp_loco_param: Annotated[dict | None, _ZEROPP] = None
     mics_shard_size: integer(-1) = -1
     """MiCS: DeepSpeed's name of zero.shard_size; -1 and 0 are all ranks."""

@@ -90,7 +90,7 @@ class GatheredParameters:
         held = 0
         try:
             for unit in self._units:
-                unit.gather()  # may refuse, and memory may end
+                unit.gather_exact()  # may refuse, and memory may end
                 unit.holds, held = unit.holds + 1, held + 1
             for unit in self._units:
                 unit.wait()

@@ -25,12 +25,14 @@ import torch.distributed as dist
 from zero.core.mesh import Axis, local_device
 from zero.core.tree import sum_tree
 from zero.kernels.bucket import sum_rows
+from zero.kernels.wire import sum_messages
+from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD
 from zero.watchdog.rank_status import Collective
 from zero.watchdog.watchdog import Watchdog
 
 # Elements per message of a reduction: the sum of one piece overlaps the arrival of the next. Smaller messages cost more
 # than that saves: while the loop sends one, gloo's thread spins on the lock of the pair.
-PIECE = 1 << 22
+PIECE = 64_000 * WIRE_RECORD  # where elements have 8 bits: bytes, of whole records
 
 # Our messages must not meet those that a user sends with small tags of their own.
 FIRST_TAG = 1 << 20
@@ -112,7 +114,7 @@ class Inbox(NamedTuple):
     """A scatter on its way: one row per rank, in the order of ranks, ours among them.
 
     `rows` are slices of `flat` (ours) and of the receive buffer; all of it lives until `sum` has returned,
-    because messages read and write it.
+    because messages read and write it. Those of uint8 hold elements in 8 bits (zero/kernels/wire.py).
     """
 
     flat: torch.Tensor
@@ -122,6 +124,12 @@ class Inbox(NamedTuple):
     piece: int
     pending: Pending | None = None  # None: nothing was sent
     pairwise: bool = False  # add the rows as a binary tree
+
+    @property
+    def numel(self) -> int:
+        """Elements of the sum."""
+        row = self.rows[0]
+        return row.numel() // WIRE_RECORD * WIRE_BLOCK if row.dtype == torch.uint8 else row.numel()
 
     def arrive(self) -> None:
         """Wait for everything, where there is a single row and so nothing to add."""
@@ -133,13 +141,15 @@ class Inbox(NamedTuple):
 
         `pairwise` sums are not accumulated, and `out` must not be one of their rows.
         """
-        add = sum_tree if self.pairwise else partial(sum_rows, accumulate=accumulate)
+        coded = self.rows[0].dtype == torch.uint8
+        add = sum_tree if self.pairwise else partial(sum_messages if coded else sum_rows, accumulate=accumulate)
         host = out.cpu() if out.device != self.rows[0].device else out
         for index, works in enumerate(self.arrivals):
             if self.pending is not None:
                 self.pending.wait(works)
-            part = slice(index * self.piece, (index + 1) * self.piece)
-            add([row[part] for row in self.rows], host[part])
+            begin, end = index * self.piece, (index + 1) * self.piece
+            of_out = (begin // WIRE_RECORD * WIRE_BLOCK, end // WIRE_RECORD * WIRE_BLOCK) if coded else (begin, end)
+            add([row[begin:end] for row in self.rows], host[slice(*of_out)])
         if host is not out:
             out.copy_(host)
         if self.departures and self.pending is not None:
@@ -155,7 +165,7 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
     if axis.size == 1:
         return Inbox(flat, (flat,), ((),), (), max(1, numel), None, pairwise)
     pending = Pending(axis.watchdog.began(tag, _sent(flat, axis)), axis.watchdog)
-    if axis.native and (pairwise or flat.itemsize <= axis.summed_here):
+    if axis.native and (pairwise or flat.dtype == torch.uint8 or flat.itemsize <= axis.summed_here):
         received = torch.empty_like(flat)
         work = dist.all_to_all_single(received, flat, group=axis.second or axis.group, async_op=True)
         return Inbox(flat, received.chunk(axis.size), ((work,),), (), max(1, numel), pending, pairwise)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from zero.core.accumulator import DeviceAccumulator, TreeAccumulator
+from zero.core.feedback import ErrorFeedback
 from zero.core.mesh import Mesh
 from zero.core.reduction import Accumulator, Reduction, reduce
 from zero.core.tree import Leaf
@@ -42,7 +43,8 @@ class Gradients:
     flat: the full local gradient [layout.numel], in `dtypes.local` or `dtypes.kept`, or None;
     sum:  adds up what was reduced over all ranks [layout.numel / shard axis], in `dtypes.kept`. It is a plain sum of
           what landed: the mean over ranks and micro-batches, the loss scale and clipping are taken care of by the
-          optimizer's one factor.
+          optimizer's one factor;
+    feedback: encodes what is sent in 8 bits, or None.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Gradients:
         self.plan = plan
         self.flat: torch.Tensor | None = None
         self.sum: Accumulator = placement.host_gradients or DeviceAccumulator(dtypes.kept)
+        self.feedback: ErrorFeedback | None = None
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
         self._mesh = mesh
         self._dtypes = self._base = dtypes
@@ -75,6 +78,11 @@ class Gradients:
         """From now on, add ranks and micro-batches in the order of a fixed tree (zero/core/tree.py)."""
         self.sum = TreeAccumulator(self._base.kept)
 
+    def quantize(self) -> None:
+        """From now on 8 bits travel along the shard axis, where there is one."""
+        if self._mesh.shard.size > 1:
+            self.feedback = ErrorFeedback()
+
     @property
     def shard(self) -> torch.Tensor | None:
         """The reduced sum, see above. Whoever reads it ends the tree: what comes later is added to it as a whole."""
@@ -84,7 +92,14 @@ class Gradients:
     def nbytes(self) -> int:
         """Bytes of gradients alive on this rank, kept memory included; what rests in host memory is not."""
         reduced = () if isinstance(self.sum, HostGradAccumulator) else self.sum.parts()
-        return sum(tensor.nbytes for tensor in (self.flat, self._kept, *reduced) if tensor is not None)
+        return self.error_nbytes + sum(
+            tensor.nbytes for tensor in (self.flat, self._kept, *reduced) if tensor is not None
+        )
+
+    @property
+    def error_nbytes(self) -> int:
+        """Bytes of what the next gradient brings along."""
+        return 0 if self.feedback is None else self.feedback.nbytes
 
     def alive_nbytes(self, collects: bool) -> tuple[int, int]:
         """Bytes of sums, and bytes on their way to one: local gradients, and messages.
@@ -99,7 +114,7 @@ class Gradients:
             in_place = self._mesh.shard.size == 1 and self.flat.dtype == self._dtypes.kept == torch.float32
             (sums if collects or in_place else moving).append(self.flat)
         held, more = nbytes_of(sums), nbytes_of(moving)
-        return sum(held.values()), sum(nbytes for at, nbytes in more.items() if at not in held)
+        return self.error_nbytes + sum(held.values()), sum(nbytes for at, nbytes in more.items() if at not in held)
 
     @property
     def reduced(self) -> bool:
@@ -177,7 +192,9 @@ class Gradients:
         as_tree = isinstance(self.sum, TreeAccumulator)
         if as_tree and leaf is not None:
             self.sum.leaf = leaf
-        if self._mesh.data.size > 1 or as_tree:
+        if self.feedback is not None:
+            flat = self.feedback.encode(flat)
+        elif self._mesh.data.size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self.flat, self._dtypes = None, self._base
         self._filled.clear()
@@ -207,6 +224,11 @@ class Gradients:
         self._dtypes = self._base
         self._filled.clear()
         self._arrived.clear()
+
+    def forget_error(self) -> None:
+        """What was left over of the last gradient is not to be sent with the next: it came to nothing."""
+        if self.feedback is not None:
+            self.feedback.forget()
 
     def forget_memory(self) -> None:
         """Let go of memory that was kept for the next step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -164,8 +164,10 @@ class MasterSync:
         if self.master is not None:
             buffer.note_versions()
 
-    def keep_writes(self) -> bool:
+    def keep_writes(self, shown: Callable[[], torch.Tensor] | None = None) -> bool:
         """Where parameters are cut: before the full copy goes, take what a forward has written into it; whether it did.
+
+        shown: gives what stood in the own part [window.numel], where that was not the shard.
 
         As where they are not cut, each rank takes its own part, so all ranks must write the same. `nn.Embedding` with
         `max_norm` writes so, and momentum encoders do. Writes through `param.data` in place are not seen.
@@ -174,11 +176,12 @@ class MasterSync:
         written = buffer.reattach_all() | buffer.written()
         if not written:
             return False
-        own = self.own_part()
+        own, before = self.own_part(), None if shown is None else shown()
         with self.acquired(changed=True):
             for index in sorted(written):
                 fragment = self.fragment(index)
-                self._take(fragment, own.narrow(0, fragment.at, fragment.numel), None)
+                part = slice(fragment.at, fragment.at + fragment.numel)
+                self._take(fragment, own[part], None if before is None else before[part])
         buffer.note_versions()
         return True
 
@@ -214,7 +217,7 @@ class MasterSync:
         values = values.to(part.device)
         changed = None if everywhere else different(values, part if before is None else before)
         if self._buffer.cut:
-            part.copy_(values)
+            part.copy_(values if before is None else torch.where(changed, values, part))
         self._follow(fragment, changed)
 
     def _follow(self, fragment: Fragment, where: torch.Tensor | None = None) -> None:

@@ -27,7 +27,8 @@ class MixedPrecisionPolicy(NamedTuple):
     accumulate:  the dtype in which gradients add up;
     communicate: what gradients are rounded to before they travel; None leaves them as they are;
     buffers:     the dtype of the module's floating-point buffers; None leaves each as it is;
-    tree:        gradients are added in an order that does not depend on the number of ranks.
+    tree:        gradients are added in an order that does not depend on the number of ranks;
+    quantized:   they travel in 8 bits.
     """
 
     compute_dtype: str
@@ -37,6 +38,7 @@ class MixedPrecisionPolicy(NamedTuple):
     communicate: str | None = None
     buffers: str | None = None
     tree: bool = False
+    quantized: bool = False
 
     def gradient_dtypes(self, dtype: str, sharding: Sharding) -> GradientDtypes:
         """The dtypes of the gradient of a unit whose parameters are of `dtype`.
@@ -51,6 +53,7 @@ class MixedPrecisionPolicy(NamedTuple):
     def resting_dtype(self, mesh: Mesh) -> str:
         """The dtype of reduced gradients in host memory; see `zero.plan.formats`."""
         sent = DTYPES[self.compute_dtype]
-        alone = mesh.data.size == 1 or (mesh.shard.native and sent.itemsize > mesh.shard.summed_here)
+        native = mesh.shard.native and sent.itemsize > mesh.shard.summed_here and not self.quantized
+        alone = mesh.data.size == 1 or native
         rounded = self.accumulation == 1 and alone and not self.tree and self.communicate is None
         return resting_dtype(self.compute_dtype, self.accumulate, rounded)

@@ -40,7 +40,7 @@ class ShardReduction:
         inbox, self._inbox = self._inbox, None
         if inbox is None or into.add_rows(inbox):
             return
-        total = self._memory(inbox.rows[0].numel(), torch.float32)
+        total = self._memory(inbox.numel, torch.float32)
         inbox.sum(total, False)
         into.add(total)
 
@@ -113,7 +113,7 @@ class HierarchicalReduction:
         inbox, self._inbox = self._inbox, None
         if inbox is None:  # an exception has ended this stage
             return
-        total = self._memory(inbox.rows[0].numel(), torch.float32)
+        total = self._memory(inbox.numel, torch.float32)
         inbox.sum(total, False)
         self._between = ReplicaReduction(total, self._replica, self._tag, self._as_tree, self._memory)
 

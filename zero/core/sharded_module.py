@@ -33,6 +33,7 @@ from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
 from zero.memory.state_placement import StatePlacement
 from zero.memory.streams import Streams
+from zero.plan.formats import wire_alignment
 from zero.plan.memory import StateBytes
 from zero.plan.order import Limits, stay_whole
 from zero.plan.sharding import Sharding
@@ -164,7 +165,7 @@ class ShardedModule:
         for unit in self.units:
             parameters += unit.full.untyped_storage().nbytes()
             parameters += unit.shard.nbytes if unit.cut and not unit.placement.shard_offloaded else 0
-            parameters += unit.secondary.values.nbytes if unit.secondary is not None else 0
+            parameters += unit.travel.nbytes
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
                 masters += unit.placement.state_nbytes(unit.master.shard, unit.master.nbytes)
@@ -238,6 +239,10 @@ def wrap(
             dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
             unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
             unit.persistent = unit.cut and index in persistent
+            if section.zero_quantized_weights and plan.requires_grad and not unit.persistent:
+                unit.travel.quantize()
+            if section.zero_quantized_gradients and unit.gradients is not None:
+                unit.gradients.quantize()
             unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
             units.append(unit)
             freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
@@ -275,6 +280,7 @@ def plan_module(
     """The units of a module, which may be on the meta device. Arguments and errors as of `wrap` and `plan_units`."""
     named = {param: name for name, param in module.named_parameters()}
     specs = _specs(named, groups, settings.compute_dtype)
+    alignment = wire_alignment(alignment, settings.zero_optimization)
     return plan_units(_tree(module, named), specs, world_size, settings.zero.units, alignment)
 
 

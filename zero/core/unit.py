@@ -5,8 +5,8 @@ Four verbs move its parameters through the states of zero/core/state.py: `gather
 them. `reduce` concerns the gradient and is legal in every state.
 
 A unit is made of parts, each the only owner of its state: `buffer` (the full parameters), `masters` (the shard, the
-exact values, the update that still runs), `gradients`, and with hpZ `secondary`. The unit has the order in which they
-act, and the messages.
+exact values, the update that still runs), `gradients`, and `travel` (in which form parameters come from other ranks).
+The unit has the order in which they act.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from zero.core import comm
-from zero.core.comm import Transfer
 from zero.core.gradients import GradientDtypes, Gradients
 from zero.core.initial_values import initial_values
 from zero.core.master import Master
@@ -28,9 +27,9 @@ from zero.core.mesh import Mesh
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
 from zero.core.released import absent
-from zero.core.secondary import SecondaryShard
 from zero.core.state import State
 from zero.core.torch_private import untransformed
+from zero.core.travel import Travel
 from zero.log import logger
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import Span
@@ -72,14 +71,14 @@ class Unit:
         window = plan.layout.shard(mesh.shard.rank, mesh.shard.size)
         self.masters = MasterSync(window, placement, self.buffer, mesh.data.size > 1)
         self.gradients: Gradients | None = None
-        self.secondary: SecondaryShard | None = None
+        self.travel = Travel(mesh, self.masters, self.buffer, placement, TAGS * index)
         self.holds = 0
         self.edited: list[int] = []
         self.persistent = False
         self.on_read: Callable[[Unit], bool] | None = None
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.left_by: Any = None
-        self._transfer: Transfer | None = None
+        self._transfer: Any = None  # has `wait`
         self.required_grad = [param.requires_grad for param in params]  # at the start
 
     @property
@@ -133,8 +132,7 @@ class Unit:
         full, master = initial_values(self.params, self.plan, self.mesh, self.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.masters.adopt(trained, master)
-        if self.cut and self.mesh.secondary is not None:
-            self.secondary = SecondaryShard(self.mesh, self.full)
+        self.travel.keep_second()
         for position, param in enumerate(self.params):
             param._zero_owner = Owner(self.plan.params[position].name, self, position)
         if trained:
@@ -161,39 +159,41 @@ class Unit:
             raise self.absence()
         self.send()
 
+    def gather_exact(self) -> None:
+        """As `gather`, of the values themselves where all compute with what 8 bits say, until the release; collective.
+
+        What was decoded is replaced, which is waited for.
+        """
+        self.travel.exact = True
+        try:
+            self.gather()
+            if self.travel.decoded:
+                self.wait()
+                self._keep_writes()
+                with self.placement.streams.gathers.after_current():
+                    self._transfer = self.travel.begin(self.travel.room())
+                self._wait_transfer()
+        finally:
+            self.travel.exact = False
+
     @untransformed
     def send(self, after_update: bool = False) -> None:
         """Start the gather, unless the parameters are there or on their way, whatever still updates.
 
         `after_update`: the caller is the update of this unit, which has published what it wrote.
         """
-        streams, axis, tag = self.placement.streams, self.mesh.shard, TAGS * self.index
+        streams = self.placement.streams
         with self.buffer.lock:
             if self.state not in (State.SHARDED, State.REQUESTED, State.STALE):
                 return
             if self.cut:
                 self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
+            room = self.travel.room()
             if after_update:
                 streams.gathers.wait(streams.up.record_event())
             with streams.gathers.after_current():
-                if self.secondary is None:
-                    if self.cut:
-                        self.masters.fill()
-                    self._transfer = comm.gather(self.full, axis, tag)
-                else:
-                    self.send_secondary()
-                    self._transfer = self.secondary.gather(self.full, tag)
+                self._transfer = self.travel.begin(room)
             self.buffer.move("gather")
-
-    def send_secondary(self) -> None:
-        """With hpZ: start to bring this rank's secondary shard from the other nodes, unless it is there or coming."""
-        if self.secondary is not None and not self.secondary.fresh:
-            self.masters.wait_copies()
-            self.placement.shard_store.acquire()
-            try:
-                self.secondary.send(self.shard, TAGS * self.index)
-            finally:
-                self.placement.shard_store.write_back(changed=False)
 
     @untransformed
     def wait(self) -> None:
@@ -263,7 +263,7 @@ class Unit:
             self.buffer.forget_graph()
             self._release(True)
             self.buffer.outdate()
-            self._shard_changed()
+            self.travel.changed()
         else:
             self.take_writes()
             self.buffer.outdate()
@@ -275,7 +275,7 @@ class Unit:
         if self.stays_full:
             self.send(after_update)
         elif not self.placement.streamed:  # else together with the gather, which waits for the stream of the update
-            self.send_secondary()
+            self.travel.send_secondary()
 
     def offload(self) -> None:
         """Nobody may read parameters or shard until `reload`; their storages may be given back between the two."""
@@ -345,7 +345,7 @@ class Unit:
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
         self.masters.write_exact(start, values)
-        self._shard_changed()
+        self.travel.changed()
 
     def snapshot(self, index: int) -> torch.Tensor | None:
         """What this rank's shard says of parameter `index` now, for `overwrite` to tell later what has changed."""
@@ -358,7 +358,7 @@ class Unit:
         """
         comm.broadcast(self.buffer.views[index], source, self.mesh.data, self.plan.name)
         self.masters.take(index, before)
-        self._shard_changed()
+        self.travel.changed()
 
     def renew(self, index: int, values: torch.Tensor) -> None:
         """Take `values` [numel], in the unit's dtype, as parameter `index` in the full copy, where there is one.
@@ -374,7 +374,7 @@ class Unit:
             self.buffer.forget_graph()
         if not (self.holds and self.state is State.FULL):  # GatheredParameters would take it for a change that is lost
             self.buffer.outdate([index])
-        self._shard_changed()
+        self.travel.changed()
 
     # -- the gradient, and the end
 
@@ -391,7 +391,7 @@ class Unit:
         if alone:
             self._stand_alone()
         else:
-            self.gather()
+            self.gather_exact()
             self.wait()
         self.buffer.dissolve()
         if self.gradients is not None:
@@ -430,9 +430,4 @@ class Unit:
             self.buffer.free(keep_if_referenced)
 
     def _keep_writes(self) -> None:
-        if self.masters.keep_writes() and self.secondary is not None:
-            self.secondary.copy_from(self.full)
-
-    def _shard_changed(self) -> None:
-        if self.secondary is not None:
-            self.secondary.invalidate()
+        self.travel.keep_writes()

@@ -23,7 +23,7 @@ from zero.engine.data_ranks import data_ranks
 from zero.plan.sharding import Sharding
 
 _DATA_PARALLEL = "only data parallelism is built; leave it out"
-_QUANTIZED = "ZeRO++ is not available in this release; leave it out"
+_QUANTIZED = "what travels in 8 bits the configuration of the engine says: zero_optimization.zero_quantized_weights"
 
 
 class Init:

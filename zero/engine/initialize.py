@@ -201,6 +201,7 @@ def _wrap(
         communicate=settings.communication_data_type,
         buffers=settings.data_types.buffer_dtype,
         tree=settings.zero.reduce == "tree",
+        quantized=settings.zero_optimization.zero_quantized_gradients,
     )
     params = [group["params"] for group in groups]
     section = settings.zero_optimization

@@ -9,6 +9,7 @@ goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
 
     buffer                    pool of       used besides by        ordered by
     full parameters           compute       gathers, messages      `send` after it is taken; `wait` before it is freed
+    8 bits of all ranks       compute       gathers, messages      `send` after they are taken; `wait` before the free
     shard on the device       compute       gathers (read)         `send`; `wait`
                                             up (write)             `ready` of the step; `MasterSync.settle`
     shard on the host         none          gathers (read)         `MasterSync.wait_copies` before the host writes

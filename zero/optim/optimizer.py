@@ -358,6 +358,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _skip(self, place: str) -> None:
         """Say which gradient was not finite, and lower the loss scale, where there is one."""
+        for unit in self._sharded.trained:
+            unit.gradients.forget_error()
         try:
             change = self.loss_scaler.update(True)
         except RuntimeError as error:

@@ -155,6 +155,7 @@ class UnitUpdater:
                 self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
             with placement.streams.up.entered() if on_host else contextlib.nullcontext():
                 unit.masters.publish()
+                unit.travel.encode_acquired()
 
     def _read_ahead(self) -> None:
         """Start to read the state of as many units as there is room for, in order; behind the last one the first."""

@@ -6,7 +6,7 @@ A master is fp32 ("fp32"), or the 16 bits by which it differs from the bf16 para
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero.plan.layout import ALIGNMENT, Span
 from zero.plan.units import UnitPlan
@@ -14,6 +14,8 @@ from zero.plan.units import UnitPlan
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int16": 2, "int8": 1, "uint8": 1}
 BLOCK = 256  # elements that share one scale in 8bit, and one word of the random bits of stochastic rounding
 COMPACT_NUMEL = 4096  # parameters from this many elements on may have moments in fewer bits than fp32
+WIRE_BLOCK = 64  # elements that share a scale where what travels has 8 bits
+WIRE_RECORD = WIRE_BLOCK + 2  # bytes of them and of it
 
 
 class Formats(NamedTuple):
@@ -62,6 +64,17 @@ class Formats(NamedTuple):
         """Bytes of all moments of `numel` elements, scales included, in `format` (default: that of the moments)."""
         arrays = self.moment_arrays(numel, format or self.moments)
         return self.states * sum(ITEMSIZE[dtype] * count for dtype, count in arrays)
+
+
+def wire_alignment(alignment: int, section: Any) -> int:
+    """`alignment`, or more where a section `zero_optimization` has something travel in 8 bits."""
+    coded = section.zero_quantized_weights or section.zero_quantized_gradients
+    return max(alignment, WIRE_BLOCK) if coded else alignment
+
+
+def wire_nbytes(numel: int) -> int:
+    """Bytes of `numel` elements, a multiple of WIRE_BLOCK, that travel in 8 bits."""
+    return numel // WIRE_BLOCK * WIRE_RECORD
 
 
 def resting_dtype(compute: str, accumulate: str, rounded: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from zero.plan.formats import ITEMSIZE, Formats, runs
+from zero.plan.formats import ITEMSIZE, Formats, runs, wire_nbytes
 from zero.plan.order import Limits, inside, stay_whole
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
@@ -71,6 +71,7 @@ def alive_nbytes(
     placements: Sequence[Placement] | None = None,
     mirrored: bool = True,
     secondary: int = 1,
+    coded: tuple[bool, bool] = (False, False),
 ) -> StateBytes:
     """Bytes an engine keeps on one rank at a moment that is told by names of units.
 
@@ -79,10 +80,12 @@ def alive_nbytes(
     `local_gradients`: units with a full gradient buffer of this rank; `reduced_gradients`: units whose reduced
     shard exists; `accumulate`: the dtype in which gradients add up; `limits` say which units stay whole all the time.
     `placements`: where the state of each unit rests; what is off the device is not counted (`host_bytes` counts it).
-    `mirrored`: the device is not the host; `secondary`: with hpZ, the ranks that hold a second copy of the parameters.
+    `mirrored`: the device is not the host; `secondary`: with hpZ, the ranks that hold a second copy of the parameters;
+    `coded`: parameters, and gradients, travel in 8 bits, which the owner keeps, and each rank of its last error.
     """
     whole = stay_whole([sum(spec.numel for spec in unit.params) for unit in units], limits or Limits())
-    gathered = {*gathered, *(units[index].name for index in whole)}
+    kept = {units[index].name for index in whole}
+    gathered = {*gathered, *kept}
     parameters = gradients = optimizer = 0
     for unit, place in zip(units, placements or [_HERE] * len(units), strict=True):
         size, full = ITEMSIZE[unit.dtype], unit.layout.numel
@@ -91,7 +94,10 @@ def alive_nbytes(
         cut = sharding.params and (parts > 1 or away)
         parameters += (0 if away else size * shard) if cut else size * full
         parameters += size * full if cut and unit.name in gathered else 0
-        parameters += size * full // secondary if cut and secondary > 1 else 0
+        travels = cut and parts > 1 and coded[0] and is_updated(unit) and unit.name not in kept
+        parameters += wire_nbytes(full) // parts if travels else 0
+        parameters += (wire_nbytes(full) if travels else size * full) // secondary if cut and secondary > 1 else 0
+        gradients += wire_nbytes(full) if coded[1] and parts > 1 and is_updated(unit) else 0
         if unit.name in local_gradients:
             local = unit.dtype if sharding.grads or accumulation == 1 else accumulate
             gradients += ITEMSIZE[local] * full

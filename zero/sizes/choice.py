@@ -65,6 +65,7 @@ class Scheme(NamedTuple):
     travel:          of gradients between ranks, None for their own;
     mirrored:        whether the device has memory of its own, and NCCL: it is not the host;
     native:          whether NCCL adds up gradients, too;
+    coded:           whether parameters, and whether gradients, travel in 8 bits;
     uses:            of one micro-batch, where parameters are not cut with nothing gathered.
     """
 
@@ -82,6 +83,7 @@ class Scheme(NamedTuple):
     placements: Sequence[Placement]
     mirrored: bool
     native: bool
+    coded: tuple[bool, bool]
     uses: Sequence[ForeseenUse]
 
 
@@ -100,7 +102,8 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
     where, streamed = (Where(choice.optimizer), Where(choice.params)), mirrored and state.zero.update != "host"
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
-    native = mirrored and ITEMSIZE[sent] > summed_here(zero.reduce, True)  # of one machine: there more arrives
+    ours = section.zero_quantized_gradients or ITEMSIZE[sent] <= summed_here(zero.reduce, True)
+    native = mirrored and not ours  # as on one machine: there more arrives
     rounded = accumulation == 1 and (settings.world_size == 1 or native) and zero.reduce != "tree" and travel is None
     found = uses(
         [unit.anchor for unit in units],
@@ -123,5 +126,6 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
         placements=place(units, parts, *where, ratio, section.offload_param.max_in_cpu, streamed),
         mirrored=mirrored,
         native=native,
+        coded=(cut and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients),
         uses=found if cut else [ForeseenUse(use.unit, False, 0) for use in found],
     )

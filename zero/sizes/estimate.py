@@ -11,7 +11,7 @@ from zero.config import Config, load
 from zero.config.optimizers import ARGUMENTS, torch_reason
 from zero.kernels.formulas import formats_of
 from zero.memory.host_bytes import SLOTS, HostBytes, host_bytes, record_nbytes
-from zero.plan.formats import Formats
+from zero.plan.formats import Formats, wire_alignment
 from zero.plan.layout import ALIGNMENT
 from zero.plan.memory import InFlight, StateBytes, alive_nbytes, in_flight_nbytes
 from zero.plan.placement import is_updated, keeps_copy
@@ -184,6 +184,7 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
     """The units that an engine makes of it; the leaf modules of a module are marked. Raises ValueError."""
     if isinstance(model, Shape):
         specs = model.specs(settings.compute_dtype)
+        alignment = wire_alignment(alignment, settings.zero_optimization)
         return plan_units(model.tree(), specs, settings.world_size, settings.zero.units, alignment)
     from torch import nn
 
@@ -217,6 +218,7 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
             placements=scheme.placements,
             mirrored=scheme.mirrored,
             secondary=scheme.secondary,
+            coded=scheme.coded,
         )
 
     held, masters = alive(formats), alive(formats._replace(states=0)).optimizer

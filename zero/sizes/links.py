@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zero.memory.host_bytes import record_nbytes, shard_nbytes
-from zero.plan.formats import ITEMSIZE, Formats
+from zero.plan.formats import ITEMSIZE, Formats, wire_nbytes
 from zero.plan.placement import Where, is_updated, keeps_copy
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import Scheme
@@ -121,6 +121,8 @@ class Moves(NamedTuple):
     def _unit(self, index: int, groups: Groups, gathered: bool, again: bool) -> Traffic:
         unit, scheme, rates = self.units[index], self.scheme, self.rates
         whole, updated = ITEMSIZE[unit.dtype] * unit.layout.numel, is_updated(unit)
+        if scheme.coded[0] and updated and gathered:
+            whole = wire_nbytes(unit.layout.numel)
         inside = groups.inside if scheme.secondary > 1 else groups.shard
         gather = inside.links(whole) if gathered else Links()
         regather = inside.links(whole) if again else Links()
@@ -147,7 +149,7 @@ class Moves(NamedTuple):
         """The messages of zero/core/reduction.py: along shard, along replica, or the first and then the second."""
         scheme = self.scheme
         dtype = scheme.travel or (scheme.accumulate if scheme.collected else unit.dtype)
-        first = ITEMSIZE[dtype] * unit.layout.numel
+        first = wire_nbytes(unit.layout.numel) if scheme.coded[1] else ITEMSIZE[dtype] * unit.layout.numel
         sums = _FP32 * unit.layout.numel // scheme.parts
         if scheme.parts == 1:
             return [groups.replica.links(first), groups.replica.links(sums)]

@@ -1,0 +1,124 @@
+"""The promise: with `zero_quantized_gradients` 8 bits travel, and their sum is that of fp32 in the order of ranks.
+
+What a rank rounds away it sends with its next gradient, unless the last one came to nothing.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_nccl import on_fake_nccl
+from marks import longer
+from models import WIDE, config, make_net, share, step
+from stand_in_device import DEVICE
+
+import zero
+from zero.core.feedback import ErrorFeedback
+from zero.kernels.wire import decode, encode
+from zero.utils.full import safe_get_full_grad
+
+
+def rows_of(grads: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found = [[torch.empty_like(grad) for _ in range(dist.get_world_size())] for grad in grads]
+    for rows, grad in zip(found, grads, strict=True):
+        dist.all_gather(rows, grad)
+    return found
+
+
+def rounded(grad: torch.Tensor) -> torch.Tensor:
+    """What others see of a gradient: of a parameter, whose blocks no other shares."""
+    flat = torch.zeros(-(-grad.numel() // 64) * 64)
+    flat[: grad.numel()] = grad.flatten()
+    return decode(encode(flat), flat)[: grad.numel()].view(grad.shape)
+
+
+def settings(stage: int, more: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
+    section = {"stage": stage, "zero_quantized_gradients": True, **section}
+    return config(stage, dist.get_world_size(), zero_optimization=section, **more)
+
+
+def first_sums(fake: bool, stage: int, more: dict[str, Any], section: dict[str, Any]) -> None:
+    """The first gradient has no error of an earlier one: its sum is that of what plain torch gives, rounded."""
+    plain = make_net(width=WIDE).to(torch.bfloat16 if "bf16" in more else torch.float32)
+    plain(*share(0)).backward()
+    rows = rows_of([param.grad.float() for param in plain.parameters()])
+    if not fake:
+        check_first(stage, more, section, rows, "cpu")
+        return
+    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
+        check_first(stage, more, section, rows, DEVICE)
+
+
+def check_first(
+    stage: int, more: dict[str, Any], section: dict[str, Any], rows: list[list[torch.Tensor]], device: Any
+) -> None:
+    model, world = make_net(width=WIDE), dist.get_world_size()
+    engine, *_ = zero.initialize(model=model, config=settings(stage, more, section))
+    engine.backward(engine(*(part.to(device) for part in share(0))))
+    for (name, param), of_ranks in zip(model.named_parameters(), rows, strict=True):
+        wanted = reduce(torch.add, of_ranks if world == 1 else map(rounded, of_ranks))
+        assert torch.equal(safe_get_full_grad(param).cpu() * world, wanted), name
+    assert world == 1 or not torch.equal(rounded(rows[0][0]), rows[0][0])  # so that the above says something
+    engine.destroy()
+
+
+CASES = [
+    (2, False, 2, {}, {}),
+    *longer(
+        (4, False, 3, {"bf16": {"enabled": True}}, {"zero_quantized_weights": False}),
+        (4, False, 1, {}, {}),
+        (2, False, 2, {}, {"offload_optimizer": {"device": "cpu"}}),
+        (4, True, 3, {"zero": {"reduce": "backend"}}, {}),
+        (1, False, 2, {}, {}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "fake", "stage", "more", "section"), CASES)
+def test_the_sum_is_that_of_fp32_in_the_order_of_ranks(
+    pool: Any, world: int, fake: bool, stage: int, more: dict[str, Any], section: dict[str, Any]
+) -> None:
+    pool.run(world, first_sums, fake, stage, more, section)
+
+
+def test_what_is_rounded_away_comes_with_the_next() -> None:
+    """The mean of what is sent of one gradient, again and again, comes to it; without feedback it does not."""
+    torch.manual_seed(0)
+    gradient, feedback = torch.randn(4096), ErrorFeedback()
+    total = torch.zeros(4096)
+    for _ in range(50):
+        total += decode(feedback.encode(gradient), torch.empty(4096))
+    once = (decode(encode(gradient), torch.empty(4096)) - gradient).norm()
+    assert (total / 50 - gradient).norm() < once / 20
+    assert feedback.nbytes == 4096 * 66 // 64
+
+
+def test_what_is_not_finite_is_seen_and_leaves_no_error() -> None:
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        gradient, feedback = torch.ones(128), ErrorFeedback()
+        gradient[70] = bad
+        sent = decode(feedback.encode(gradient), torch.empty(128))
+        assert sent[:64].isfinite().all() and not sent[64:].isfinite().any()
+        assert decode(feedback.encode(torch.ones(128)), torch.empty(128)).isfinite().all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, *longer(3)])
+def test_a_skipped_step_leaves_nothing_behind(stage: int) -> None:
+    """After it training goes on as if there had been no such step."""
+    found = []
+    for spoilt in (False, True):
+        engine, *_ = zero.initialize(
+            model=make_net(width=WIDE), config=settings(stage, {"fp16": {"enabled": True, "loss_scale": 8}}, {})
+        )
+        if spoilt:
+            engine.backward(engine(*share(9)) * (torch.inf if dist.get_rank() == 1 else 1))
+            engine.step()
+            assert not engine.was_step_applied()
+        found.append([step(engine, number) for number in range(3)])
+        engine.destroy()
+    assert found[0] == found[1]

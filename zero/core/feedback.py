@@ -1,0 +1,38 @@
+"""Gradients that travel in 8 bits (ZeRO++'s qgZ, Wang et al. 2023, section 3.3); the format: zero/kernels/wire.py.
+
+A gradient is encoded together with the error of the one before, which each rank keeps, in 8 bits as well (error
+feedback: Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Xie et al., "LoCo", 2024). The messages of all ranks
+are decoded and added in fp32, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero.kernels.wire import decode, encode
+
+
+class ErrorFeedback:
+    """Encodes one unit's local gradients [n], and keeps the error for the next."""
+
+    def __init__(self) -> None:
+        self._error: torch.Tensor | None = None
+
+    def encode(self, flat: torch.Tensor) -> torch.Tensor:
+        """The message of `flat` [n], of any floating dtype, and of the error that is left."""
+        values = flat.to(torch.float32, copy=self._error is not None)
+        if self._error is not None:
+            values += decode(self._error, torch.empty_like(values))
+        message = encode(values)
+        left = values - decode(message, torch.empty_like(values))
+        self._error = encode(left.nan_to_num_(0.0, 0.0, 0.0))
+        return message
+
+    def forget(self) -> None:
+        """The last gradient came to nothing."""
+        self._error = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the error."""
+        return 0 if self._error is None else self._error.nbytes
