@@ -253,6 +253,8 @@ def test_gradients_on_their_way_by_hand() -> None:
         max((each.most for each in in_flight_nbytes(units, 4, 1, native=True)), default=0)
         == 2 * (256 + 128) * (1 + 1 / 4) + landing
     )
+    # Where NCCL only moves them, the own slice comes, too.
+    assert max(each.most for each in in_flight_nbytes(units, 4, 1, mirrored=True)) == 2 * (256 + 128) * 2 + landing
     assert (
         max((each.most for each in in_flight_nbytes(units, 4, 1, travel="fp32")), default=0)
         == 4 * (256 + 128) * over_gloo + landing

@@ -130,13 +130,14 @@ def in_flight_nbytes(
     travel: str | None = None,
     collected: bool = False,
     native: bool = False,
+    mirrored: bool = False,
 ) -> list[InFlight]:
     """Bytes of gradients on their way in the backward of each unit: what autograd hands over, and between ranks.
 
     Nothing for one that is not trained. Sums and buffers that are kept are not among them.
     parts, replicas: sizes of the shard and the replica axis; `travel`: what gradients are rounded to before they are
     sent; `collected`: they come from buffers that micro-batches have added up in, in `accumulate`; `native`: NCCL adds
-    up on the way; over gloo the slices of all ranks arrive.
+    up on the way; else the slices of all ranks arrive, where NCCL sends (`mirrored`) the own one, too.
     """
     size, sent = parts if parts > 1 else replicas, []
     trained = [index for index, unit in enumerate(units) if is_updated(unit)][::-1]
@@ -145,7 +146,7 @@ def in_flight_nbytes(
         # A buffer that is whole on every rank and in fp32 takes the sum, and so is counted as that.
         stays = collected or (parts == 1 and dtype == accumulate == "fp32")
         nbytes = ITEMSIZE[dtype] * unit.layout.numel
-        arriving = nbytes // size if native else nbytes - nbytes // size
+        arriving = nbytes // size if native else nbytes - (0 if mirrored else nbytes // size)
         own = 0 if stays else nbytes
         sizes = [ITEMSIZE[unit.dtype] * spec.numel for spec in unit.params]
         sent.append((own + (arriving if size > 1 else 0), own, max(sizes), sizes[0]))

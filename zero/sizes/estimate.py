@@ -230,6 +230,7 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
         travel=scheme.travel,
         collected=scheme.collected,
         native=scheme.native,
+        mirrored=scheme.mirrored,
     )
     buffers = section.offload_optimizer.buffer_count, section.offload_param.buffer_count
     host = host_bytes(units, scheme.placements, 0, scheme.parts, formats, scheme.resting, scheme.mirrored, *buffers)
