@@ -17,8 +17,8 @@ namespace py = pybind11;
 namespace zero {
 namespace {
 
-void step_of(const FormulaArguments& formula, int64_t count, double grad_scale, const ShardArguments& shard,
-             int threads) {
+void step_of(const FormulaArguments& formula, int64_t count, double grad_scale,
+             const AnyShardArguments& shard, int threads) {
   const int code = std::get<0>(formula);
   const Coef coef = make_coef(code, hyper_of(formula), static_cast<double>(count), grad_scale);
   StepJob job{shard_of(shard), code, coef, 0};

@@ -24,7 +24,7 @@ Where where(int device, uintptr_t stream) { return Where{device, pointer<void>(s
 // The coefficients are computed here, on the host, and travel with the launch; all but the factor on the gradient, where
 // `scale_address` says that this is in device memory.
 void step_of(const FormulaArguments& formula, int64_t count, double grad_scale, uintptr_t scale_address,
-             const ShardArguments& shard, int device, uintptr_t stream) {
+             const AnyShardArguments& shard, int device, uintptr_t stream) {
   const int code = std::get<0>(formula);
   const Coef coef = make_coef(code, hyper_of(formula), static_cast<double>(count), grad_scale);
   const StepJob job{shard_of(shard), code, coef, static_cast<uint64_t>(count), pointer<const double>(scale_address)};

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <variant>
 
 #include "shard.h"
 
@@ -15,10 +16,13 @@ namespace zero {
 // lr_decay, flags).
 using FormulaArguments = std::tuple<int, double, double, double, double, double, double, double, double, int>;
 
-// kernel_arguments() of zero/kernels/step.py, then key and first: (master, remainder, param, param_dtype, grad,
+// kernel_arguments() of zero/kernels/step.py: (master, remainder, param, param_dtype, grad,
 // grad_dtype, state0, scale0, state1, scale1, state_format, numel, key, first).
 using ShardArguments = std::tuple<uintptr_t, uintptr_t, uintptr_t, int, uintptr_t, int, uintptr_t, uintptr_t, uintptr_t,
                                   uintptr_t, int, int64_t, uint64_t, int64_t>;
+
+// With the address of the marks, where changes are to be marked.
+using AnyShardArguments = std::variant<ShardArguments, std::tuple<ShardArguments, uintptr_t>>;
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -63,7 +67,16 @@ inline Shard shard_of(const ShardArguments& arguments) {
                state_format,
                numel,
                key,
-               static_cast<uint64_t>(first / kBlock)};
+               static_cast<uint64_t>(first / kBlock),
+               nullptr};
+}
+
+inline Shard shard_of(const AnyShardArguments& arguments) {
+  if (const auto* plain = std::get_if<ShardArguments>(&arguments)) return shard_of(*plain);
+  const auto& [plain, marks] = std::get<1>(arguments);
+  Shard shard = shard_of(plain);
+  shard.marks = pointer<uint8_t>(marks);
+  return shard;
 }
 
 }  // namespace zero

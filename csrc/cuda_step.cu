@@ -64,6 +64,9 @@ struct Raw {
       load_words<2, n>(param, at(job.param, i * 2), count, wide.param);
     } else {
       load_words<4, n>(master, job.master + i, count, wide.master);
+      if (job.marks && job.param_dtype != kNone) {
+        load_floats<n>(param, job.param, job.param_dtype, i, count, wide.param);
+      }
     }
 #pragma unroll
     for (int s = 0; s < Rule::kStates; ++s) {
@@ -87,13 +90,32 @@ struct Raw {
   }
 };
 
+// Marks the elements of a run whose words of `size` bytes have changed. All lanes of a warp come here together.
+template <int size, int n>
+__device__ __forceinline__ void mark(const StepJob& job, const uint32_t* before, const uint32_t* now, int64_t i,
+                                     int count) {
+  if (!job.marks) return;
+  uint32_t bits = 0;
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    if (k < count && word_at<size>(before, k) != word_at<size>(now, k)) bits |= 1u << k;
+  }
+  if constexpr (n == 4) {  // a byte is that of two lanes, of which the first writes it
+    bits |= __shfl_xor_sync(kAllLanes, bits, 1) << 4;
+    if (i / n % 2 != 0) return;
+  }
+  if (bits) job.marks[i / 8] = static_cast<uint8_t>(job.marks[i / 8] | bits);
+}
+
 template <int n>
-__device__ __forceinline__ void store_param(const StepJob& job, const Scalar (&p)[n], int64_t i, int count, bool wide) {
+__device__ __forceinline__ void store_param(const StepJob& job, const Scalar (&p)[n], const uint32_t* before, int64_t i,
+                                            int count, bool wide) {
   uint32_t w[n];
   if (job.param_dtype == kF32) {
 #pragma unroll
     for (int k = 0; k < n; ++k) w[k] = pattern(p[k].x);
     store_words<4, n>(w, at(job.param, i * 4), count, wide);
+    mark<4, n>(job, before, w, i, count);
     return;
   }
 #pragma unroll
@@ -101,17 +123,19 @@ __device__ __forceinline__ void store_param(const StepJob& job, const Scalar (&p
     put_word<2>(w, k, job.param_dtype == kBF16 ? bf16_ties_away(p[k]).x : narrow_f16(p[k].x).bits);
   }
   store_words<2, n>(w, at(job.param, i * 2), count, wide);
+  mark<2, n>(job, before, w, i, count);
 }
 
 template <int format, int n>
-__device__ __forceinline__ void store_master(const StepJob& job, const Wide<format>& wide, const Scalar (&p)[n],
-                                             int64_t i, int count) {
+__device__ __forceinline__ void store_master(const StepJob& job, const Wide<format>& wide, const Raw<format>& before,
+                                             const Scalar (&p)[n], int64_t i, int count) {
   uint32_t w[n];
   if (!job.remainder) {
 #pragma unroll
     for (int k = 0; k < n; ++k) w[k] = pattern(p[k].x);
     store_words<4, n>(w, job.master + i, count, wide.master);
-    if (job.param_dtype != kNone) store_param(job, p, i, count, wide.param);
+    if (job.param_dtype != kNone) return store_param(job, p, before.param, i, count, wide.param);
+    mark<4, n>(job, before.master, w, i, count);
     return;
   }
   uint32_t upper[n];
@@ -124,6 +148,7 @@ __device__ __forceinline__ void store_master(const StepJob& job, const Wide<form
   }
   store_words<2, n>(upper, at(job.param, i * 2), count, wide.param);
   store_words<2, n>(w, job.remainder + i, count, wide.master);
+  mark<2, n>(job, before.param, upper, i, count);
 }
 
 // Over the lanes of a warp.
@@ -191,7 +216,7 @@ __device__ __forceinline__ void step_run(const StepJob& job, const Rule& rule, u
   }
   if constexpr (Rule::kStates > 0) store_state<format, Rule::kSigned0, 0>(job, s0, random, i, count, wide.state[0]);
   if constexpr (Rule::kStates > 1) store_state<format, Rule::kSigned1, 1>(job, s1, random, i, count, wide.state[1]);
-  store_master(job, wide, p, i, count);
+  store_master(job, wide, raw, p, i, count);
 }
 
 template <class Rule, int format>

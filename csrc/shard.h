@@ -26,6 +26,9 @@ struct Shard {
   int64_t numel;
   uint64_t key;          // of the unit, for its random bits
   uint64_t first_block;  // place of the shard in its unit, in blocks
+  // Bit i % 8 of byte i / 8 is set where the bits of the parameter of element i change (of the master where there is no
+  // copy); others stay as they are. Null: nobody asks.
+  uint8_t* marks;
 };
 
 }  // namespace zero

@@ -12,6 +12,7 @@ import torch
 
 from zero.kernels import native
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
+from zero.kernels.marks import nbytes, pack, unpack
 from zero.kernels.moments import FORMATS, Moment
 from zero.kernels.remainder import split
 from zero.kernels.step import step
@@ -162,6 +163,26 @@ def shard(
     elif kind is not None:
         param = shifted(torch.zeros(numel, dtype=kind), start)
     return Shard(master, tuple(moments), raw(numel, 4, fmt, hostile, start, grad_dtype), param)
+
+
+def check_marks(formula: Formula, wanted: Shard, got: Shard, what: object) -> None:
+    """Two steps that mark have the bits of two of the reference that do not, and each parameter that changes is marked.
+
+    `got` is what `wanted` is, perhaps elsewhere.
+    """
+    seen = got.master if got.param is None else got.param
+    numel, marks = seen.numel(), torch.zeros(seen.numel() // 8 + 2, dtype=torch.uint8, device=seen.device)
+    there = torch.zeros(8 * len(marks), dtype=torch.bool)
+    there[numel // 2] = there[numel:] = True  # set before, and behind the last element
+    marks.copy_(pack(there))
+    for count in (1, 2):
+        before = bits(seen).clone()
+        step(formula, *got, step=count, grad_scale=0.37, key=5, first=512, marks=marks[: nbytes(numel)], threads=2)
+        step_reference(formula, *wanted, step=count, grad_scale=0.37, key=5, first=512)
+        there[:numel] |= (before != bits(seen)).cpu()
+    assert torch.equal(unpack(marks.cpu(), len(there)), there), what
+    for mine, its in zip(got.tensors(), wanted.tensors(), strict=True):
+        same(mine.cpu(), its, str(what))
 
 
 def released(numel: int) -> torch.Tensor:

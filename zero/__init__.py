@@ -23,6 +23,7 @@ _HOMES = {
     "unregister_external_parameter": "zero.core.access",
     "register_forward_method": "zero.core.hooks",
     "load_weights": "zero.engine.checkpoint.weights",
+    "WeightUpdate": "zero.kernels.marks",
     "FusedOptimizer": "zero.optim.client",
     "init_distributed": "zero.core.joining",
     "RepeatingLoader": "zero.data",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.engine.engine import Engine
     from zero.engine.init import Init
     from zero.engine.initialize import initialize
+    from zero.kernels.marks import WeightUpdate
     from zero.optim.client import FusedOptimizer
     from zero.sizes.estimate import estimate
     from zero.tiled.linear import TiledLinear

@@ -113,6 +113,16 @@ def test_step(device: torch.device, name: str, fmt: str) -> None:
             check_step(device, FORMULAS[name], fmt, kind, grad, next(turn), start, odd)
 
 
+@every_kind
+def test_marks(device: torch.device, name: str, fmt: str) -> None:
+    """Of parameters that change, as on the host."""
+    turn = itertools.cycle(SIZES)
+    for kind, start in itertools.product(MASTERS, (0, 1)):
+        numel = next(turn)
+        wanted = kernel_cases.shard(FORMULAS[name], fmt, kind, torch.bfloat16, numel)
+        kernel_cases.check_marks(FORMULAS[name], wanted, put(wanted, device, start), (name, fmt, kind, numel))
+
+
 @on_a_gpu
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_shard_of_many_blocks(device: torch.device, fmt: str) -> None:

@@ -10,7 +10,18 @@ import itertools
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, numbers, same, shard, step_reference
+from kernel_cases import (
+    DTYPES,
+    FORMULAS,
+    KINDS,
+    MASTERS,
+    Shard,
+    check_marks,
+    numbers,
+    same,
+    shard,
+    step_reference,
+)
 from marks import each_once
 
 from zero.kernels.formulas import Adagrad, Adam, Lion, Sgd
@@ -70,6 +81,14 @@ def test_step_gives_the_bits_of_the_reference(isa, name, fmt):
     for kind, grad_dtype in itertools.product(MASTERS, DTYPES):
         check(name, fmt, kind, grad_dtype, 300, False, 0)
         check(name, fmt, kind, grad_dtype, 1025, True, 1)
+
+
+@each_kind_once
+def test_marks_are_those_of_what_changes(isa, form):
+    name, fmt = form
+    for kind, numel in itertools.product(MASTERS, (0, 13, 300, 2049, 33013)):
+        made = shard(FORMULAS[name], fmt, kind, torch.bfloat16, numel, start=1)
+        check_marks(FORMULAS[name], made.copy(torch.clone), made, (name, fmt, kind, numel))
 
 
 @each_kind_once

@@ -1,4 +1,7 @@
-"""The promise: the examples for images and for masked language modelling learn, and count each sample once."""
+"""The promise: the examples for images and for masked language modelling learn, and count each sample once.
+
+And the server of the third has the weights of the trainer after each message, of which the later ones are small.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ranks import Pool
 
 import zero
 
-IMAGES, MASKED = (str(ROOT / "examples" / name / "train.py") for name in ("images", "masked"))
+IMAGES, MASKED, SERVE = (str(ROOT / "examples" / name / "train.py") for name in ("images", "masked", "serve"))
 
 
 def numbers(pool: Pool, folder: Path, *words: str) -> list[float]:
@@ -69,3 +72,12 @@ def test_windows_are_masked_as_bert_masks() -> None:
         assert chosen.sum() == 30 and (seen[chosen] == parts["MASK"]).sum() == 24
         assert (seen[chosen] == targets[chosen]).sum() in range(3, 7), "3 stay, and another byte may be the same"
         assert torch.equal(seen, gaps[index][0]) and not torch.equal(seen, gaps[(index + 1) % 5][0])
+
+
+@pytest.mark.long
+def test_a_server_gets_all_weights_and_then_what_has_changed(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(2, run_script, str(tmp_path), [SERVE, "--rounds", "2"], free_port())[0]
+    found = re.findall(r"step (\d+): (\d+) bytes; the server says '(.*)'", said)
+    assert [int(step) for step, _, _ in found] == [2, 4, 6]
+    whole, *parts = (int(nbytes) for _, nbytes, _ in found)
+    assert all(0 < nbytes < 0.7 * whole for nbytes in parts)

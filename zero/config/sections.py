@@ -224,5 +224,8 @@ class Zero(Section):
     """The norms of each unit's gradient, parameters and update: true for each step, or every n steps."""
     alarm: Alarm = absent(Alarm)
     """What is done about a step whose loss or norm stands out."""
+    track_updates: Bool = False
+    """Mark from the start which values each step changes, for engine.weight_updates(); false marks from its first
+    call on."""
     profile: Profile = absent(Profile)
     """Steps of which torch's profiler makes a trace."""

@@ -11,6 +11,7 @@ from zero.core.master import Master
 from zero.core.param_buffer import ParamBuffer
 from zero.core.state import State
 from zero.core.tensors import different
+from zero.kernels.marks import Changes
 from zero.memory.pending_update import PendingUpdate
 from zero.memory.state_placement import StatePlacement
 from zero.memory.streams import SideStream, record_event, wait_event
@@ -24,7 +25,8 @@ class MasterSync:
     master:  the exact values of that slice, for the optimizer; None when the unit is frozen;
     window:  the slice, as a span of the full buffer;
     pending: the update of the last step, while it may run beside the training loop, or None. It is set by the loop, and
-             cleared under the lock of the buffer by whichever thread has waited for it.
+             cleared under the lock of the buffer by whichever thread has waited for it;
+    changes: what has changed of the shard since somebody asked; None: nobody does.
     """
 
     def __init__(self, window: Span, placement: StatePlacement, buffer: ParamBuffer, shared: bool) -> None:
@@ -33,6 +35,7 @@ class MasterSync:
         self.master: Master | None = None
         self.window = window
         self.pending: PendingUpdate | None = None
+        self.changes: Changes | None = None
         self._placement = placement
         self._buffer = buffer
         self._shared = shared
@@ -47,6 +50,11 @@ class MasterSync:
             tensor = None if tensor is None else tensor.to(self._placement.update_device)
             self.master = Master(self._placement.shard_for_master(own, self.shard), tensor)
             self._placement.keep_state(self.master.shard, self.master.tensor)
+
+    def watch_changes(self) -> Changes:
+        """Note from now on what changes, in what is returned."""
+        self.changes = Changes(self.window.numel, self._placement.update_device)
+        return self.changes
 
     def own_part(self) -> torch.Tensor:
         """The shard's place in the full buffer [window.numel]."""
@@ -113,6 +121,8 @@ class MasterSync:
             self.settle()
         if not (in_update and self._placement.queued):  # whose copies are in an order of their own
             self.wait_copies()
+        if self.changes is not None and changed and not step:
+            self.changes.all = True
         with self._placement.acquired(changed, step):
             yield
 

@@ -28,6 +28,7 @@ from zero.engine.offload import StateOffload
 from zero.engine.progress import Progress
 from zero.engine.status import Status
 from zero.engine.step import TrainingStep
+from zero.engine.weight_updates import WeightUpdates
 from zero.engine.weights import Weights
 from zero.monitor.monitor import Monitor
 from zero.optim.optimizer import ZeroOptimizer
@@ -119,6 +120,7 @@ class Engine(DeepSpeedGetters, nn.Module):
     module_state_dict = _method_of("_weights", Weights.module_state_dict)
     load_module_state_dict = _method_of("_weights", Weights.load_module_state_dict)
     stream_weights = _method_of("_weights", Weights.stream_weights)
+    weight_updates = _method_of("_updates", WeightUpdates.weight_updates)
     save_16bit_model = _method_of("_weights", Weights.save_16bit_model)
     save_fp16_model = _method_of("_weights", Weights.save_fp16_model)
     save_pretrained = _method_of("_weights", Weights.save_pretrained)
@@ -294,6 +296,10 @@ class Engine(DeepSpeedGetters, nn.Module):
     @property
     def _config(self) -> Config:
         return self._accumulation.config
+
+    @property
+    def _updates(self) -> WeightUpdates:
+        return self._weights.updates
 
     @property
     def _progress(self) -> Progress:

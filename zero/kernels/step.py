@@ -35,6 +35,7 @@ from torch import Tensor
 from zero.kernels import cuda
 from zero.kernels.checks import FLOATING, address_of, check_apart, describe
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
+from zero.kernels.marks import mark, nbytes
 from zero.kernels.moments import BLOCK, FORMATS, Moment, blocks_of, random_bits
 from zero.kernels.native import DTYPE_CODES, NO_TENSOR, load
 from zero.kernels.remainder import join, round_bf16, split
@@ -83,9 +84,16 @@ def _state_addresses(
 
 
 def kernel_arguments(
-    formula: Formula, master: Tensor, moments: tuple[Moment, ...], grad: Tensor, param: Tensor | None
-) -> tuple[int, ...] | None:
-    """The arguments of ``_cpu.step`` from master to numel; None where no compiled kernel applies.
+    formula: Formula,
+    master: Tensor,
+    moments: tuple[Moment, ...],
+    grad: Tensor,
+    param: Tensor | None,
+    key: int,
+    first: int,
+    marks: Tensor | None,
+) -> tuple | None:
+    """The shard as ``_cpu.step`` takes it, with the address of `marks` if there are; None where no kernel applies.
 
     Raises the ValueError of :func:`step` that is due, if one is.
     """
@@ -105,12 +113,15 @@ def kernel_arguments(
     elif remainder:
         raise ValueError("param: got None beside a remainder (int16) as master; wanted the bfloat16 parameter")
     addresses = _state_addresses(formula, moments, master, spans)
+    seen = 0 if marks is None else address_of("marks", marks, (torch.uint8,), (nbytes(shape[0]),), device)
+    spans += [] if marks is None else [(seen, seen + marks.nbytes, "marks")]
     check_apart(spans)
     if master.dtype is torch.float64 or shape[0] == 0:
         return None
     masters = (0, p) if remainder else (p, 0)
     state_code = _STATE_CODES[moments[0].values.dtype] if moments else 0
-    return *masters, out, out_code, g, DTYPE_CODES[grad.dtype], *addresses, state_code, shape[0]
+    shard = (*masters, out, out_code, g, DTYPE_CODES[grad.dtype], *addresses, state_code, shape[0], key, first)
+    return shard if marks is None else (shard, seen)
 
 
 def step(
@@ -125,6 +136,7 @@ def step(
     key: int = 0,
     first: int = 0,
     threads: int | None = None,
+    marks: Tensor | None = None,
     compiled: bool = True,
 ) -> None:
     """Take one optimizer step in place on a shard of n elements; the formulas are at the top of this file.
@@ -147,6 +159,8 @@ def step(
         first: index of the first element in the unit, a multiple of 256: so a shard, and every piece of it, is rounded
             as in the whole unit.
         threads: how many threads share the work on a CPU; None for torch's number. No bit depends on it.
+        marks: uint8 [n / 8, rounded up]; the bit of each element (zero/kernels/marks.py) whose parameter changes in any
+            bit is set, others stay: of ``param``, or of ``master`` where that is None.
         compiled: False for plain torch operations, on any device: what runs where there is no kernel, and the oracle of
             the tests. They give the same bits, but for float64 masters (up to the payload of a NaN).
 
@@ -157,19 +171,19 @@ def step(
             or whose storage was released; and for counters out of range. Nothing was written then.
     """
     _check_counters(step, key, first)
-    arguments = kernel_arguments(formula, master, moments, grad, param)
+    shard = kernel_arguments(formula, master, moments, grad, param, key, first, marks)
     there = _address_of_scale(grad_scale, master.device)
-    if compiled and arguments is not None and (module := cuda.kernels(master.device)) is not None:
+    if compiled and shard is not None and (module := cuda.kernels(master.device)) is not None:
         numbers = formula.native(), step, 1.0 if there else grad_scale, there
-        cuda.launch(module.step, master.device, *numbers, (*arguments, key, first))
+        cuda.launch(module.step, master.device, *numbers, shard)
         return
     if there and math.isnan(grad_scale := float(grad_scale)):
         return
-    if compiled and arguments is not None and master.is_cpu and (module := load()) is not None:
+    if compiled and shard is not None and master.is_cpu and (module := load()) is not None:
         threads = threads or torch.get_num_threads()
-        module.step(formula.native(), step, grad_scale, (*arguments, key, first), threads)
+        module.step(formula.native(), step, grad_scale, shard, threads)
         return
-    _reference(formula, master, moments, grad, param, step, grad_scale, key, first)
+    _reference(formula, master, moments, grad, param, step, grad_scale, key, first, marks)
 
 
 def _address_of_scale(grad_scale: float | Tensor, device: torch.device) -> int:
@@ -193,7 +207,10 @@ def _reference(
     grad_scale: float,
     key: int,
     first: int,
+    marks: Tensor | None,
 ) -> None:
+    seen = master if param is None else param
+    before = None if marks is None else seen.clone()
     numel, signs = master.numel(), formula.signed
     for begin in range(0, numel, REFERENCE_CHUNK):
         size = min(REFERENCE_CHUNK, numel - begin)
@@ -209,6 +226,8 @@ def _reference(
         for part, state, signed, half in zip(parts, states, signs, halves, strict=False):
             part.write(state, signed, half)
         _write(p, low, out)
+    if marks is not None:
+        mark(marks, before, seen)
 
 
 def _write(p: Tensor, master: Tensor, param: Tensor | None) -> None:

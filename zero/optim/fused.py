@@ -44,6 +44,7 @@ class FusedShardOptimizer(ShardOptimizer):
 
     factor_on_device = True
     foreseen = True
+    marks_changes = True
 
     def __init__(self, kind: str, params: Arguments, compute_dtype: str) -> None:
         self._formula = FORMULAS[kind]
@@ -68,6 +69,7 @@ class FusedShardOptimizer(ShardOptimizer):
         states = self.states(unit, group)
         self._states[unit.index] = states = states._replace(steps=states.steps + 1)
         master, param = unit.master.tensor, unit.master.rounding
+        marks = None if unit.masters.changes is None else unit.masters.changes.marks()
         for run, moments in states.runs:
             part = slice(run.start, run.start + run.numel)
             fused_step(
@@ -82,6 +84,7 @@ class FusedShardOptimizer(ShardOptimizer):
                 key=unit.index,
                 first=0 if run.format == "fp32" else states.first + run.start,
                 threads=threads,
+                marks=None if marks is None else marks[run.start // 8 : -(-(run.start + run.numel) // 8)],
             )
 
     def take_back(self, units: Iterable[Unit]) -> None:

@@ -36,6 +36,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     """
 
     factor_on_device = False
+    marks_changes = False
 
     def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
         super().__init__("muon", params, compute_dtype)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zero.core.unit import Unit
+from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
 from zero.memory.pending_update import PendingUpdate, Waits
@@ -151,8 +152,13 @@ class UnitUpdater:
                 self._read_ahead()  # meanwhile others may have been written
                 self.on_update("update", unit.plan.name)
             grad = update.grad.to(placement.update_device)
+            changes, before = unit.masters.changes, None
+            if changes is not None and not self._optimizer.marks_changes:
+                before = unit.master.shard.clone()
             with contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad):
                 self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
+            if before is not None:
+                mark(changes.marks(), before, unit.master.shard)
             with placement.streams.up.entered() if on_host else contextlib.nullcontext():
                 unit.masters.publish()
                 unit.travel.encode_acquired()

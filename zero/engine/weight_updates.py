@@ -1,0 +1,141 @@
+"""What of the weights has changed since a step: exactly those values, for a copy of the model in another program."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from zero.core import comm
+from zero.core.owner import Owner, owner_of
+from zero.core.sharded_module import ShardedModule
+from zero.core.unit import TAGS, Unit
+from zero.engine.status import Status
+from zero.engine.streaming import to_the_end, unit_by_unit, walk
+from zero.kernels.marks import Changes, WeightUpdate, nbytes, unpack
+from zero.log import rank_zero
+
+_KEPT = 4  # of so many calls the marks are kept, one bit for each element of the shard and call
+_MOST = 0.4  # the part of a tensor that may have changed for it not to come whole
+_LAST_INDEX = 2**31 - 1
+_NOTHING, _MARKED, _ALL = 0, 1, 2
+
+
+class WeightUpdates:
+    """Keeps marks of what changes, and says it to whoever asks."""
+
+    def __init__(self, sharded: ShardedModule, status: Status, track: bool) -> None:
+        self._sharded = sharded
+        self._status = status
+        self._kept: list[tuple[int, list[Changes]]] = []  # by the step at which they begin; in the last ones is marked
+        if track:
+            self._begin()
+
+    def weight_updates(self, since: int | None = None, *, rank0_only: bool = False) -> Iterator[WeightUpdate]:
+        """Yield what has changed since step `since`, unit by unit: just what makes the weights of then those of now.
+
+        since: `engine.global_steps` at an earlier call, of which the last four are known, or, with `zero.track_updates`
+               in the JSON, at the start; None: all weights. The first call begins to mark what changes, a bit for each
+               parameter. For a step that is not known all weights come whole, which is logged.
+        rank0_only: the other ranks get nothing, and only help.
+
+        Names, order and what holds of loops and tensors are those of `stream_weights`. What has not changed does
+        not come. Whole come: buffers, a tensor of which more than 40 % has changed, and after a load or another write
+        between steps the tensors of its unit. Writes through `param.data` outside of `GatheredParameters` are not seen.
+        A collective, already before the first item.
+        """
+        self._status.check()
+        for unit in self._sharded.units:
+            _take_writes(unit)
+        steps = [step for step, _ in self._kept]
+        known = since is not None and since in steps
+        if since is not None and not known:
+            rank_zero(
+                logging.WARNING,
+                "weight_updates(since=%s): marks begin at the steps %s; all weights come whole",
+                since,
+                steps or "after this call",
+            )
+        asked = [changes for _, changes in self._kept[steps.index(since) :]] if known else []
+        codes = self._agreed(asked, since)
+        if steps[-1:] != [self._status.global_steps]:
+            self._begin()
+        state = unit_by_unit(self._sharded.module.state_dict(keep_vars=True))
+        values = {name: value for name, value in state.items() if self._code(owner_of(value), codes) != _NOTHING}
+        here = not rank0_only or self._sharded.mesh.data.rank == 0
+        return to_the_end(self._found(values, asked, codes), here)
+
+    def _begin(self) -> None:
+        units = self._sharded.units
+        self._kept.append((self._status.global_steps, [unit.masters.watch_changes() for unit in units]))
+        del self._kept[:-_KEPT]
+
+    def _agreed(self, asked: list[list[Changes]], since: int | None) -> list[int]:
+        """What each unit has to give, over all ranks; RuntimeError where they ask for different things."""
+        own = [-1 if since is None else since, len(asked)]
+        for index in range(len(self._sharded.units)):
+            of_unit = [changes[index] for changes in asked]
+            marked = _MARKED if any(each.steps is not None for each in of_unit) else _NOTHING
+            own.append(_ALL if not asked or any(each.all for each in of_unit) else marked)
+        device = self._sharded.units[0].full.device
+        rows = comm.gather_scalars(torch.tensor(own, device=device), self._sharded.mesh.data, "weight_updates").cpu()
+        if not rows[:, :2].eq(rows[0, :2]).all():
+            raise RuntimeError(
+                f"weight_updates(since=...): the ranks gave {rows[:, 0].tolist()} (-1 for None); it is a collective, "
+                "which all must call with one step"
+            )
+        return rows[:, 2:].amax(0).tolist()
+
+    def _code(self, owner: Owner | None, codes: list[int]) -> int:
+        if owner is None or owner.unit not in self._sharded.units:
+            return _ALL
+        return codes[owner.unit.index]
+
+    @torch.no_grad()
+    def _found(
+        self, values: dict[str, torch.Tensor], asked: list[list[Changes]], codes: list[int]
+    ) -> Iterator[WeightUpdate]:
+        at, marks = None, None
+        for name, tensor in walk(values, self._sharded):
+            owner = owner_of(values[name])
+            if self._code(owner, codes) == _ALL:
+                yield WeightUpdate(name, None, tensor)
+                continue
+            if at is not owner.unit:
+                at, marks = owner.unit, _marks(owner.unit, [changes[owner.unit.index].steps for changes in asked])
+            own = marks.narrow(0, owner.unit.plan.layout.spans[owner.name].start // 8, nbytes(tensor.numel()))
+            if (update := _difference(name, tensor, own)) is not None:
+                yield update
+
+
+def _take_writes(unit: Unit) -> None:
+    """Have what was written into a unit outside of steps noted; and no update run."""
+    unit.settle()
+    unit.take_writes()
+    if unit.master is None and not unit.cut and unit.masters.changes is not None and unit.buffer.written():
+        unit.masters.changes.all = True  # a frozen one, of which nobody else asks
+        unit.buffer.note_versions()
+
+
+def _marks(unit: Unit, parts: list[torch.Tensor | None]) -> torch.Tensor:
+    """All ranks' marks of one unit [numel / 8], from this rank's; collective."""
+    marks = torch.zeros(nbytes(unit.plan.layout.numel), dtype=torch.uint8, device=unit.full.device)
+    own = marks.narrow(0, unit.window.start // 8, nbytes(unit.window.numel))
+    for part in parts:
+        if part is not None:
+            own |= part.to(own.device)
+    comm.gather(marks, unit.mesh.shard, TAGS * unit.index).wait()
+    return marks
+
+
+def _difference(name: str, tensor: torch.Tensor, marks: torch.Tensor) -> WeightUpdate | None:
+    """What is marked of a tensor, in the fewest bytes; None where nothing is."""
+    indices = unpack(marks, tensor.numel()).nonzero().view(-1)
+    changed = len(indices)
+    if not changed:
+        return None
+    if changed > _MOST * tensor.numel():
+        return WeightUpdate(name, None, tensor)
+    fewer = 4 * changed <= len(marks) and tensor.numel() <= _LAST_INDEX
+    return WeightUpdate(name, indices.int() if fewer else marks.clone(), tensor.reshape(-1)[indices])
