@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import WIDE, Net, config, share, step
-from offload_cases import BOTH, HALF, OPTIMIZER, as_on_a_gpu
+from offload_cases import BOTH, GPU, HALF, OPTIMIZER, as_on_a_gpu
 from torch import nn
 
 import zero
@@ -29,6 +29,8 @@ WHERE = {
     "1, host": {"stage": 1, **OPTIMIZER},
     "2, half": {"stage": 2, **HALF},
     "3, host": {"stage": 3, **BOTH},
+    "2, streamed from host": {"stage": 2, "offload_optimizer": GPU},
+    "3, 8 bits": {"stage": 3, "zero_quantized_weights": True},
 }
 
 
