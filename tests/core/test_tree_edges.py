@@ -239,5 +239,5 @@ def test_a_window_that_is_no_power_of_two_is_refused(world, steps, fix):
     )
     with pytest.raises(ConfigError, match=re.escape(text)):
         load(given, world)
-    assert load({**given, "zero": {}}, world).zero.reduce == "ranks"
+    assert load({**given, "zero": {}}, world).zero.reduce == "auto"
     assert load({**given, "gradient_accumulation_steps": 4}, 2).zero.reduce == "tree"

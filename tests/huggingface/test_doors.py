@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "zero" / "as_deepspeed" / "site"
 VERSION = f"0.19.6+zero{zero.__version__}"
 REAL = "9.9"  # of a DeepSpeed that is installed
-ASK = "import deepspeed, importlib.metadata as m; print(deepspeed.__version__, m.version('deepspeed'))"
+# One write: lines of two ranks are not to mix.
+ASK = "import importlib.metadata as m, deepspeed as d; print(d.__version__ + f\" {m.version('deepspeed')}\\n\", end='')"
 PYTHON = shlex.quote(sys.executable)
 
 

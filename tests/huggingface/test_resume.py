@@ -8,9 +8,9 @@ import pytest
 from huggingface_cases import settings, trained
 from ranks import Pool
 
-LONG = pytest.mark.long
+pytestmark = pytest.mark.long
 SAVING = {"save_strategy": "steps", "save_steps": 3}  # an epoch has 8 steps at 2 ranks
-STAGES = [3, pytest.param(0, marks=LONG), pytest.param(1, marks=LONG), pytest.param(2, marks=LONG)]
+STAGES = range(4)
 
 
 def run(model: str, out: str, number: int, resume: str | None, more: dict) -> object:
@@ -27,7 +27,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     assert (tmp_path / "a" / "checkpoint-3" / "zero_to_fp32.py").exists()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", STAGES)
 def test_it_resumes_at_another_number_of_ranks(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
     (losses, *_), _ = door.run(2, run, str(tiny), str(tmp_path / "a"), number, None, {"attention_dropout": 0.0})
@@ -36,7 +35,6 @@ def test_it_resumes_at_another_number_of_ranks(door: Pool, tiny: Path, tmp_path:
     assert again == pytest.approx(losses, rel=1e-5, abs=0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", STAGES)
 def test_the_best_model_is_loaded_at_the_end(door: Pool, tiny: Path, tmp_path: Path, number: int) -> None:
     """Of the largest loss, so that it is not the last."""

@@ -111,7 +111,7 @@ def test_the_bytes_add_up(
     for plan, placement in zip(units, placed, strict=True):
         kept = sum(record_nbytes(plan, rank, parts, formats, keeps_copy(placement, mirrored)))
         shard = shard_nbytes(plan, parts, plan.dtype)
-        in_memory += shard_nbytes(plan, parts, "fp32") if placement.optimizer is not DEVICE else 0
+        in_memory += 0 if placement.used_on_device else shard_nbytes(plan, parts, "fp32")
         in_memory += kept if placement.optimizer is HOST else 0
         in_memory += shard if placement.params is HOST else 0
         files += (kept if placement.optimizer is FILE else 0) + (shard if placement.params is FILE else 0)

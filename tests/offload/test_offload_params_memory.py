@@ -123,7 +123,7 @@ def test_the_formula_by_hand():
     assert alive("fp32", device, host, mirrored=False) == StateBytes(0, 0, 8 * 32)
     assert alive("bf16", device, device, reduced_gradients=["u"]).gradients == 4 * 32
     (split,) = place(alone, 4, host, file, ratio=0.0)
-    assert split == (device, file)
+    assert split == Placement(device, file)
 
 
 WIDTH, LAYERS = 96, 12

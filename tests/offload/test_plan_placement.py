@@ -76,7 +76,7 @@ def test_ratio_keeps_as_many_whole_units_as_fit(units: list[UnitPlan], ratio: fl
 def test_both_ends_of_ratio(units: list[UnitPlan], optimizer: Where, params: Where) -> None:
     assert {each.optimizer for each in place(units, PARTS, optimizer, params, 0.0)} <= {DEVICE}
     for each, found in zip(units, place(units, PARTS, optimizer, params, 1.0), strict=True):
-        assert found == (optimizer if each.requires_grad and each.group >= 0 else DEVICE, params)
+        assert found == Placement(optimizer if each.requires_grad and each.group >= 0 else DEVICE, params)
 
 
 @settings(deadline=None, max_examples=200)

@@ -146,7 +146,8 @@ def test_a_wrong_reduction_on_one_rank_is_found():
     assert text.endswith("NOT all is well.")
 
 
-@pytest.mark.parametrize("seed", [0, *longer(1, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_planted_error_is_found_and_no_right_model_is_blamed(pool, seed):
     """Three seeds of tests/sweep_trust.py, the first one with every third model."""
     models = list(MODELS) if seed else list(MODELS)[::3]
