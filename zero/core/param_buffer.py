@@ -103,15 +103,15 @@ class ParamBuffer:
 
     def offload(self) -> None:
         """Have the parameters look released because their storage is about to be taken."""
+        self.move("offload")
         if not self.cut:
             self._hide()
-        self.move("offload")
 
     def reload(self) -> None:
         """The storages hold again what they held at `offload`."""
+        self.move("reload" if self.cut else "show")
         if not self.cut:
             self.show()
-        self.move("reload" if self.cut else "show")
 
     def look_released(self) -> None:
         """Have the parameters refuse to be read; their memory stays."""
