@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -61,7 +61,7 @@ def checksum(weights: dict[str, Tensor]) -> int:
     """Return a number that two models share only if all their bits are the same."""
     value = 0
     for name in sorted(weights):
-        value = zlib.crc32(weights[name].contiguous().view(torch.uint8).numpy(), value)
+        value = zlib.crc32(weights[name].contiguous().view(torch.uint8).numpy().tobytes(), value)
     return value
 
 
@@ -102,7 +102,7 @@ def tell(server: subprocess.Popen[str], tensors: dict[str, Tensor], folder: str)
     path = Path(folder) / "weights.safetensors"
     save_file(tensors, path)
     print(path, file=server.stdin, flush=True)
-    value, _, text = server.stdout.readline().strip().partition(" ")
+    value, _, text = cast("IO[str]", server.stdout).readline().strip().partition(" ")
     path.unlink()
     return int(value), text
 

@@ -50,10 +50,11 @@ def _run(command: list[str]) -> None:
 def build_device(folder: Path) -> None:
     """Compile device.cpp into ``folder``/device.so; raises RuntimeError with the compiler's words."""
     import torch
-    from torch.utils.cpp_extension import include_paths, library_paths
 
+    root = Path(torch.__file__).parent
+    include = root / "include"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags = [f"-isystem{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    flags = [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", f"-L{root / 'lib'}"]
     flags += ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", abi]
     source, target = str(HERE / "device.cpp"), str(folder / "device.so")
     _run([*(compiler() or ["c++"]), *flags, source, "-o", target, "-lc10", "-ltorch_cpu"])

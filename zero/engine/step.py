@@ -129,7 +129,7 @@ class TrainingStep:
         return self._run(functools.partial(as_forward, module, method), inputs, kwargs)
 
     @contextlib.contextmanager
-    def gathered_for_generation(self) -> Iterator[nn.Module]:
+    def gathered_for_generation(self) -> Iterator[Any]:
         """Inside, all parameters are whole and no hook of ours is on the module, which it gives: a plain one then.
 
         For `generate`, which reads all parameters for each token: they are gathered once. Each rank may then call the
