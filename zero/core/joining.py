@@ -129,7 +129,7 @@ def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kept = None if explicit else own_store(os.environ, timeout)
-    if "nccl" in backend:
+    if "nccl" in backend and device.type == "cuda":
         explicit |= {"device_id": device, "pg_options": nccl_options(timeout)}
     dist.init_process_group(backend, timeout=timeout, **explicit)
     del kept
