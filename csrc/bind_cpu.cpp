@@ -70,14 +70,19 @@ void unpack_spans(uintptr_t flat, int flat_dtype, const std::vector<uintptr_t>& 
 
 void sum_rows_of(const std::vector<uintptr_t>& rows, int dtype, uintptr_t out, int64_t numel, bool accumulate,
                  int threads) {
-  need_dtype(dtype);
+  need_dtype(dtype < kRecordsTo ? dtype : dtype - kRecordsTo);
   if (rows.empty()) throw std::invalid_argument("rows is empty; wanted at least one");
   std::vector<const void*> pointers;
   pointers.reserve(rows.size());
   for (const uintptr_t row : rows) pointers.push_back(pointer<void>(row));
-  const SumRowsJob job{pointers.data(), static_cast<int64_t>(pointers.size()), dtype, pointer<float>(out), accumulate};
+  const SumRowsJob job{pointers.data(), static_cast<int64_t>(pointers.size()), dtype, pointer<void>(out), accumulate};
   py::gil_scoped_release nogil;
   sum_rows(job, numel, threads);
+}
+
+void encode_of(uintptr_t values, uintptr_t message, int64_t numel, int threads) {
+  py::gil_scoped_release nogil;
+  encode(pointer<float>(values), pointer<uint8_t>(message), numel, threads);
 }
 
 // The bytes of an object that has the buffer protocol; it may be read only unless they will be written. It cannot
@@ -155,6 +160,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, threads)");
   m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
+  m.def("encode", &encode_of, "(values, message, numel, threads)");
   m.def("crc32", &crc32_of, "(data, value) -> int; data: any object with a contiguous buffer");
   m.def("crc32_read", &crc32_of_read, "(file, offset, target, chunk) -> (nbytes, [int]); chunk in bytes");
   bind_aio(m);

@@ -50,9 +50,14 @@ void move_of(uintptr_t spans, uintptr_t pieces, int64_t count, uintptr_t flat, i
 
 void sum_rows_of(uintptr_t first, int64_t stride, int64_t rows, int dtype, uintptr_t out, int64_t numel,
                  bool accumulate, int device, uintptr_t stream) {
-  need_dtype(dtype);
+  need_dtype(dtype < kRecordsTo ? dtype : dtype - kRecordsTo);
   py::gil_scoped_release nogil;
-  sum_rows(pointer<void>(first), stride, rows, dtype, pointer<float>(out), numel, accumulate, where(device, stream));
+  sum_rows(pointer<void>(first), stride, rows, dtype, pointer<void>(out), numel, accumulate, where(device, stream));
+}
+
+void encode_of(uintptr_t values, uintptr_t message, int64_t numel, int device, uintptr_t stream) {
+  py::gil_scoped_release nogil;
+  encode(pointer<float>(values), pointer<uint8_t>(message), numel, where(device, stream));
 }
 
 void probe_of(int threads, int device, uintptr_t stream) {
@@ -86,6 +91,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, scratch, out, accumulate, device, stream)");
   m.def("move", &move_of, "(spans, pieces, count, flat, flat_dtype, scale, to_flat, device, stream)");
   m.def("sum_rows", &sum_rows_of, "(first, stride, rows, dtype, out, numel, accumulate, device, stream)");
+  m.def("encode", &encode_of, "(values, message, numel, device, stream)");
   m.def("probe", &probe_of, "(threads, device, stream)");
   m.def("host_register", &host_register_of, "(address, nbytes, device)");
   m.def("host_unregister", &host_unregister_of, "(address, device)");

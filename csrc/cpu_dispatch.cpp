@@ -13,8 +13,10 @@ namespace zero {
   void sum_squares_blocks(const void*, int, int64_t, double*);                         \
   void convert(const void*, int, void*, int, int64_t, float);                          \
   void sum_rows(const SumRowsJob&, int64_t, int64_t);                                  \
+  void encode(const float*, uint8_t*, int64_t, int64_t);                               \
   uint32_t crc32(uint32_t, const void*, int64_t);                                      \
-  constexpr Kernels kernels{#isa, step, sum_squares_blocks, convert, sum_rows, crc32}; \
+  constexpr Kernels kernels{#isa,     step,   sum_squares_blocks, convert,             \
+                            sum_rows, encode, crc32};                                  \
   }
 
 ZERO_DECLARE_ISA(scalar)

@@ -23,12 +23,13 @@ struct StepJob : Shard {
   uint64_t seed;  // of the random bits: of this unit and step
 };
 
-// out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32.
+// out[i] = row 0 [i] + row 1 [i] + ... in this order, in fp32. The ranges of kRecordsTo are multiples of kWireBlock
+// elements, and the sum is of its dtype.
 struct SumRowsJob {
   const void* const* rows;
   int64_t count;
   int dtype;
-  float* out;
+  void* out;
   bool accumulate;
 };
 
@@ -38,6 +39,7 @@ struct Kernels {
   void (*sum_squares_blocks)(const void* x, int dtype, int64_t numel, double* sums);  // one for each block
   void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale);
   void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
+  void (*encode)(const float* values, uint8_t* message, int64_t begin, int64_t end);  // multiples of kWireBlock
   uint32_t (*crc32)(uint32_t value, const void* data, int64_t nbytes);  // value: of what comes before; 0 of nothing
 };
 
@@ -59,6 +61,7 @@ struct Span {
 void step(const StepJob& job, int threads);
 double sum_squares(const void* x, int dtype, int64_t numel, int threads);
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
+void encode(const float* values, uint8_t* message, int64_t numel, int threads);
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads);
 void unpack(const void* flat, int flat_dtype, const Span* spans, int64_t count, float scale, int threads);
 

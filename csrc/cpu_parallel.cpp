@@ -86,6 +86,11 @@ void sum_rows(const SumRowsJob& job, int64_t numel, int threads) {
   split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.sum_rows(job, begin, end); });
 }
 
+void encode(const float* values, uint8_t* message, int64_t numel, int threads) {
+  const Kernels& kernels = active();
+  split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.encode(values, message, begin, end); });
+}
+
 void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads) {
   const Kernels& kernels = active();
   split_spans(spans, count, threads, [&](const Span& span, int64_t first, int64_t numel) {

@@ -52,9 +52,12 @@ void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int
           Where where);
 
 // out = (accumulate ? out : 0) + (row 0 + row 1 + ...), in fp32. Row r is `stride` bytes, either way, behind row r - 1;
-// `out` may be a row of fp32.
-void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, float* out, int64_t numel, bool accumulate,
+// `out` is fp32, and may be a row of fp32; that of kRecordsTo is of its dtype.
+void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, void* out, int64_t numel, bool accumulate,
               Where where);
+
+// 8 bits of each element, n a multiple of kWireBlock (format_math.h).
+void encode(const float* values, uint8_t* message, int64_t numel, Where where);
 
 // Launches a kernel that does nothing, on `threads` threads: throws when this device cannot run what was compiled.
 void probe(int threads, Where where);

@@ -14,6 +14,8 @@
 // ICLR 2022), here a power of two, and codes that are small floats: 1 sign, 4 exponent and 3 mantissa bits, or 5 and 3
 // where all are >= 0. So encoding is a subtraction and a shift of the fp32 pattern, and is rounded stochastically too.
 //
+// On the wire (zero/kernels/wire.py) records of 64 elements: their codes, integers of 8 bits, and the scale, bf16.
+//
 // Random bits come from a counter, not from a state: key and step give the seed, the element's place in its unit does
 // the rest. So a run repeats, and no cut into shards, threads or instruction sets changes it. The mixers: splitmix64
 // (Steele, Lea & Flood, OOPSLA 2014) per block, lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) per
@@ -30,6 +32,7 @@ namespace zero {
 enum StateFormat : int { kStateF32 = 0, kStateBF16 = 1, kState8Bit = 2 };
 
 inline constexpr int kBlock = 256;  // elements that share a scale, and a word of randomness
+inline constexpr int kWireBlock = 64, kWireRecord = kWireBlock + 2;  // elements and bytes of a record
 
 ZERO_INLINE uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -145,6 +148,37 @@ ZERO_INLINE V decode_8bit(typename V::Bits code, float scale) {
   const V value = V::of(keep_where_positive(size, base)) * V::all(scale);
   if (!has_sign) return value;
   return V::of(bits_of(value) | ((code & Bits::all(0x80u)) << 24));
+}
+
+// A record's scale in the low 16 bits: its largest magnitude over 127. `largest` is a pattern, of which NaN's are the
+// largest of all; such a record, or one with inf, reads as NaN.
+template <class V>
+ZERO_INLINE typename V::Bits wire_scale(typename V::Bits largest) {
+  const V scale = V::of(largest) / V::all(127.0f);
+  return bf16_ties_to_even(V::of(max_signed(bits_of(scale), V::Bits::all(0x00800000u))));
+}
+
+// fp32 to a code in the low 8 bits of each lane: x / scale to nearest, ties to even, as adding 1.5 x 2^23 rounds.
+template <class V>
+ZERO_INLINE typename V::Bits wire_code(V x, uint32_t scale) {
+  using Bits = typename V::Bits;
+  const V units = x / V::of(Bits::all(scale << 16)) + V::all(12582912.0f);
+  const Bits code = bits_of(units) - Bits::all(0x4B400000u), most = Bits::all(127);
+  const Bits byte = Bits::all(scale < 0x7F80u ? 0xFFu : 0u);
+  return max_signed(select_greater(code, most, most, code), Bits::all(0) - most) & byte;
+}
+
+template <class V>
+ZERO_INLINE V wire_value(typename V::Bits code, uint32_t scale) {
+  using Bits = typename V::Bits;
+  // 2^23 + 128 + code, whose low bits are the code with its sign turned.
+  const V shifted = V::of((code ^ Bits::all(0x80u)) | Bits::all(0x4B000000u));
+  return (shifted - V::all(8388736.0f)) * V::of(Bits::all(scale << 16));
+}
+
+// A scale where it lies, at any address.
+ZERO_INLINE uint32_t wire_scale_of(const uint8_t* record) {
+  return record[kWireBlock] | static_cast<uint32_t>(record[kWireBlock + 1]) << 8;
 }
 
 }  // namespace zero

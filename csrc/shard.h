@@ -10,6 +10,8 @@ namespace zero {
 
 // The codes are part of the Python side's contract (zero/kernels/native.py).
 enum DType : int { kNone = -1, kF32 = 0, kBF16 = 1, kF16 = 2 };
+// Of rows to add up there are also messages of 8 bits: this and the code of what their sum is rounded to.
+inline constexpr int kRecordsTo = 3;
 
 // No two of the arrays overlap. Exactly one of `master` and `remainder` is there; with `remainder`, `param` is bf16,
 // read and written (format_math.h).

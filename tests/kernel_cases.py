@@ -16,6 +16,7 @@ from zero.kernels.marks import nbytes, pack, unpack
 from zero.kernels.moments import FORMATS, Moment
 from zero.kernels.remainder import split
 from zero.kernels.step import step
+from zero.kernels.wire import encode_reference
 
 CPU = native.load()
 step_reference = functools.partial(step, compiled=False)
@@ -183,6 +184,15 @@ def check_marks(formula: Formula, wanted: Shard, got: Shard, what: object) -> No
     assert torch.equal(unpack(marks.cpu(), len(there)), there), what
     for mine, its in zip(got.tensors(), wanted.tensors(), strict=True):
         same(mine.cpu(), its, str(what))
+
+
+def same_message(message: torch.Tensor, values: torch.Tensor) -> None:
+    """It is what the reference makes of them; of a scale of NaN any bits will do."""
+    wanted = torch.empty(len(message), dtype=torch.uint8)
+    encode_reference(values, wanted)
+    mine, its = (each.view(-1, 66) for each in (message.clone(), wanted))
+    same(mine[:, 64:].contiguous().view(torch.bfloat16), its[:, 64:].contiguous().view(torch.bfloat16))
+    assert torch.equal(mine[:, :64], its[:, :64])
 
 
 def released(numel: int) -> torch.Tensor:

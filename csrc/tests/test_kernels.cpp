@@ -56,15 +56,16 @@ struct Case {
   int grad_dtype;
   int64_t numel;
   Kind kind;
+  bool marked = false;
 
   std::string text() const {
     return std::string(rule.name) + ", " + kMasterNames[master] + ", " + kFormatNames[format] + " moments, " +
            kDTypeNames[grad_dtype] + " gradient, " + std::to_string(numel) + " elements" +
-           (kind == Kind::kHostile ? ", inf and NaN" : "");
+           (kind == Kind::kHostile ? ", inf and NaN" : "") + (marked ? ", marked" : "");
   }
 };
 
-// All arrays of one step, in the order: master or remainder, parameter, gradient, states, scales.
+// All arrays of one step, in the order: master or remainder, parameter, gradient, states, scales, marks.
 struct Shard {
   std::vector<Array> arrays;
 };
@@ -94,6 +95,7 @@ Shard shard_of(const Case& c, Random& random) {
     }
     arrays.push_back(std::move(scales));
   }
+  arrays.push_back(random_bytes(c.marked ? (n + 7) / 8 : 0, 1, random));
   return made;
 }
 
@@ -121,6 +123,7 @@ Shard stepped(const Case& c, const Shard& shard, const Way& way) {
   job.numel = c.numel;
   job.seed = zero::step_seed(12345, 3);
   job.first_block = 77;
+  job.marks = c.marked ? a[7].data() : nullptr;
   zero::set_isa(way.isa.c_str());
   zero::step(job, way.threads);
   return copy;
@@ -135,7 +138,7 @@ int64_t test_step(const Case& c, const std::vector<Way>& all, Random& random) {
   const Holds bits = Holds::kBits;
   const std::pair<const char*, Holds> names[] = {{"master", master}, {"param", param},   {"grad", bits},
                                                  {"state0", state},  {"state1", state},  {"scale0", bits},
-                                                 {"scale1", bits}};
+                                                 {"scale1", bits},   {"marks", bits}};
   for (const Way& way : all) {
     const Shard got = stepped(c, shard, way);
     for (size_t k = 0; k < got.arrays.size(); ++k) {
@@ -147,19 +150,21 @@ int64_t test_step(const Case& c, const std::vector<Way>& all, Random& random) {
 }
 
 int64_t test_steps(const std::vector<Way>& all, Random& random) {
-  int64_t count = 0;
+  int64_t count = 0, turn = 0;  // each size with marks and without them
   for (const Rule& rule : kRules) {
     for (const Master master : kMasters) {
       for (const int format : {zero::kStateF32, zero::kStateBF16, zero::kState8Bit}) {
         for (const int dtype : kDTypes) {
           for (const int64_t numel : kSizes) {
-            count += test_step({rule, master, format, dtype, numel, Kind::kSigned}, all, random);
+            count += test_step({rule, master, format, dtype, numel, Kind::kSigned, (++turn & 1) != 0}, all, random);
           }
-          count += test_step({rule, master, format, dtype, 1025, Kind::kHostile}, all, random);
+          count += test_step({rule, master, format, dtype, 1025, Kind::kHostile, (++turn & 1) != 0}, all, random);
         }
         // How a shard is shared out depends on its format alone: every rule and every master meets each format.
         if (master == static_cast<Master>((&rule - kRules + format) % 5)) {
-          count += test_step({rule, master, format, zero::kBF16, kTwoThreads, Kind::kSigned}, all, random);
+          for (const bool marked : {false, true}) {
+            count += test_step({rule, master, format, zero::kBF16, kTwoThreads, Kind::kSigned, marked}, all, random);
+          }
         }
       }
     }
@@ -311,6 +316,47 @@ int64_t test_sums_of_rows(const std::vector<Way>& all, Random& random) {
   return count;
 }
 
+// Rows in 8 bits.
+
+// The messages of some ranks, and their sum.
+std::pair<std::vector<Array>, Array> records(int64_t rows, int64_t numel, int dtype, bool accumulate, const Way& way,
+                                             Random random) {
+  std::vector<Array> messages;
+  std::vector<const void*> pointers;
+  zero::set_isa(way.isa.c_str());
+  for (int64_t r = 0; r < rows; ++r) {
+    const Array values(numbers(numel, zero::kF32, random, r == 1 ? Kind::kHostile : Kind::kSigned), way.lead_of(5));
+    messages.emplace_back(numel / zero::kWireBlock * zero::kWireRecord, 1, way.lead_of(static_cast<int>(r)));
+    zero::encode(values.as<float>(), messages.back().data(), numel, way.threads);
+    pointers.push_back(messages.back().data());
+  }
+  Array out(numbers(numel, dtype, random, Kind::kSigned), way.lead_of(6));
+  zero::sum_rows({pointers.data(), rows, zero::kRecordsTo + dtype, out.data(), accumulate}, numel, way.threads);
+  return {std::move(messages), std::move(out)};
+}
+
+int64_t test_records(const std::vector<Way>& all, Random& random) {
+  int64_t count = 0;
+  for (const int dtype : kDTypes) {
+    for (const int64_t rows : {1, 2, 5}) {
+      for (const int64_t numel : {0, 64, 128, 192, 1024, 33024}) {
+        const bool accumulate = random.below(2) == 0;
+        const auto wanted = records(rows, numel, dtype, accumulate, all.front(), random);
+        for (const Way& way : all) {
+          const std::string text = std::to_string(rows) + " x " + std::to_string(numel) + ", " + way.text() + ": ";
+          const auto got = records(rows, numel, dtype, accumulate, way, random);
+          for (size_t r = 0; r < got.first.size(); ++r) {
+            same("encode: " + text + "message " + std::to_string(r), got.first[r], wanted.first[r], Holds::kBits);
+          }
+          same("sum of records: " + text + kDTypeNames[dtype], got.second, wanted.second, holds_of(dtype));
+          count += 1 + rows;
+        }
+      }
+    }
+  }
+  return count;
+}
+
 // Checksums.
 
 // The definition, bit by bit.
@@ -355,6 +401,7 @@ int run() {
     count += test_sum_squares(all, random);
     count += test_buckets(all, random);
     count += test_sums_of_rows(all, random);
+    count += test_records(all, random);
     count += test_steps(all, random);
     count += test_crc32(all, random);
   } catch (const Failure& failure) {

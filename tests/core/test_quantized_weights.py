@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,6 +60,8 @@ CASES = [
         (4, {"zero": {"shard_size": 2}}, {}),
         (2, {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "zero": {"moments": "8bit"}}}}, {}),
         (2, BF16, {"offload_optimizer": {"device": "cpu"}}),
+        (2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, {"zero_quantized_gradients": True}),
+        (2, BF16, {"offload_param": {"device": "cpu"}}),
         (1, {}, {}),
     ),
 ]
@@ -84,6 +87,28 @@ def see(more: dict[str, Any], section: dict[str, Any]) -> None:
         dist.all_gather(everywhere, value)
         assert all(torch.equal(each, value) for each in everywhere)
     engine.destroy()
+
+
+def passes(folder: str) -> None:
+    engine = engine_of(BF16, offload_param={"device": "nvme", "nvme_path": folder, "max_in_cpu": 0})
+    step(engine, 0)
+    stores, noted = [unit.placement.shard_store for unit in engine._sharded.units], Mock()
+    for store in stores:
+        assert not store.resident
+        for verb in ("acquire", "fetch"):
+            call = Mock(side_effect=getattr(store, verb))
+            noted.attach_mock(call, verb)
+            setattr(store, verb, call)
+    engine.backward(engine(*share(1)))
+    assert not noted.mock_calls
+    engine.step()
+    engine.destroy()
+    assert noted.mock_calls  # so that the above says something
+
+
+@pytest.mark.long
+def test_parameters_in_files_are_not_read_for_a_forward_or_backward(pool: Any, tmp_path: Path) -> None:
+    pool.run(2, passes, str(tmp_path))
 
 
 @pytest.mark.ranks(2)

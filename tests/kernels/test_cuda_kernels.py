@@ -24,6 +24,7 @@ from zero.kernels.formulas import Adam, Formula
 from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.kernels.step import step
+from zero.kernels.wire import encode, sum_messages, sum_messages_reference
 from zero.memory.pinned_arena import PinnedArena
 from zero.optim.outcome import step_factor
 
@@ -223,6 +224,23 @@ def test_sum_rows(device: torch.device, dtype: torch.dtype) -> None:
     wanted = left + right
     sum_rows([left, right], left, False)
     same(left, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """Encoded, decoded and summed as on the host; rows as they are received, from any address."""
+    for blocks, count, start in itertools.product((0, 1, 3, 300), (1, 2, 5), (0, 1)):
+        numel, room = 64 * blocks, torch.empty(start + count * 66 * blocks, dtype=torch.uint8, device=device)
+        rows = list(room[start:].view(count, -1))
+        for index, row in enumerate(rows):
+            values = numbers(numel, seed=index, hostile=index == 1)
+            kernel_cases.same_message(row.copy_(encode(values.to(device))).cpu(), values)
+        for accumulate in (False, True):
+            wanted = numbers(numel, dtype, seed=9)
+            got = wanted.to(device, copy=True)
+            sum_messages_reference([row.cpu() for row in rows], wanted, accumulate)
+            sum_messages(rows, got, accumulate)
+            same(got.cpu(), wanted, (blocks, count, start, accumulate))
 
 
 # An optimizer phase.

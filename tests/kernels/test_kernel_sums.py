@@ -18,6 +18,7 @@ from kernel_cases import (
     all_same,
     fixed_sum_squares,
     numbers,
+    released,
     same,
     sizes,
 )  # fmt: skip
@@ -25,6 +26,7 @@ from kernel_cases import (
 from zero.kernels import native
 from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_reference
 from zero.kernels.norm import sum_squares, sum_squares_reference
+from zero.kernels.wire import decode, encode, sum_messages, sum_messages_reference
 
 isa, threads = kernel_cases.isa, kernel_cases.threads
 
@@ -139,6 +141,42 @@ def test_sum_rows_adds_first_to_last_and_may_write_into_a_row(isa):
     assert out.tolist() == [12, 15, 18, 21]
     sum_rows([torch.full((4,), -0.0)], out, False)
     assert out.signbit().all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_8_bits_give_the_bits_of_the_reference(isa, threads, dtype):
+    for blocks, count, start in itertools.product((0, 1, 2, 517), (1, 2, 5), (0, 1)):
+        numel, rows = 64 * blocks, []
+        for row in range(count):
+            values = numbers(numel, seed=row, hostile=row == 1, start=start)
+            rows.append(kernel_cases.shifted(encode(values), start))
+            kernel_cases.same_message(rows[-1], values)
+        for accumulate in (False, True):
+            got = numbers(numel, dtype, seed=99, start=start)
+            wanted = got.clone()
+            sum_messages(rows, got, accumulate)
+            sum_messages_reference(rows, wanted, accumulate)
+            same(got, wanted)
+
+
+def test_8_bits_round_to_nearest_with_ties_to_even_and_show_what_is_not_finite(isa):
+    values = torch.zeros(192)
+    values[:6] = torch.tensor([127.0, 0.5, 1.5, -2.5, -127.0, 2.0**-149])
+    values[64], values[191] = math.inf, math.nan
+    message = encode(values)
+    assert message.view(torch.int8)[:6].tolist() == [127, 0, 2, -2, -127, 0]
+    out = decode(message, torch.empty(192))
+    assert out[:6].tolist() == [127.0, 0.0, 2.0, -2.0, -127.0, 0.0]
+    assert not out[6:64].any() and not out[64:].isfinite().any()
+    assert decode(encode(torch.full((64,), 1e-45)), torch.ones(64)).eq(0.0).all()
+
+
+def test_8_bits_refuse():
+    for bad in (torch.zeros(63), torch.zeros(2, 64), torch.zeros(64).bfloat16(), released(64)):
+        with pytest.raises(ValueError, match="values: got"):
+            encode(bad)
+    with pytest.raises(ValueError, match=r"rows\[1\]: got.*shape \(132,\).*wanted shape \(66,\)"):
+        sum_messages([encode(torch.ones(64)), encode(torch.ones(128))], torch.ones(64), False)
 
 
 def test_a_bucket_refuses():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from zero.kernels.wire import decode, encode
+from zero.kernels.wire import decode, encode, sum_messages
 
 
 class ErrorFeedback:
@@ -22,7 +22,7 @@ class ErrorFeedback:
         """The message of `flat` [n], of any floating dtype, and of the error that is left."""
         values = flat.to(torch.float32, copy=self._error is not None)
         if self._error is not None:
-            values += decode(self._error, torch.empty_like(values))
+            sum_messages([self._error], values, True)
         message = encode(values)
         left = values - decode(message, torch.empty_like(values))
         self._error = encode(left.nan_to_num_(0.0, 0.0, 0.0))

@@ -166,16 +166,30 @@ def sum_rows(rows: Sequence[Tensor], out: Tensor, accumulate: bool, threads: int
         ValueError: for no rows, rows that differ in size, dtype or device, or are not contiguous and floating, or
             whose storage was released. Nothing was written then.
     """
-    (target, *sources), code = _row_addresses(rows, out), DTYPE_CODES.get(rows[0].dtype)
-    compiled = out.dtype is torch.float32 and code is not None and 0 not in (target, *sources)
-    strides = {after - before for before, after in pairwise(sources)} or {0}
-    if compiled and len(strides) == 1 and (module := cuda.kernels(out.device)) is not None:  # as received, or just two
-        arguments = sources[0], strides.pop(), len(rows), code, target, out.numel(), accumulate
-        cuda.launch(module.sum_rows, out.device, *arguments)
-    elif compiled and out.is_cpu and (module := load()) is not None:
-        module.sum_rows(sources, code, target, out.numel(), accumulate, threads or torch.get_num_threads())
-    else:
+    addresses, code = _row_addresses(rows, out), DTYPE_CODES.get(rows[0].dtype)
+    if out.dtype is not torch.float32 or not sum_compiled(addresses, code, out, accumulate, threads):
         sum_rows_reference(rows, out, accumulate)
+
+
+def sum_compiled(
+    addresses: Sequence[int], code: int | None, out: Tensor, accumulate: bool, threads: int | None = None
+) -> bool:
+    """Have a kernel do it, where one does; whether it has.
+
+    addresses: of out, then of the rows, which were checked; code: their dtype's, or None for one without kernels.
+    """
+    target, *sources = addresses
+    if code is None or 0 in addresses:
+        return False
+    strides = {after - before for before, after in pairwise(sources)} or {0}
+    into = target, out.numel(), accumulate
+    if len(strides) == 1 and (module := cuda.kernels(out.device)) is not None:  # as received, or just two
+        cuda.launch(module.sum_rows, out.device, sources[0], strides.pop(), len(sources), code, *into)
+    elif out.is_cpu and (module := load()) is not None:
+        module.sum_rows(sources, code, *into, threads or torch.get_num_threads())
+    else:
+        return False
+    return True
 
 
 @torch.no_grad()

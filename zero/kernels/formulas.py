@@ -8,7 +8,7 @@ rate does in every step), so it holds nothing else, and needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -167,6 +167,7 @@ class Muon(_Checked):
         weight_decay: decoupled; 0 for none.
         eps: the least norm that a matrix is divided by.
         ns_steps: Newton-Schulz iterations, below 100.
+        beta2: of NorMuon, decay of the mean square of each row, in [0, 1).
     """
 
     lr: float
@@ -174,6 +175,7 @@ class Muon(_Checked):
     weight_decay: float = 0.0
     eps: float = 1e-7
     ns_steps: int = 5
+    beta2: float = 0.0
 
     state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     signed: ClassVar[tuple[bool, ...]] = (True,)
@@ -210,23 +212,28 @@ def _adagrad(group: Hyperparameters) -> Adagrad:
 
 def _muon(group: Hyperparameters) -> Muon:
     numbers = (float(group[key]) for key in ("lr", "momentum", "weight_decay", "eps"))
-    return Muon(*numbers, int(group["ns_steps"]))
+    return Muon(*numbers, int(group["ns_steps"]), float(group.get("beta2") or 0.0))
 
 
 FORMULAS: Mapping[str, Callable[[Hyperparameters], Formula | Muon]] = {
     # As in DeepSpeed, "Adam" means decoupled weight decay unless `adam_w_mode` is false.
     "adam": lambda group: _adam(group, group["adam_w_mode"]),
     "adamw": lambda group: _adam(group, True),
+    "lamb": lambda group: _adam({**group, "bias_correction": False}, True),  # the rest of it: zero/optim/lamb.py
     "lion": _lion,
     "sgd": _sgd,
     "adagrad": _adagrad,
-    "muon": lambda group: _muon(group) if group.get("use_muon", True) else _adam(group, True),
+    "muon": lambda group: _muon(group) if group["use_muon"] else _adam(group, True),
 }
 
 
-def formats_of(kind: str, params: Arguments, compute_dtype: str) -> Formats:
-    """How the state of optimizer `kind`, a key of FORMULAS, is kept with these arguments beside such parameters."""
+def formats_of(kind: str, params: Arguments, compute_dtype: str, groups: Sequence[Hyperparameters] = ()) -> Formats:
+    """How the state of optimizer `kind`, a key of FORMULAS, is kept with these arguments beside such parameters.
+
+    `groups`: the parameter groups, where these do not keep the same.
+    """
     master, moments = (params.zero.master, params.zero.moments) if params.zero else (None, "fp32")
     master = master or ("remainder" if compute_dtype == "bf16" else "fp32")
-    largest = {"use_muon": False, "bias_correction": True}  # of Muon and the AdamW beside it
-    return Formats(master, moments, len(FORMULAS[kind](largest | dict(params)).state_names))
+    largest = {**dict(params), "use_muon": False, "bias_correction": True}  # of Muon and the AdamW beside it
+    states, *by_group = (len(FORMULAS[kind](largest | dict(group)).state_names) for group in ({}, *groups))
+    return Formats(master, moments, states, tuple(by_group))

@@ -18,6 +18,7 @@ import torch
 # this dtype".
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_TENSOR = -1
+RECORDS_TO = 3  # and the code of their sum: of rows that are messages in 8 bits (zero/kernels/wire.py)
 
 CPU_MODULE, CUDA_MODULE = "zero._cpu", "zero._cuda"
 _MISSING = {

@@ -3,8 +3,6 @@
 A message is made of records: the codes of a block, int8, and its scale, bf16, the largest of its elements over 127.
 Code times scale is exact in fp32, so every device decodes the same bits. A block with an element that is not finite
 reads as inf and NaN.
-
-Plain torch on any device.
 """
 
 from __future__ import annotations
@@ -14,35 +12,66 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD
+from zero.kernels import cuda
+from zero.kernels.bucket import sum_compiled
+from zero.kernels.checks import FLOATING, address_of, describe
+from zero.kernels.native import DTYPE_CODES, RECORDS_TO, load
+from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD, wire_nbytes
 
 _LEAST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
 
-@torch.no_grad()
 def encode(values: Tensor) -> Tensor:
-    """The message, uint8 [n / 64 * 66], of ``values``, fp32 [n], n a multiple of 64."""
-    blocks = values.view(-1, WIRE_BLOCK)
-    scales = (blocks.abs().amax(1, keepdim=True) / 127).clamp_(min=_LEAST).bfloat16()
-    records = torch.empty(len(blocks), WIRE_RECORD, dtype=torch.uint8, device=values.device)
-    records[:, :WIRE_BLOCK].view(torch.int8).copy_((blocks / scales.float()).round_().clamp_(-127, 127))
-    records[:, WIRE_BLOCK:].view(torch.bfloat16).copy_(scales)
-    return records.view(-1)
+    """The message, uint8 [n / 64 * 66], of ``values``, fp32 [n]; ValueError unless n is a multiple of 64."""
+    source, device = address_of("values", values, (torch.float32,)), values.device
+    if values.ndim != 1 or values.numel() % WIRE_BLOCK:
+        raise ValueError(f"values: got {describe(values)}; wanted 1-D, a multiple of {WIRE_BLOCK} elements")
+    message = torch.empty(wire_nbytes(values.numel()), dtype=torch.uint8, device=device)
+    arguments = source, message.data_ptr(), values.numel()
+    if (module := cuda.kernels(device)) is not None:
+        cuda.launch(module.encode, device, *arguments)
+    elif values.is_cpu and (module := load()) is not None:
+        module.encode(*arguments, torch.get_num_threads())
+    else:
+        encode_reference(values, message)
+    return message
 
 
 @torch.no_grad()
+def encode_reference(values: Tensor, message: Tensor) -> None:
+    """:func:`encode` into ``message`` as plain torch operations, on any device; the same bits, but of NaN as scale."""
+    blocks, records = values.view(-1, WIRE_BLOCK), message.view(-1, WIRE_RECORD)
+    most = torch.full((), 127.0, device=values.device)  # on a GPU division by a number would be a multiplication
+    scales = (blocks.abs().amax(1, keepdim=True) / most).clamp_(min=_LEAST).bfloat16()
+    codes = (blocks / scales.float()).round_().clamp_(-127, 127).nan_to_num_(0.0)
+    records[:, :WIRE_BLOCK].view(torch.int8).copy_(codes)
+    records[:, WIRE_BLOCK:].view(torch.bfloat16).copy_(scales)
+
+
 def decode(message: Tensor, out: Tensor) -> Tensor:
     """Write the elements of ``message``, uint8 [n / 64 * 66], into ``out`` [n], of any floating dtype; returns that."""
-    records = message.view(-1, WIRE_RECORD)
-    scales = records[:, WIRE_BLOCK:].view(torch.bfloat16).float()
-    torch.mul(records[:, :WIRE_BLOCK].view(torch.int8), scales, out=out.view(-1, WIRE_BLOCK))
+    sum_messages([message], out, False)
     return out
 
 
 def sum_messages(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
     """As :func:`zero.kernels.bucket.sum_rows`, of messages: their elements are added in fp32, first to last."""
-    total = decode(rows[0], torch.empty_like(out) if accumulate else out)
-    for row in rows[1:]:
-        total += decode(row, torch.empty_like(out))
-    if accumulate:
-        out += total
+    addresses = [address_of("out", out, FLOATING)]
+    for index, row in enumerate(rows):
+        addresses.append(address_of(f"rows[{index}]", row, (torch.uint8,), (wire_nbytes(out.numel()),), out.device))
+    code = DTYPE_CODES.get(out.dtype)
+    if code is None or not sum_compiled(addresses, RECORDS_TO + code, out, accumulate):
+        sum_messages_reference(rows, out, accumulate)
+
+
+@torch.no_grad()
+def sum_messages_reference(rows: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """:func:`sum_messages` as plain torch operations, on any device; the same bits."""
+    parts = []
+    for row in rows:
+        records = row.view(-1, WIRE_RECORD)
+        scales = records[:, WIRE_BLOCK:].clone().view(torch.bfloat16).float()  # from any address
+        parts.append((records[:, :WIRE_BLOCK].view(torch.int8) * scales).view(-1))
+    for part in parts[1:]:
+        parts[0] += part
+    out.copy_(out + parts[0] if accumulate else parts[0])
