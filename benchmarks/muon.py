@@ -1,4 +1,4 @@
-"""How much of a step is Muon's, by the size of the model? The GPT of examples/gpt, its update beside AdamW's.
+"""How much of a step is Muon's, by the size of the model? The GPT of examples/gpt, its update beside AdamW's, LAMB's.
 
     python benchmarks/muon.py
 
@@ -24,8 +24,10 @@ from model import GPT, VOCAB, Shape
 
 RULES = {
     "AdamW": {"type": "AdamW", "params": {}},
+    "LAMB": {"type": "Lamb", "params": {}},
     "Muon, standard": {"type": "Muon", "params": {"ns_method": "standard"}},
     "Muon, gram": {"type": "Muon", "params": {}},
+    "NorMuon, gram": {"type": "Muon", "params": {"beta2": 0.95}},
 }
 
 
@@ -63,7 +65,7 @@ def main() -> None:
             both, step = stat([1e3 * sum(pair) for pair in pairs]), stat([1e3 * pair[1] for pair in pairs])
             share = stat([pair[1] / sum(pair) for pair in pairs])
             rate = stat([pair[0] for pair in pairs]).median / args.tokens  # seconds of a token
-            tokens = (step.median / 1e3 - plain) / rate / 0.05 if name != "AdamW" else 0.0
+            tokens = (step.median / 1e3 - plain) / rate / 0.05 if "Muon" in name else 0.0
             cells = both.text(), step.text(1), share.text(2), f"{tokens:,.0f}" if tokens else "-"
             rows.append((f"{width}, {numel / 1e6:.1f}M", name, *cells))
     print(machine_line(), "\n")

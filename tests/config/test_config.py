@@ -104,7 +104,7 @@ def test_formats_of_the_state(kind, moments):
         ("Lion", {}, None),
         ("SGD", {"maximize": True}, "'maximize' is true"),
         ("AdamW", {"torch_adam": True}, "'torch_adam' is true"),
-        ("RMSprop", {}, "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"),
+        ("RMSprop", {}, "our kernels run Adam, AdamW, Lamb, Lion, SGD and Adagrad only"),
     ],
 )
 def test_when_torchs_own_class_runs(kind, params, reason):

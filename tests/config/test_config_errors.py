@@ -240,7 +240,7 @@ NEEDS_BF16 = (
     "optimizer.params.zero.master: 'remainder' needs bf16.enabled, because it is the lower half of a master "
     "whose upper half is the bf16 parameter; use 'fp32'"
 )
-OURS_ONLY = "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"
+OURS_ONLY = "our kernels run Adam, AdamW, Lamb, Lion, SGD and Adagrad only"
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,6 @@ def shards(shard_size=0, **keys) -> dict:
             "not gathered for their use; set the stage to 3, or leave it out",
         ),
         (
-            {"stage": 3, "zero_quantized_weights": True, "offload_param": {"device": "cpu"}},
-            {},
-            "zero_optimization.zero_quantized_weights: got true with zero_optimization.offload_param.device 'cpu', but "
-            "what travels would be kept on the device; keep one of the two",
-        ),
-        (
             {"zero_quantized_gradients": True},
             {},
             "zero_optimization.zero_quantized_gradients: got true with zero_optimization.stage 0, where every rank "

@@ -79,7 +79,7 @@ def test_a_wrong_file_is_rejected_with_one_message_that_says_what_is_wrong(value
 
 
 KNOWN = (
-    *("stage 7", "typo", "three sections", "LAMB", "OneBitAdam", "argument of torch"),
+    *("stage 7", "typo", "three sections", "LBFGS", "OneBitAdam", "argument of torch"),
     *("value of a schedule", "unknown schedule", "schedule lacks", "not built"),
 )
 NO_JSON = ("empty file", "file ends", "no comma", "True")

@@ -88,7 +88,7 @@ def test_a_class_of_an_adapter_and_a_scheduler_of_torch() -> None:
             {"maximize": True},
             "FusedOptimizer(kind='SGD'): 'maximize' is true; give initialize() the class of torch",
         ),
-        ("RMSprop", {}, "FusedOptimizer(kind='RMSprop'): our kernels run Adam, AdamW, Lion, SGD and Adagrad only"),
+        ("RMSprop", {}, "FusedOptimizer(kind='RMSprop'): our kernels run Adam, AdamW, Lamb, Lion, SGD and Adagrad"),
     ],
 )
 def test_wrong_arguments_are_said_at_once(kind: str, arguments: dict[str, Any], said: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import WIDE, batch, config, equal, make_net, train
+from models import WIDE, batch, config, equal, make_net, share, train, train_parts
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from oracle import Training, near
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 import zero
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim import matrix
+from zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 STEPS, PARTS = 3, 4  # micro-batches of a step, whatever the ranks
 MATRICES = 6
@@ -28,21 +29,23 @@ def matrices_only(net: nn.Module) -> nn.Module:
     return net
 
 
+def gradients(net: nn.Module, params: list[nn.Parameter], step: int) -> list[torch.Tensor]:
+    """The means over micro-batches, added in the order of the tree."""
+    parts = []
+    for part in range(PARTS):
+        parts.append(torch.autograd.grad(net(*batch(PARTS * step + part, 2)), params))
+    return [((a + b) + (c + d)) * 0.25 for a, b, c, d in zip(*parts, strict=True)]
+
+
 def torch_muon(clipping: float = 0.0, **arguments: Any) -> dict[str, torch.Tensor]:
-    """Plain torch in one process; gradients are added in the order of the tree."""
+    """Plain torch in one process."""
     net = matrices_only(make_net())
     params = [param for param in net.parameters() if param.requires_grad]
     optimizer = torch.optim.Muon(params, **({"lr": 2e-2, "weight_decay": 0.1} | arguments))
     for step in range(STEPS):
-        grads = []
-        for part in range(PARTS):
-            net(*batch(PARTS * step + part, 2)).backward()
-            grads.append([param.grad for param in params])
-            optimizer.zero_grad()
-        for param, (a, b, c, d) in zip(params, zip(*grads, strict=True), strict=True):
-            param.grad = ((a + b) + (c + d)) * 0.25
+        for param, grad in zip(params, gradients(net, params, step), strict=True):
+            param.grad = grad
         optimizer.step()
-        optimizer.zero_grad()
     return {name: param.detach() for name, param in net.named_parameters()}
 
 
@@ -50,7 +53,7 @@ def trained(
     stage: int, *, section: dict[str, Any] | None = None, params: dict[str, Any] | None = None, **more: Any
 ) -> Any:
     """The same under an engine; its parameters, and how often this rank has run Newton-Schulz."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     settings = config(stage, world, accumulation=PARTS // world, zero={"reduce": "tree"}, **more)
     settings["zero_optimization"] |= section or {}
     settings["optimizer"] = {"type": "Muon", "params": MUON | (params or {})}
@@ -59,10 +62,7 @@ def trained(
         plain = matrix.torch_newton_schulz
         patch.setattr(matrix, "torch_newton_schulz", lambda *args: calls.append(args[0].shape) or plain(*args))
         engine, *_ = zero.initialize(model=model, config=settings)
-        for step in range(STEPS):
-            for part in range(rank, PARTS, world):
-                engine.backward(engine(*batch(PARTS * step + part, 2)))
-                engine.step()
+        train_parts(engine, range(STEPS), PARTS)
         engine.destroy()
     return {name: param.detach() for name, param in model.named_parameters()}, len(calls)
 
@@ -150,7 +150,7 @@ def test_a_whole_net_is_as_near_to_the_truth_as_torchs(pool):
 
 
 def clients(stage: int) -> dict[str, torch.Tensor]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     net = matrices_only(make_net())
     settings = config(stage, world, accumulation=PARTS // world, zero={"reduce": "tree"})
     del settings["optimizer"]
@@ -162,10 +162,7 @@ def clients(stage: int) -> dict[str, torch.Tensor]:
         ns_steps=3,
     )
     engine, *_ = zero.initialize(model=net, optimizer=client, config=settings)
-    for step in range(STEPS):
-        for part in range(rank, PARTS, world):
-            engine.backward(engine(*batch(PARTS * step + part, 2)))
-            engine.step()
+    train_parts(engine, range(STEPS), PARTS)
     engine.destroy()
     return {name: param.detach() for name, param in net.named_parameters()}
 
@@ -218,21 +215,47 @@ def test_fused_projections_and_stacks_of_experts_are_many_matrices(pool, kind):
     assert torch.equal(whole, apart)
 
 
+@pytest.mark.long
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_beside_gradients_and_weights_in_8_bits(stage):
+    """The rule is as exact as ever, of the gradient that comes of 8 bits."""
+    grads = []
+    for coded in (False, True):
+        net = matrices_only(make_net(width=WIDE))
+        section = {"stage": stage, "zero_quantized_gradients": coded, "zero_quantized_weights": coded and stage == 3}
+        more = {"optimizer": {"type": "Muon", "params": MUON}, "zero_optimization": section}
+        engine, *_ = zero.initialize(model=net, config=config(stage, 2, **more))
+        weight = net.blocks[0].up.weight
+        for number in range(2):
+            engine.backward(engine(*share(number)))
+            before, grad = safe_get_full_fp32_param(weight), safe_get_full_grad(weight)
+            momentum = safe_get_full_optimizer_state(weight, "momentum_buffer")
+            engine.step()
+            plain = nn.Parameter(before.clone())
+            plain.grad = grad
+            optimizer = torch.optim.Muon([plain], lr=MUON["muon_lr"], weight_decay=MUON["weight_decay"])
+            optimizer.state[plain]["momentum_buffer"] = momentum.clone()
+            optimizer.step()
+            assert torch.equal(safe_get_full_fp32_param(weight), plain.detach())
+        grads.append(grad)
+        engine.destroy()
+    assert 0 < (grads[1] - grads[0]).norm() < 0.1 * grads[0].norm()
+
+
 def interrupted(folder: Any, stage: int, load: bool) -> dict[str, torch.Tensor]:
     """Two steps and a checkpoint, or that checkpoint and two more steps."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     params = {**MUON, "zero": {"moments": "8bit"}}
     more = {"optimizer": {"type": "Muon", "params": params}, "zero": {"reduce": "tree"}, "accumulation": PARTS // world}
     net = make_net(width=WIDE, seed=9 if load else 7)
     engine, *_ = zero.initialize(model=net, config=config(stage, world, **more))
     if load:
         engine.load_checkpoint(folder)
-    for step in range(4)[slice(2, 4) if load else slice(0, 4)]:
-        if step == 2 and not load:
-            engine.save_checkpoint(folder)
-        for part in range(rank, PARTS, world):
-            engine.backward(engine(*batch(PARTS * step + part, 2)))
-            engine.step()
+    else:
+        train_parts(engine, range(2), PARTS)
+        engine.save_checkpoint(folder)
+    train_parts(engine, range(2, 4), PARTS)
     engine.destroy()
     return {name: param.detach() for name, param in net.named_parameters()}
 

@@ -32,6 +32,17 @@ PRECISIONS = {
 }
 
 
+def _muon(**more: Any) -> dict[str, Any]:
+    # One by one: what is done at once has 16 bits on a device only.
+    params = {"lr": 0.01, "ns_method": "standard", "zero": {"moments": "8bit"}}
+    # Four units: of more, host and device add up the norm in orders of their own.
+    own = {"unit_norms": 1, "units": ["blocks.0"]}
+    return {"optimizer": {"type": "Muon", "params": params | more}, "zero": own}
+
+
+MUON, NORMUON = _muon(), _muon(beta2=0.9)
+
+
 class Sink:
     """Takes what the monitors are told of each step, but for times and bytes."""
 
@@ -99,24 +110,32 @@ def compare(given: dict[str, Any], plain: dict[str, Any] | None = None) -> None:
         assert all(map(torch.equal, there[kind], here[kind])), kind
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), *longer((0, "fp32"), (2, "fp16"), (3, "bf16"))])
-def test_one_rank(stage, precision):
-    compare(settings(stage, precision))
+@pytest.mark.parametrize(
+    ("stage", "precision", "rule"),
+    [(1, "bf16", {}), (2, "fp16", MUON), *longer((0, "fp32", {}), (2, "fp16", {}), (3, "bf16", {}))],
+)
+def test_one_rank(stage, precision, rule):
+    compare(settings(stage, precision, **rule))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [2, *longer(1, 3)])
-def test_state_that_streams(stage):
-    streamed = settings(stage, "fp16", zero_optimization={"stage": stage, "offload_optimizer": GPU})
-    compare(streamed, settings(stage, "fp16"))
+@pytest.mark.parametrize(("stage", "rule"), [(2, {}), *longer((1, {}), (3, {}), (2, MUON), (3, MUON))])
+def test_state_that_streams(stage, rule):
+    streamed = settings(stage, "fp16", zero_optimization={"stage": stage, "offload_optimizer": GPU}, **rule)
+    compare(streamed, settings(stage, "fp16", **rule))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(3, "fp16"), *longer((0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "bf16"))]
+    ("stage", "precision", "rule"),
+    [
+        (3, "fp16", {}),
+        *longer((1, "fp16", MUON), (0, "bf16", {}), (1, "fp32", {}), (2, "fp16", {}), (3, "bf16", {})),
+        *longer((0, "fp16", MUON), (3, "bf16", MUON), (2, "fp16", NORMUON)),
+    ],
 )
-def test_two_ranks(stage, precision):
-    compare(settings(stage, precision))
+def test_two_ranks(stage, precision, rule):
+    compare(settings(stage, precision, **rule))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from zero.config.read import read
 from zero.config.unavailable import lookup
 from zero.config.walk import Walk, problem_line
 
+_NOT_AVAILABLE = {"amsgrad": "AMSGrad is not available", "eps_inside_sqrt": "eps is added to the root"}
+
 
 def load(
     source: str | PathLike | Mapping,
@@ -99,8 +101,9 @@ def optimizer_problems(kind: str, params: Mapping[str, Any], bf16: bool, at: tup
     arguments = ARGUMENTS.get(kind.lower())
     if arguments is None:
         return lines
-    if known.get("amsgrad") == 1:
-        lines.append(f"{dotted((*at, 'amsgrad'))}: got true, wanted false; AMSGrad is not available")
+    for key, why in _NOT_AVAILABLE.items():
+        if known.get(key) == 1:
+            lines.append(f"{dotted((*at, key))}: got true, wanted false; {why}")
     try:
         arguments.model_validate(known)
     except ValidationError as error:

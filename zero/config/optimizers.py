@@ -67,6 +67,31 @@ class AdamParams(TorchArguments):
     """Keep the means in fp32; to keep them in less, say so in `zero`."""
 
 
+class LambParams(Arguments):
+    """The arguments of LAMB."""
+
+    betas: Betas = (0.9, 0.999)
+    """The decay of the two running means."""
+    eps: NotNegative = 1e-8
+    """Added to the root of the second mean."""
+    bias_correction: Bool = True
+    """Correct the learning rate for the start of the means at zero."""
+    max_coeff: NotNegative = 10.0
+    """The most that the norm of a parameter over that of its update scales the learning rate by."""
+    min_coeff: NotNegative = 0.01
+    """The least."""
+    eps_inside_sqrt: Bool = False
+    """Add eps under the root, which is not available."""
+    amsgrad: Bool = False
+    """The AMSGrad variant, which is not available."""
+
+    @model_validator(mode="after")
+    def _coefficients_are_in_order(self) -> "LambParams":
+        if self.min_coeff > self.max_coeff:
+            raise refuse("min_coeff to be at most max_coeff")
+        return self
+
+
 class LionParams(Arguments):
     """The arguments of Lion."""
 
@@ -124,6 +149,8 @@ class MuonParams(Arguments):
     """How many iterations."""
     adjust_lr_fn: choice("original", "match_rms_adamw") = "original"
     """How the learning rate follows the shape of a matrix, as in torch.optim.Muon."""
+    beta2: Fraction | None = None
+    """NorMuon: the decay of the mean square of each row of an update, by whose root the row is divided; null: Muon."""
     split: dict[str, integer(1) | list[integer(1)]] = Field(default_factory=dict)
     """Fused projections, by patterns of parameter names: into how many equal parts the rows are cut, or the rows of
     each part."""
@@ -136,6 +163,7 @@ class MuonParams(Arguments):
 ARGUMENTS: Mapping[str, type[Arguments]] = {
     "adam": AdamParams,
     "adamw": AdamParams,
+    "lamb": LambParams,
     "lion": LionParams,
     "sgd": SgdParams,
     "adagrad": AdagradParams,
@@ -150,5 +178,5 @@ ONLY_TORCH = ("torch_adam", "maximize", "foreach", "fused")
 def torch_reason(kind: str, params: Mapping[str, Any]) -> str | None:
     """Why optimizer `kind` with `params` runs as torch's own class; None when our kernels run it."""
     if kind.lower() not in ARGUMENTS:
-        return "our kernels run Adam, AdamW, Lion, SGD and Adagrad only"
+        return "our kernels run Adam, AdamW, Lamb, Lion, SGD and Adagrad only"
     return next((f"{key!r} is true" for key in ONLY_TORCH if params.get(key) == 1), None)

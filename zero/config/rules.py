@@ -163,11 +163,6 @@ def quantized(file: File) -> Iterator[str]:
             f"{weights}: got true with zero_optimization.stage {zero.stage}, where parameters are not gathered for "
             "their use; set the stage to 3, or leave it out"
         )
-    if zero.zero_quantized_weights and zero.offload_param.device != "none":
-        yield (
-            f"{weights}: got true with zero_optimization.offload_param.device '{zero.offload_param.device}', but what "
-            "travels would be kept on the device; keep one of the two"
-        )
     if not zero.zero_quantized_gradients:
         return
     if zero.stage == 0:

@@ -41,9 +41,10 @@ class Optimizer(Section):
     """The optimizer that the engine builds when the script hands it none."""
 
     type: str
-    """Adam, AdamW, Lion, SGD, Adagrad, or a class in torch.optim; as in DeepSpeed, Adam decays weights as AdamW."""
+    """Adam, AdamW, Lamb, Lion, Muon, SGD, Adagrad, or a class in torch.optim; as in DeepSpeed, Adam decays weights as
+    AdamW."""
     params: Annotated[Settings, _STATES_IN_FP32]
-    """Its arguments; of the first five, `zero` says how their state is kept."""
+    """Its arguments; of the first seven, `zero` says how their state is kept."""
     legacy_fusion: Annotated[Bool, NOT_AVAILABLE] = False
 
 

@@ -55,7 +55,8 @@ class StateUpdate(Section):
 
     update: choice("host", "gpu", "auto") = "host"
     """host: the CPU computes the step. gpu: state streams through two places on the GPU, unit by unit, and the GPU
-    computes; the numbers are the same. auto: what is faster, by the bytes and by rates measured at the start."""
+    computes; the numbers are the same. auto: what is faster, by bytes and by rates measured at the start, if the GPU
+    has room for it."""
 
 
 class OffloadOptimizer(Section):

@@ -17,8 +17,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         optimizer = zero.FusedOptimizer(model.parameters(), "AdamW", lr=1e-3, zero={"moments": "8bit"})
 
     The same as the section `optimizer` of the JSON says, for programs that must hand over an object, on every placement
-    (a drive too). It updates nothing by itself. `kind` is Adam, AdamW, Lion, SGD or Adagrad; the arguments are those of
-    `optimizer.params`, and groups may have their own. Raises ValueError, with all that is wrong, by argument.
+    (a drive too). It updates nothing by itself. `kind` is Adam, AdamW, Lamb, Lion, SGD or Adagrad; the arguments are
+    those of `optimizer.params`, and groups may have their own. Raises ValueError, with all that is wrong, by argument.
     """
 
     def __init__(self, params: Any, kind: str, **arguments: Any) -> None:

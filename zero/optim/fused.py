@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from zero.config.optimizers import Arguments
+from zero.config.optimizers import ONLY_TORCH, Arguments
 from zero.core.unit import Unit
-from zero.kernels.formulas import FORMULAS, formats_of
+from zero.kernels.formulas import FORMULAS, Formula, formats_of
 from zero.kernels.moments import Moment
 from zero.kernels.step import step as fused_step
 from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
@@ -17,7 +17,7 @@ from zero.plan.formats import Run, runs
 from zero.plan.layout import Fragment, Span, round_up
 
 # Arguments that decide before the first step and mean nothing in a parameter group.
-_NOT_IN_GROUPS = ("zero", "torch_adam", "amsgrad", "fp32_optimizer_states", "maximize", "foreach", "fused")
+_NOT_IN_GROUPS = ("zero", "amsgrad", "eps_inside_sqrt", "fp32_optimizer_states", *ONLY_TORCH)
 
 
 class States(NamedTuple):
@@ -65,12 +65,11 @@ class FusedShardOptimizer(ShardOptimizer):
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
     ) -> None:
         """One step of the formula on the unit's shard, with the hyperparameters of `group`; see `ShardOptimizer`."""
-        formula = self._formula(group)
         states = self.states(unit, group)
         self._states[unit.index] = states = states._replace(steps=states.steps + 1)
         master, param = unit.master.tensor, unit.master.rounding
         marks = None if unit.masters.changes is None else unit.masters.changes.marks()
-        for run, moments in states.runs:
+        for formula, run, moments in self._parts(unit, group, states):
             part = slice(run.start, run.start + run.numel)
             fused_step(
                 formula,
@@ -86,6 +85,11 @@ class FusedShardOptimizer(ShardOptimizer):
                 threads=threads,
                 marks=None if marks is None else marks[run.start // 8 : -(-(run.start + run.numel) // 8)],
             )
+
+    def _parts(self, unit: Unit, group: Group, states: States) -> Iterator[tuple[Formula, Run, tuple[Moment, ...]]]:
+        """What a step goes through: formulas, each with its place in the shard, and the moments there."""
+        formula = self._formula(group)
+        return ((formula, *run) for run in states.runs)
 
     def take_back(self, units: Iterable[Unit]) -> None:
         """See `ShardOptimizer.take_back`."""

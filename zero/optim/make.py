@@ -15,6 +15,7 @@ from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
 from zero.log import rank_zero
 from zero.optim.client import FusedOptimizer
 from zero.optim.fused import FusedShardOptimizer
+from zero.optim.lamb import LambShardOptimizer
 from zero.optim.matrix import MatrixShardOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.torch_optimizer import TorchShardOptimizer
@@ -27,11 +28,9 @@ NOT_ELEMENTWISE = {
     "SparseAdam": "it needs sparse gradients, and gradients here are dense",
 }
 # Those of DeepSpeed that torch does not have, by their names in small letters.
-_LAYERWISE = "it scales the update of each layer by norms of the whole layer"
 _COMPRESSED = "it sends messages of its own, and gradients are reduced before the optimizer sees them"
 _MUP = "it needs the widths of a model that mup has made, so hand mup's object to initialize(optimizer=...)"
 _OF_DEEPSPEED = {
-    "lamb": _LAYERWISE,
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
 }
@@ -48,7 +47,8 @@ def optimizer_type_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
         return [f"optimizer.type: '{kind}' cannot run on shards: {why}; {use}"]
     classes = torch_classes()
     if kind not in classes:
-        names = dict.fromkeys(["Adam", "AdamW", "Lion", "Muon", *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
+        ours = ("Adam", "AdamW", "Lamb", "Lion", "Muon")
+        names = dict.fromkeys([*ours, *sorted(classes.keys() - NOT_ELEMENTWISE.keys())])
         return [f"optimizer.type: unknown optimizer '{kind}'{did_you_mean(kind, names)} Known: {', '.join(names)}"]
     names = list(inspect.signature(classes[kind]).parameters)[1:]  # the first are the parameters
     params = {key: value for key, value in params.items() if key not in _CHECKED_BEFORE}
@@ -77,7 +77,8 @@ def make_shard_optimizer(
     reason = torch_reason(kind, params)
     if reason is None:
         arguments = ARGUMENTS[kind.lower()].model_validate(params)
-        return FusedShardOptimizer(kind.lower(), arguments, compute_dtype)
+        made = LambShardOptimizer if kind.lower() == "lamb" else FusedShardOptimizer
+        return made(kind.lower(), arguments, compute_dtype)
     if kind.lower() in ARGUMENTS:
         rank_zero(logging.INFO, "optimizer %s runs as torch's own class, because %s", kind, reason)
         kind, params = torch_arguments(kind.lower(), params)
@@ -103,6 +104,8 @@ def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dt
     kind = type(client)
     if kind is torch.optim.Muon:
         _warn_of_steps(client)
+        for group in client.param_groups:
+            group["use_muon"] = True  # all of it, wherever in the model it is
         return MatrixShardOptimizer(MuonParams(ns_method="standard"), compute_dtype, client.param_groups)
     for base in kind.__mro__:
         if base.__name__ in NOT_ELEMENTWISE:

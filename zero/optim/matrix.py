@@ -11,41 +11,45 @@ divides its own momentum by the norm, in place. Ours stays what it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from zero.config.optimizers import MuonParams
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
+from zero.kernels.formulas import formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim.fused import FusedShardOptimizer
 from zero.optim.owner_ranks import Matrices, replace_matrices
-from zero.optim.shard_optimizer import Group, Update
+from zero.optim.shard_optimizer import Group, Rows, Update
+from zero.plan.layout import Fragment
 from zero.plan.matrices import Matrix, matrices_of
 
 # Elements of the units that travel together: as many as give each rank its share, and little memory beside the model.
 TOGETHER = 1 << 28
+ROWS_EPS = 1e-10  # added to roots and norms of what NorMuon divides by
 
 
 class MatrixShardOptimizer(FusedShardOptimizer):
-    """Muon for groups with `use_muon` (the default), AdamW for others.
+    """Muon for groups with `use_muon`, AdamW for others; NorMuon where such a group has a `beta2`.
 
     `params`: the checked arguments; `groups`: all parameter groups, with their hyperparameters.
     """
 
-    factor_on_device = False
     marks_changes = False
 
     def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
         super().__init__("muon", params, compute_dtype)
         self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
-        states = tuple(len(self._formula(group).state_names) for group in groups)
-        self.formats = self.formats._replace(by_group=states)
+        self.formats = formats_of("muon", params, compute_dtype, groups)
         self._split, self._one_by_one = params.split, params.ns_method == "standard"
-        self._kind, self._params = torch.optim.Muon, {}  # what `engine.check` makes again for a script's own
         self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units that this step has yet to update
+        self._rows: dict[str, torch.Tensor] = {}  # NorMuon's means of squares, fp32 [rows], by names of matrices
+        self._loaded = False  # until the next step all ranks have those of all matrices; else the ranks that use them
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update]) -> None:
@@ -69,12 +73,15 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         states = self.states(unit, group)
         self._states[unit.index] = states._replace(steps=states.steps + 1)
         direction, lr = self._directions.pop(unit.index), float(group["lr"])
-        for matrix in self._matrices(unit, 0):
-            start, numel = matrix.span.intersect(unit.window)  # may be none
-            at = start - unit.window.start
-            step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
-            values = unit.master.values(at, numel).mul(1 - lr * group["weight_decay"])
-            unit.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
+        if unit.placement.streamed:  # which computes on another stream than the one that made it
+            unit.placement.streams.up.record_stream(direction)
+        with undone_where_nan(factor, {unit.master.shard, unit.master.tensor}):
+            for matrix in self._matrices(unit, 0):
+                start, numel = matrix.span.intersect(unit.window)  # may be none
+                at = start - unit.window.start
+                step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
+                values = unit.master.values(at, numel).mul(1 - lr * group["weight_decay"])
+                unit.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
 
     def _orthogonalize(self, work: Sequence[Update]) -> None:
         """Make the directions of some units, with their matrices shared out among the ranks."""
@@ -84,11 +91,55 @@ class MatrixShardOptimizer(FusedShardOptimizer):
 
         def orthogonal(whole: Matrices) -> Matrices:
             groups = {index: work[matrices[index].unit].group for index in whole}
-            return orthogonalized(whole, groups, self._one_by_one)
+            found = orthogonalized(whole, groups, self._one_by_one)
+            for index, group in groups.items():
+                if group.get("beta2") is not None:
+                    found[index] = self._normalized(matrices[index], found[index], group["beta2"], work[0].factor)
+            for matrix in (matrix for index, matrix in enumerate(matrices) if index not in whole):
+                self._rows.pop(matrix.name, None)
+            return found
 
         replace_matrices(shards, matrices, first.mesh.shard, first.full.device, orthogonal)
         for each, shard in zip(work, shards, strict=True):
             self._directions[each.unit.index] = shard
+        self._loaded = False
+
+    def _normalized(self, matrix: Matrix, update: torch.Tensor, decay: float, factor: Any) -> torch.Tensor:
+        """Divide rows by the root of their mean square over steps, and keep the norm of the whole [rows, cols].
+
+        Z. Li et al., "NorMuon", 2025 (arXiv:2510.05491), algorithm 1, as its authors' code has it.
+        """
+        values = update.float()
+        rows = self._rows.setdefault(matrix.name, values.new_zeros(matrix.rows))
+        with undone_where_nan(factor, [rows]):
+            rows.lerp_(values.square().mean(1), 1 - decay)
+        scaled = values / (rows.sqrt() + ROWS_EPS)[:, None]
+        return scaled * (values.norm() / (scaled.norm() + ROWS_EPS))
+
+    def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
+        """See `ShardOptimizer.rows`."""
+        if not uses_muon(group) or group.get("beta2") is None:
+            return
+        self._loaded = self._loaded or load
+        mine = unit.mesh.replica.rank == 0 and (unit.mesh.shard.rank == 0 or not self._loaded)
+        for spec, param in zip(unit.plan.params, unit.params, strict=True):
+            for matrix in matrices_of(spec.name, param.shape, self._split):
+                if load:
+                    self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.full.device)
+                if load or (mine and matrix.name in self._rows):
+                    first, of = matrix.start // matrix.cols, spec.numel // matrix.cols
+                    yield Rows(spec.name, first, of, self._rows[matrix.name])
+
+    def nbytes(self, unit: Unit, group: Group) -> int:
+        """See `ShardOptimizer.nbytes`."""
+        means = (self._rows.get(matrix.name) for matrix in self._matrices(unit, 0)) if uses_muon(group) else ()
+        return super().nbytes(unit, group) + sum(each.nbytes for each in means if each is not None)
+
+    def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
+        """See `ShardOptimizer.restart`."""
+        super().restart(unit, group, part)
+        for matrix in self._matrices(unit, 0) if uses_muon(group) else ():
+            self._rows.pop(matrix.name, None)
 
     def _look_ahead(self, update: Update) -> torch.Tensor:
         """Bring the momentum of a unit's shard up to date, and return what is to be orthogonalised, bf16 [n]."""
@@ -97,15 +148,16 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         with unit.acquired(changed=True):
             states = self.states(unit, group)
             ahead = torch.empty(unit.window.numel, dtype=torch.bfloat16, device=placement.update_device)
-            for run, (moment,) in states.runs:
-                part = slice(run.start, run.start + run.numel)
-                grad = update.grad[part].to(placement.update_device, torch.float32) * update.factor
-                mean = moment.decode(True).lerp_(grad, 1 - decay)
-                ahead[part] = grad.lerp(mean, decay) if group["nesterov"] else mean
-                if run.format != "fp32":
-                    where = {"key": unit.index, "first": states.first + run.start, "device": mean.device}
-                    bits = random_bits(run.numel, step=states.steps + 1, **where)
-                    moment.write(mean, True, bits & 0xFFFF)
+            with undone_where_nan(update.factor, [tensor for _, _, tensor in self.tensors(unit)]):
+                for run, (moment,) in states.runs:
+                    part = slice(run.start, run.start + run.numel)
+                    grad = update.grad[part].to(placement.update_device, torch.float32) * update.factor
+                    mean = moment.decode(True).lerp_(grad, 1 - decay)
+                    ahead[part] = grad.lerp(mean, decay) if group["nesterov"] else mean
+                    if run.format != "fp32":
+                        where = {"key": unit.index, "first": states.first + run.start, "device": mean.device}
+                        bits = random_bits(run.numel, step=states.steps + 1, **where)
+                        moment.write(mean, True, bits & 0xFFFF)
         return ahead
 
     def _matrices(self, unit: Unit, number: int) -> Iterator[Matrix]:
@@ -115,9 +167,18 @@ class MatrixShardOptimizer(FusedShardOptimizer):
             yield from matrices_of(spec.name, param.shape, self._split, number, start)
 
 
+@contextlib.contextmanager
+def undone_where_nan(factor: float | torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """What is written into these inside stays only where a `factor` on the device is a number; nobody waits for it."""
+    before = [(each, each.clone()) for each in tensors] if isinstance(factor, torch.Tensor) else []
+    yield
+    for each, old in before:
+        each.copy_(torch.where(factor.isnan(), old, each))
+
+
 def uses_muon(group: Group) -> bool:
     """Whether Muon updates the parameters of a group."""
-    return group.get("use_muon", True)
+    return group["use_muon"]
 
 
 def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) -> Matrices:

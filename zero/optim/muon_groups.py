@@ -15,7 +15,7 @@ from zero.optim.shard_optimizer import Group
 from zero.plan.matrices import matrices_of
 
 _EMBEDDINGS_AND_FILTERS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
-_ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+_ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn", "beta2")
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, as the rest of what no argument says
 _NS_EPS = 1e-7
 

@@ -85,6 +85,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharded.reducer.loss_scale = lambda: getattr(this(), "loss_scale", 1.0)
         if self._updater is None:
             self._updater = UnitUpdater(self.shard_optimizer, sharded.trained, self.param_groups)
+        ahead = weakref.WeakMethod(self._updater.bring_ahead)
+        sharded.reducer.on_last = lambda: (ahead() or bool)()
         sharded.reducer.finite.enabled = self._check_overflow and not self._defers
 
     @property

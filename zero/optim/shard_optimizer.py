@@ -92,8 +92,24 @@ class ShardOptimizer(Protocol):
         The state must be acquired.
         """
 
+    def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
+        """The state that has one number for each row of a matrix: what this rank has to save; default: none.
+
+        With `load` all of the unit's, made anew, to be filled on every rank.
+        """
+        return iter(())
+
     def forget(self) -> None:
         """Give all state back."""
+
+
+class Rows(NamedTuple):
+    """The numbers fp32 [k] of rows `first` and following of a parameter that has `of` rows."""
+
+    name: str
+    first: int
+    of: int
+    values: torch.Tensor
 
 
 class Kept(NamedTuple):

@@ -2,8 +2,8 @@
 
 The host's update of one unit reads its state ahead, computes, copies the new parameters to the device and writes the
 state back, while the loop goes on with the next forward, which waits for each unit when it comes to it. State that is
-streamed is brought to the device instead, by a stream beside the loop's, and updated there. The numbers are those of a
-step that nothing overlaps.
+streamed is brought to the device instead, by a stream beside the loop's, and updated there; what goes first comes under
+the backward before. The numbers are those of a step that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zero.core.unit import Unit
 from zero.kernels.marks import mark
 from zero.log import logger
 from zero.memory.available import host_threads
+from zero.memory.host_bytes import SLOTS
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import record_event
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
@@ -55,6 +56,7 @@ class UnitUpdater:
         # As the next forward wants them: the root's, which it reads first, may be the last that was registered.
         self._units = [units[index] for index in in_use_order([unit.plan.anchor for unit in units])]
         self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
+        self._first = [unit for unit in self._units if unit.placement.streamed][:SLOTS]
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
         self.threaded = any(unit.placement.state_offloaded and not unit.placement.queued for unit in units)
@@ -91,6 +93,14 @@ class UnitUpdater:
                 unit.gather()
                 unit.wait()
 
+    def bring_ahead(self) -> None:
+        """Have the state that the next step updates first come to the device; nothing is updated."""
+        for unit in self._first:
+            if unit.placement.queued:
+                self._bring(unit)
+            else:
+                self._worker.submit(self._bring, unit)  # what fails there fails at the step again, which says so
+
     def close(self) -> None:
         """Wait until all updates have run, whether they failed or not."""
         self._worker.shutdown(wait=True)
@@ -113,6 +123,10 @@ class UnitUpdater:
         except RuntimeError as error:  # told as that of a thread is
             done.set_exception(error)
         return done
+
+    def _bring(self, unit: Unit) -> None:
+        with unit.placement.streams.up.entered():
+            unit.placement.state_store.bring()
 
     @torch.no_grad()
     def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:

@@ -1,0 +1,138 @@
+"""The promise: LAMB on shards scales by norms of whole parameters, alike on every stage, and gathers none for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import longer
+from models import WIDE, config, equal, make_net, train, train_parts
+from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
+from oracle import Training, near
+from torch import nn
+
+import zero
+from zero.optim import lamb
+
+STEPS, PARTS = 3, 4
+TIGHT = {"max_coeff": 0.4, "min_coeff": 0.3, "bias_correction": False}
+LAMB = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Lamb:
+    """You et al. 2019, algorithm 2, as the kernels of DeepSpeed's FusedLamb have it, in the precision of the model."""
+
+    def __init__(self, net: nn.Module, most: float = 10.0, least: float = 0.01, corrected: bool = True) -> None:
+        self.params = [param for param in net.parameters() if param.requires_grad]
+        self.means, self.squares = ([torch.zeros_like(param) for param in self.params] for _ in range(2))
+        self.coefficients, self.corrected, self.steps = (least, most), corrected, 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        size = 1e-2 * ((1 - 0.999**self.steps) ** 0.5 / (1 - 0.9**self.steps) if self.corrected else 1.0)
+        for param, mean, square in zip(self.params, self.means, self.squares, strict=True):
+            mean.copy_(0.9 * mean + 0.1 * param.grad)
+            square.copy_(0.999 * square + 0.001 * param.grad * param.grad)
+            update = mean / (square.sqrt() + 1e-8) + 0.1 * param
+            norm, of_update = param.norm(), update.norm()
+            ratio = (norm / of_update).clamp(*self.coefficients) if norm > 0 and of_update > 0 else 1.0
+            param -= size * ratio * update
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def tight(net: nn.Module) -> Lamb:
+    return Lamb(net, TIGHT["max_coeff"], TIGHT["min_coeff"], TIGHT["bias_correction"])
+
+
+def every_stage(params: dict[str, Any]) -> list[dict[str, Any]]:
+    """A net under each stage; what travels for norms is counted."""
+    world, found, sent = dist.get_world_size(), [], []
+    plain = lamb.gather_scalars
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lamb, "gather_scalars", lambda row, *rest: sent.append(row.numel()) or plain(row, *rest))
+        for stage in range(4):
+            more = {
+                "optimizer": {"type": "Lamb", "params": params},
+                "gradient_clipping": 0.5,
+                "zero": {"reduce": "tree"},
+            }
+            found.append(train(make_net(), world, config(stage, world, accumulation=2, **more), STEPS))
+    parameters = len(list(make_net().parameters()))
+    assert sent == [2 * parameters] * (4 * STEPS), "two numbers of each parameter, once per step"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "reference"), [(2, {}, Lamb), *longer((1, {}, Lamb), (2, TIGHT, tight), (4, {}, Lamb))]
+)
+def test_every_stage_is_as_near_to_the_truth_as_plain_torch(pool, world, arguments, reference):
+    training = Training(world, STEPS, 2, 0.5, optimizer=reference)
+    for stages in pool.run(world, every_stage, {**LAMB, **arguments}):
+        assert near(stages[3]["params"], training)
+        assert all(equal(one, stages[3]) for one in stages)
+
+
+def trained(stage: int, section: dict[str, Any], **more: Any) -> dict[str, torch.Tensor]:
+    """The same micro-batches on any number of ranks, added in the order of the tree."""
+    world, net = dist.get_world_size(), make_net(width=WIDE)
+    more |= {"zero_optimization": {"stage": stage, **section}, "zero": {"reduce": "tree"}}
+    with as_on_a_gpu(bool(section)):
+        engine, *_ = zero.initialize(model=net, config=config(stage, world, accumulation=PARTS // world, **more))
+        train_parts(engine, range(STEPS), PARTS)
+        engine.destroy()
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
+def formats(**states: str) -> dict[str, Any]:
+    return {"optimizer": {"type": "Lamb", "params": {**LAMB, "zero": states}}, "bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "section"),
+    [(2, 1, OPTIMIZER), *longer((2, 0, {}), (2, 3, BOTH), (4, 2, {}), (4, 3, OPTIMIZER), (1, 3, BOTH))],
+)
+def test_bits_depend_neither_on_ranks_nor_on_places_nor_on_the_form_of_masters(pool, world, stage, section):
+    (wanted,) = pool.run(1, trained, 0, {}, **formats(master="fp32", moments="8bit"))
+    for found in pool.run(world, trained, stage, section, **formats(moments="8bit")):
+        assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"eps_inside_sqrt": True}, r"optimizer\.params\.eps_inside_sqrt: got true, wanted false"),
+        ({"min_coeff": 2, "max_coeff": 1}, "min_coeff to be at most max_coeff"),
+        ({"max_coef": 1}, "did you mean 'max_coeff'"),
+    ],
+)
+def test_wrong_arguments_are_said(params, said):
+    with pytest.raises(ValueError, match=said):
+        zero.initialize(model=make_net(), config=config(0, 1, optimizer={"type": "Lamb", "params": params}))
+
+
+def interrupted(folder: Any, stage: int, load: bool) -> dict[str, torch.Tensor]:
+    """Two steps and a checkpoint, and from there two more, loaded or not."""
+    world, net = dist.get_world_size(), make_net(seed=9 if load else 7)
+    more = {"optimizer": {"type": "Lamb", "params": LAMB}, "zero": {"reduce": "tree"}}
+    engine, *_ = zero.initialize(model=net, config=config(stage, world, accumulation=PARTS // world, **more))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train_parts(engine, range(2), PARTS)
+        engine.save_checkpoint(folder)
+    train_parts(engine, range(2, 4), PARTS)
+    engine.destroy()
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
+@pytest.mark.long
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool, tmp_path):
+    wanted = pool.run(2, interrupted, tmp_path, 3, False)[0]
+    for found in pool.run(4, interrupted, tmp_path, 1, True):
+        assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []

@@ -1,0 +1,84 @@
+"""LAMB on the shards of units: Adam with a learning rate for each parameter, by norms of the whole of it.
+
+You et al., "Large Batch Optimization for Deep Learning", 2019 (arXiv:1904.00962), algorithm 2, as DeepSpeed's FusedLamb
+computes it: the correction for the start of the means is a factor of the learning rate, and the ratio of the norms of
+parameter and update is held between two coefficients, and 1 where either norm is 0.
+
+Once per step each rank squares its span of all parameters and updates, and one message has all the sums. What follows
+is Adam without correction, in the fused step, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from zero.core.comm import gather_scalars
+from zero.core.unit import Unit
+from zero.kernels.formulas import Adam
+from zero.kernels.moments import Moment
+from zero.optim.fused import FusedShardOptimizer, States
+from zero.optim.shard_optimizer import Group, Update
+from zero.plan.formats import Run
+from zero.plan.layout import Span
+
+CHUNK = 1 << 17  # elements whose update is computed at a time, in fp64, so that they stay in a cache
+
+
+class LambShardOptimizer(FusedShardOptimizer):
+    """LAMB; its arguments are those of `FusedShardOptimizer`. A step waits for the device, to read the norms."""
+
+    factor_on_device = False
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._ratios: dict[int, dict[str, float]] = {}  # by name, of the units that this step has yet to update
+
+    @torch.no_grad()
+    def prepare(self, updates: Sequence[Update]) -> None:
+        """See `ShardOptimizer.prepare`; makes the ratios of norms. It changes nothing that is kept."""
+        mesh, device = updates[0].unit.mesh, updates[0].unit.full.device
+        own = torch.cat([self._squares(update).to(device) for update in updates])
+        rows = gather_scalars(own.flatten(), mesh.data, "norms of parameters")
+        # Added in the order of spans, and rounded, so that no bit depends on the stage, nor on the ranks but by chance.
+        norms = iter(mesh.by_span(rows).cumsum(0)[-1].sqrt().float().view(-1, 2).tolist())
+        for update in updates:
+            least, most = update.group["min_coeff"], update.group["max_coeff"]
+            found = {}
+            for spec, (weight, change) in zip(update.unit.plan.params, norms, strict=False):
+                found[spec.name] = min(max(weight / change, least), most) if weight and change else 1.0
+            self._ratios[update.unit.index] = found
+
+    def _parts(self, unit: Unit, group: Group, states: States) -> Iterator[tuple[Adam, Run, tuple[Moment, ...]]]:
+        formula, ratios = self._formula(group), self._ratios.pop(unit.index)
+        lr = formula.lr
+        if group["bias_correction"]:
+            lr *= math.sqrt(1 - formula.beta2**states.steps) / (1 - formula.beta1**states.steps)
+        for part in unit.plan.layout.fragments(unit.window):
+            moments = tuple(kept.moment for kept in self.kept(unit, group, part).values())
+            run = Run(part.at, moments[0].numel, moments[0].format)
+            yield replace(formula, lr=lr * ratios[part.name]), run, moments
+
+    def _squares(self, update: Update) -> torch.Tensor:
+        """For each parameter of a unit the squares of it and of its update, summed over our span; fp64 [k, 2]."""
+        unit, group, mesh = update.unit, update.group, update.unit.mesh
+        formula, device = self._formula(group), unit.placement.update_device
+        numel = unit.window.numel // mesh.replica.size
+        first = mesh.replica.rank * numel  # of the span, in the shard
+        sums = {spec.name: torch.zeros(2, dtype=torch.float64, device=device) for spec in unit.plan.params}
+        with unit.acquired():
+            for part in unit.plan.layout.fragments(Span(unit.window.start + first, numel)):
+                for start in range(0, part.numel, CHUNK):
+                    at, numel = first + part.at + start, min(CHUNK, part.numel - start)
+                    kept = self.kept(unit, group, part._replace(at=at, numel=numel)).values()
+                    mean, square = (each.moment.decode(each.signed)[:numel].double() for each in kept)
+                    grad = update.grad[at : at + numel].to(device, torch.float64) * update.factor
+                    weight = unit.master.values(at, numel).double()
+                    square.mul_(formula.beta2).addcmul_(grad, grad, value=1 - formula.beta2)
+                    change = mean.lerp_(grad, 1 - formula.beta1).div_(square.sqrt_().add_(formula.eps))
+                    change.add_(weight, alpha=formula.weight_decay)
+                    sums[part.name] += torch.stack([weight.dot(weight), change.dot(change)])
+        return torch.stack([*sums.values()])
