@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import WIDE, WIDTH, config, make_net, train
+from models import CODED, WIDE, WIDTH, config, make_net, train
 from offload_cases import BOTH, HALF, OPTIMIZER, PARAMS, as_on_a_gpu
 from ranks import Pool
 
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     more: dict[str, Any] | None = None  # further sections of the JSON
     apart: bool = False
     steps: int = 3
+    section: dict[str, Any] | None = None  # further keys of zero_optimization
 
 
 def placements(stage: int, folder: str) -> list[dict[str, Any]]:
@@ -58,7 +59,8 @@ def differing(case: Case, folder: str, placements: Any = placements) -> list[dic
 
     def run(section: dict[str, Any]) -> dict[str, Any]:
         settings = config(case.stage, world, accumulation=case.accumulation, **(case.more or {}))
-        settings |= {"gradient_clipping": case.clipping, "zero_optimization": {"stage": case.stage, **section}}
+        section = {"stage": case.stage, **(case.section or {}), **section}
+        settings |= {"gradient_clipping": case.clipping, "zero_optimization": section}
         return train(make_net(blocks=2, width=width), world, settings, case.steps)
 
     world, width = dist.get_world_size(), WIDE if "optimizer" in (case.more or {}) else WIDTH
@@ -86,6 +88,7 @@ CASES = [
 ]
 LONG = [
     Case(3, 3, 3, clipping=0.0, more=BF16, apart=True),
+    *(Case(3, 2, 2, more=BF16, apart=apart, section=CODED) for apart in (False, True)),
     *(Case(stage, 2, steps=20) for stage in (1, 2, 3)),
     *(Case(stage, 2, more=moments(kind)) for stage, kind in ((3, "bf16"), (2, "8bit"))),
     *itertools.starmap(Case, itertools.product((1, 2, 3), (1, 2, 3), (1, 3), (0.5,), (None, BF16), (False, True))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import WIDE, config, make_net, step
+from models import CODED, WIDE, config, make_net, step
 from offload_cases import BOTH, GPU, as_on_a_gpu
 from test_offload_numbers import BF16, FP16, TREE, Case, differing, moments
 
@@ -22,6 +23,7 @@ from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.memory.store import Store
 from zero.memory.streamed_store import Slots, StreamedStore
 from zero.memory.streams import Streams
+from zero.memory.update_costs import UpdateRates
 
 STREAMED = {"offload_optimizer": GPU}
 CPU = torch.device("cpu")
@@ -45,6 +47,8 @@ LONG = [
     *(Case(3, 2, 3, more=moments(kind)) for kind in ("fp32", "bf16", "8bit")),
     *(Case(stage, 2, 2, more=more) for stage, more in ((1, FP16), (2, TREE), (3, TREE))),
     Case(2, 1, 3, 0.0, moments("8bit")),
+    *(Case(stage, 2, more={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}) for stage in (1, 3)),
+    Case(3, 2, 2, more=BF16, section=CODED),
     *(Case(stage, 1, more={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}) for stage in (2, 3)),  # no state
 ]
 
@@ -125,6 +129,40 @@ def test_a_third_unit_at_once_is_an_error_not_a_wait():
         store.write_back(changed=False)
 
 
+def test_what_was_brought_ahead_is_there_for_its_own_unit_only(monkeypatch):
+    copied: list[str] = []
+    copy = StreamedStore._copy
+    monkeypatch.setattr(StreamedStore, "_copy", lambda store, *both: (copied.append(store._unit), copy(store, *both)))
+    slots = Slots(64, CPU, Streams.beside(CPU))
+    stores = [StreamedStore(Store(torch.zeros(64, dtype=torch.uint8)), f"u{i}", 64, slots) for i in range(3)]
+    values = [torch.full((16,), float(i)) for i in range(3)]
+    for store, value in zip(stores, values, strict=True):
+        store.put([value])
+
+    def use(at: int) -> float:
+        stores[at].acquire()
+        found = values[at][0].item()
+        values[at].add_(10)
+        stores[at].write_back(changed=True)
+        return found
+
+    for store in stores[:2] * 2:
+        store.bring()
+    assert copied[3:] == ["u0", "u1"] and all(value.numel() == 0 for value in values)
+    assert [use(at) for at in (2, 0, 1, 0)] == [2, 0, 1, 10]  # the first takes the place of one that was brought
+    assert copied[5:] == ["u2", "u2", "u0", "u0", "u1", "u0", "u0"]
+    stores[0].acquire()
+    values[0].add_(100)
+    stores[0].bring()  # it is there, and is being changed
+    assert copied[12:] == ["u0"]
+    stores[1].acquire()
+    stores[2].bring()  # there is no room
+    assert values[0][0] == 120 and values[1][0] == 11 and values[2].numel() == 0
+    for store in stores[:2]:
+        store.write_back(changed=False)
+    assert [use(at) for at in range(3)] == [20, 11, 12]  # what was not written back is forgotten
+
+
 def continued(folder: str, first: dict[str, Any], then: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters after two steps, a checkpoint, and two more in another engine; with writes to state on the way."""
     with as_on_a_gpu():
@@ -162,25 +200,25 @@ def test_what_cannot_be_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"zero\.update: got 'gpu', and this rank computes on 'cpu'.*'auto'"):
             engine_of(STREAMED)
     torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with Muon, or an optimizer class"):
+    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with LAMB, or an optimizer class"):
         engine_of(STREAMED, **torchs)
-    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with Muon"):
-        engine_of(STREAMED, optimizer={"type": "Muon", "params": {"lr": 1e-3}})
+    with as_on_a_gpu(), pytest.raises(ValueError, match=r"zero\.update: got 'gpu' with LAMB"):
+        engine_of(STREAMED, optimizer={"type": "Lamb", "params": {"lr": 1e-3}})
     with pytest.raises(ConfigError, match=r"zero\.update: got 'tpu', wanted one of 'host', 'gpu', 'auto'"):
         engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "tpu"}}})
 
 
 @pytest.mark.parametrize(
-    ("link", "host", "free", "torchs", "streams"),
+    ("link", "host", "free", "torchs", "streams", "why"),
     [
-        (50e9, 80e9, 1 << 40, False, True),
-        (5e9, 80e9, 1 << 40, False, False),  # a slow link
-        (50e9, 80e9, 1000, False, False),  # no room
-        (50e9, 80e9, 1 << 40, True, False),  # state that shows at the first step
+        (50e9, 80e9, 1 << 40, False, True, r"gpu, as a step takes .* ms on the GPU \(.* MiB each way at 50\.0 GB/s\)"),
+        (5e9, 80e9, 1 << 40, False, False, r"host, as .* each way at 5\.0 GB/s.* ms on the host \(80\.0 GB/s\)$"),
+        (50e9, 80e9, 1000, False, False, r"host, as .* \(80\.0 GB/s\); the GPU lacks .* MiB for it"),
+        (50e9, 80e9, 1 << 40, True, False, "host, as the optimizer is not our kernels' alone"),
     ],
 )
-def test_auto_takes_what_moves_faster(monkeypatch, caplog, link, host, free, torchs, streams):
-    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: (link, host))
+def test_auto_takes_what_moves_faster(monkeypatch, caplog, link, host, free, torchs, streams, why):
+    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: UpdateRates(link, host, 2000e9))
     monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free)
     more = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}} if torchs else {}
     section = {"offload_optimizer": {"device": "cpu", "zero": {"update": "auto"}}}
@@ -188,16 +226,48 @@ def test_auto_takes_what_moves_faster(monkeypatch, caplog, link, host, free, tor
         engine = engine_of(section, **more)
     assert {unit.placement.streamed for unit in engine._sharded.trained} == {streams}
     engine.destroy()
-    if not torchs:
-        assert f"Chosen: {'gpu' if streams else 'host'}" in caplog.text and f"at {link / 1e9:.1f} GB/s" in caplog.text
+    said = [record.getMessage() for record in caplog.records if "zero.update 'auto'" in record.getMessage()]
+    assert len(said) == 1 and re.search(why, said[0]), said
 
 
-def test_auto_is_the_host_where_there_is_no_device(monkeypatch):
+@pytest.mark.ranks(2)
+def test_all_ranks_choose_by_the_slowest(monkeypatch):
+    link = 50e9 if dist.get_rank() else 1e9
+    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: UpdateRates(link, 80e9, 2000e9))
+    with as_on_a_gpu():
+        engine = engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "auto"}}})
+    assert all(unit.placement.updated_on_host for unit in engine._sharded.trained)
+    engine.destroy()
+
+
+def test_auto_is_the_host_where_there_is_no_device(monkeypatch, caplog):
     monkeypatch.setattr(zero.core.streaming, "rates", lambda device: pytest.fail("nothing is to be measured"))
     if not torch.cuda.is_available():
         engine = engine_of({"offload_optimizer": {"device": "cpu", "zero": {"update": "auto"}}})
         assert all(unit.placement.updated_on_host for unit in engine._sharded.trained)
+        assert "'auto': host, as 'cpu' shares the host's memory" in caplog.text
         engine.destroy()
+
+
+def test_ratio_auto_leaves_room_for_what_streams(monkeypatch, tmp_path):
+    """For the two places and the gradients; with them, as much state stays as fits."""
+    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: UpdateRates(50e9, 80e9, 2000e9))
+    found = []
+    for free in (0, *(1 << bit for bit in range(19, 24)), 1_200_000):
+        monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks, free=free: free)
+        section = {"device": "nvme", "nvme_path": str(tmp_path), "ratio": "auto", "zero": {"update": "auto"}}
+        with as_on_a_gpu():
+            engine = engine_of({"offload_optimizer": section})
+        away = [unit for unit in engine._sharded.trained if unit.placement.state_offloaded]
+        streamed = sum(unit.placement.streamed for unit in away)
+        assert streamed in (0, len(away))
+        nbytes = engine.state_nbytes().optimizer
+        assert not streamed or nbytes <= 0.6 * free
+        found.append((len(away), streamed))
+        engine.destroy()
+    units = max(count for count, _ in found)
+    assert (units, 0) in found and (0, 0) in found
+    assert any(0 < streamed < units for _, streamed in found), found
 
 
 def test_rates_are_measured(monkeypatch):

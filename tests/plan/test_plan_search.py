@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import config
+from models import CODED, config
 
 from zero.config import load
 from zero.config.override import apply
 from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.plan.formats import ITEMSIZE
-from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.choice import CHOICES, Choice, scheme_of
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import Row
 from zero.sizes.links import Group, Links
@@ -145,6 +145,45 @@ def test_8_bits_are_counted_with_their_scales() -> None:
     assert sent(Choice(3), 8, **weights).sent == pytest.approx(reduced + part * (whole - reduced), rel=0.01)
     assert sent(Choice(3), 8, **gradients).sent == pytest.approx(part * reduced + whole - reduced, rel=0.01)
     assert sent(Choice(3), 8, **{**weights, **gradients}).sent == pytest.approx(part * whole, rel=0.01)
+
+
+def test_8_bits_between_hosts_go_to_each_rank() -> None:
+    """And not around a ring, as what NCCL adds up."""
+    ring = sent(Choice(2), 8, per_host=4)
+    each = sent(Choice(2), 8, per_host=4, stage=2, zero_quantized_gradients=True)
+    part = 66 / 64 / 4
+    assert ring.inter_host / ring.sent == pytest.approx(1 / 4)
+    assert each.inter_host == pytest.approx(ring.sent / 2 * (1 / 4 + part * 4 / 7), rel=0.01)
+
+
+@pytest.mark.parametrize(("per_host", "ours"), [(8, True), (4, False)])
+def test_16_bits_are_summed_here_where_ranks_share_a_machine(per_host: int, ours: bool) -> None:
+    made = setup(8, per_host=per_host)
+    schemes = [scheme_of(made.units, made.settings, Choice(2, shard_size=size), 1, True, per_host) for size in (0, 4)]
+    assert [scheme.native for scheme in schemes] == [not ours, False]
+
+
+def test_what_the_plan_sets_is_a_configuration() -> None:
+    """Also beside keys that only some stages have."""
+    values = FREE | {"zero_optimization": {"stage": 3, **CODED}}
+    made = Setup(SHAPE, shape_cost(SHAPE, 64), load(values, 8), DEVICES["h100"], 4)
+    rows = [candidates(made, [choice], ("none",))[0] for choice in choices_of(made)]
+    for row in rows:
+        asked = load(apply(values, row.overrides()), 8)
+        section = asked.zero_optimization
+        assert section.stage == row.choice.stage
+        assert section.zero_quantized_weights == (section.stage == 3)
+        assert section.zero_quantized_gradients == (section.stage > 0)
+    assert {row.choice.stage for row in rows} == {0, 1, 2, 3}
+
+
+def test_gathers_of_8_bits_leave_parameters_where_they_rest() -> None:
+    files, choice = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}, Choice(3, "nvme", "nvme")
+    whole = sent(choice, 8, stage=3, offload_param=files)
+    coded = sent(choice, 8, stage=3, offload_param=files, zero_quantized_weights=True)
+    parameters, message = sum(psi(8)) / 8, sum(psi(8)) / 8 * 66 / 64 / 4
+    assert whole.drive - coded.drive == pytest.approx(2 * parameters, rel=0.01)  # padding differs
+    assert whole.host_link - coded.host_link == pytest.approx(2 * parameters - message, rel=0.01)
 
 
 def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:

@@ -28,6 +28,7 @@ SHAPE = {"blocks": 6, "width": 48}  # two matrices of a block have enough elemen
 BF16 = {"bf16": {"enabled": True}}
 CPU, FILE = {"device": "cpu"}, {"device": "nvme", "nvme_path": "FOLDER"}
 SUMS = {"grad_accum_dtype": "bf16"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 
 
@@ -46,7 +47,11 @@ CASES = [
     case(3, section={"stage3_prefetch_bucket_size": 10_000}, **BF16, **adam(moments="8bit")),
     case(3, section={"offload_optimizer": FILE, "offload_param": FILE | {"max_in_cpu": 30_000}}, **BF16),
     *longer(
+        case(1, **BF16, **MUON),
         case(0),
+        case(0, accumulation=2, **MUON),
+        case(3, section={"offload_optimizer": CPU | {"ratio": 0.5}}, **BF16, **MUON),
+        case(2, 3, **BF16, optimizer={"type": "Muon", "params": {"lr": 1e-3, "zero": {"moments": "8bit"}}}),
         case(0, accumulation=2, **BF16, **adam(master="fp32")),
         case(1, 3, **LION),
         case(2, 3, accumulation=2, fp16={"enabled": True}),
@@ -151,6 +156,13 @@ def test_large_models_take_what_the_formula_of_the_paper_says(stage: int) -> Non
     assert found.parameters == pytest.approx(wanted.parameters, rel=1e-3)
     assert found.masters + found.moments == pytest.approx(wanted.optimizer, rel=1e-3)
     assert found.masters * 2 == pytest.approx(found.moments, rel=1e-6)
+
+
+def test_muon_keeps_one_moment_of_the_matrices_of_blocks() -> None:
+    shape = shape_of(1e9)
+    found = estimate(1e9, config(1, 64, **MUON), 64).configured.device
+    others = 2 * shape.vocabulary * shape.width + (2 * shape.layers + 1) * shape.width
+    assert found.moments == pytest.approx((4 * (shape.numel - others) + 8 * others) / 64, rel=1e-3)
 
 
 def test_every_choice_has_a_row_and_the_one_of_the_configuration_is_marked() -> None:

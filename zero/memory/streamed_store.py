@@ -1,7 +1,8 @@
 """State that rests in host memory or in a file and is used on the device: it passes through one of two places there.
 
 While one unit is updated in one of them, the state of the next comes into the other, and that of the one before goes
-back. All is queued: the host waits for nothing but a drive.
+back. What a step updates first may come before it, under the backward. All is queued: the host waits for nothing but a
+drive.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ from zero.memory.streams import Streams, record_event, wait_event
 
 
 class Slot:
-    """Memory of the device, uint8 [nbytes]; `free`: after this event it may be written again; `user`: the thread."""
+    """Memory of the device, uint8 [nbytes], and who has it.
+
+    free:  after this event it may be used again;
+    user:  the thread that uses it now, or None;
+    ahead: of which unit it holds what rests elsewhere, brought before a use; "": of none.
+    """
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.free: torch.cuda.Event | None = None
         self.user: int | None = None
+        self.ahead = ""
         for stream in (streams.up, streams.down):
             stream.record_stream(self.memory)
 
@@ -34,18 +41,24 @@ class Slots:
         self._all = [Slot(nbytes, device, streams) for _ in range(SLOTS)]  # the least recently used first
         self._given = threading.Condition()
 
-    def claim(self, owner: str) -> Slot:
-        """One that nobody uses; waits for other threads, RuntimeError where the calling one has all."""
+    def claim(self, owner: str, wait: bool = True) -> Slot | None:
+        """One that nobody uses, best that with `owner`'s state; where there is none it waits for other threads.
+
+        None if it shall not `wait`; RuntimeError where the calling thread has all.
+        """
         with self._given:
             while not (free := [slot for slot in self._all if slot.user is None]):
+                if not wait:
+                    return None
                 if all(slot.user == threading.get_ident() for slot in self._all):
                     raise RuntimeError(
                         f"{owner} needs a place on the device, and both are in use by the code that asks for it; use "
                         "the state of at most two units at once, or set offload_optimizer.zero.update to 'host'"
                     )
                 self._given.wait()
-            free[0].user = threading.get_ident()
-            return free[0]
+            slot = min(free, key=lambda slot: (slot.ahead != owner, slot.ahead != ""))
+            slot.user = threading.get_ident()
+            return slot
 
     def give(self, slot: Slot) -> None:
         """The last use of it is queued."""
@@ -83,8 +96,22 @@ class StreamedStore(PassingStore):
         return self._slot.memory
 
     def fetch(self) -> bool:
-        """See `Store.fetch`; not to the device, whose places are for what is used."""
+        """See `Store.fetch`; not to the device, for which there is `bring`."""
         return self._rests.fetch()
+
+    def bring(self) -> None:
+        """Have it be on the device when it is acquired, unless both places there are in use; waits for a drive only."""
+        with self._lock:
+            if self.attached or (slot := self._slots.claim(str(self), wait=False)) is None:
+                return
+            try:
+                if slot.ahead != str(self):
+                    self._come(slot)
+                    slot.free = self._last = record_event(self._slots.device)
+                    self._rests.write_back(changed=False, after=self._last)
+                    slot.ahead = str(self)
+            finally:
+                self._slots.give(slot)
 
     def cancel_fetch(self) -> None:
         """See `Store.cancel_fetch`."""
@@ -96,15 +123,11 @@ class StreamedStore(PassingStore):
             if not self.attached:
                 slot = self._slots.claim(str(self))
                 try:
-                    self._rests.acquire(overwrite)
+                    self._come(slot, overwrite)
                 except BaseException:
                     self._slots.give(slot)
                     raise
-                for event in (slot.free, self._last):
-                    wait_event(event, self._slots.device)
                 self._slot = slot
-                if not overwrite:
-                    self._copy(slot.memory, self._rests.place)
                 self.attach()
             self._users += 1
 
@@ -137,6 +160,16 @@ class StreamedStore(PassingStore):
             self._last.synchronize()  # host memory may go at any time after this
         super().close()
         self._rests.close()
+
+    def _come(self, slot: Slot, overwrite: bool = False) -> None:
+        """Acquire where it rests, and copy it to the slot unless it is there, or not needed."""
+        there = overwrite or slot.ahead == str(self)
+        self._rests.acquire(overwrite=there)
+        slot.ahead = ""
+        for event in (slot.free, self._last):
+            wait_event(event, self._slots.device)
+        if not there:
+            self._copy(slot.memory, self._rests.place)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target[: self._used].copy_(source[: self._used], non_blocking=True)

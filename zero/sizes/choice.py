@@ -87,10 +87,19 @@ class Scheme(NamedTuple):
     uses: Sequence[ForeseenUse]
 
 
-def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accumulation: int, mirrored: bool) -> Scheme:
+def scheme_of(
+    units: Sequence[UnitPlan],
+    settings: Config,
+    choice: Choice,
+    accumulation: int,
+    mirrored: bool,
+    per_host: int | None = None,
+    streamed: bool | None = None,
+) -> Scheme:
     """Under the settings, whose own stage, placement, mesh and number of micro-batches do not count.
 
-    State that the settings may update on a GPU is taken to be.
+    per_host: ranks on each host, all of them by default. streamed: whether a GPU updates state that rests off it; None:
+    what the settings say, also where they may.
     """
     section, zero = settings.zero_optimization, settings.zero
     sharding = Sharding.of_stage(choice.stage, zero.reduce_every_micro_batch or zero.reduce == "tree")
@@ -99,11 +108,13 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
     accumulate, travel = settings.data_types.grad_accum_dtype or "fp32", settings.communication_data_type
     state, limits = section.offload_optimizer, Limits.of_section(section)
     ratio = 1.0 if state.ratio == "auto" else state.ratio
-    where, streamed = (Where(choice.optimizer), Where(choice.params)), mirrored and state.zero.update != "host"
+    where = Where(choice.optimizer), Where(choice.params)
+    streamed = mirrored and (state.zero.update != "host" if streamed is None else streamed)
     collected = accumulation > 1 and not sharding.grads
     sent = travel or (accumulate if collected else settings.compute_dtype)
-    ours = section.zero_quantized_gradients or ITEMSIZE[sent] <= summed_here(zero.reduce, True)
-    native = mirrored and not ours  # as on one machine: there more arrives
+    coded = cut and parts > 1 and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients
+    together = per_host is None or (parts if parts > 1 else settings.world_size) <= per_host
+    native = mirrored and not coded[1] and ITEMSIZE[sent] > summed_here(zero.reduce, together)
     rounded = accumulation == 1 and (settings.world_size == 1 or native) and zero.reduce != "tree" and travel is None
     found = uses(
         [unit.anchor for unit in units],
@@ -126,6 +137,6 @@ def scheme_of(units: Sequence[UnitPlan], settings: Config, choice: Choice, accum
         placements=place(units, parts, *where, ratio, section.offload_param.max_in_cpu, streamed),
         mirrored=mirrored,
         native=native,
-        coded=(cut and section.zero_quantized_weights, parts > 1 and section.zero_quantized_gradients),
+        coded=coded,
         uses=found if cut else [ForeseenUse(use.unit, False, 0) for use in found],
     )

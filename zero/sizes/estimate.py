@@ -8,7 +8,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.config import Config, load
-from zero.config.optimizers import ARGUMENTS, torch_reason
+from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
+from zero.config.sections import Optimizer
 from zero.kernels.formulas import formats_of
 from zero.memory.host_bytes import SLOTS, HostBytes, host_bytes, record_nbytes
 from zero.plan.formats import Formats, wire_alignment
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 GB = 1e9
 STEP = "<step>"
+_MUON_OF_SHAPE = ({"use_muon": True}, {"use_muon": False})  # the groups that `units_of` makes
 DEFAULT = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
 
 
@@ -147,16 +149,18 @@ def estimate(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device: got {device!r}, wanted 'cuda' or 'cpu'")
     settings = load(DEFAULT if config is None else config, ranks, filled=False)
-    formats, notes = state_formats(settings)
     if isinstance(model, int | float):
         model = shape_of(model, layers, width)
         what = str(model)
+    formats, notes = state_formats(model, settings)
     units = units_of(model, settings, formats.alignment)
     if not isinstance(model, Shape):
         what = f"{sum(spec.numel for unit in units for spec in unit.params):,} parameters of {type(model).__name__}"
     section = settings.zero_optimization
     if section.offload_optimizer.ratio == "auto":
         notes.append("offload_optimizer.ratio 'auto' looks at free memory; here all state goes off the device.")
+    if section.offload_optimizer.zero.update == "auto" and device != "cpu":
+        notes.append("offload_optimizer.zero.update 'auto' looks at rates; here it is 'gpu', which takes more there.")
     own = own_choice(settings)
     choices = (choice._replace(shard_size=own.shard_size if choice.stage else 0) for choice in CHOICES)
     rows = {}
@@ -167,8 +171,8 @@ def estimate(
     return Estimate(what, ranks, tuple(rows.values()), rows[own], tuple(notes))
 
 
-def state_formats(settings: Config) -> tuple[Formats, list[str]]:
-    """How the optimizer's state is kept, and what was assumed of it."""
+def state_formats(model: nn.Module | Shape, settings: Config) -> tuple[Formats, list[str]]:
+    """How the optimizer's state is kept, and what was assumed of it. Raises ValueError."""
     section = settings.optimizer
     if section is None:
         return Formats(), ["The configuration names no optimizer: counted are fp32 masters and two fp32 moments."]
@@ -176,14 +180,34 @@ def state_formats(settings: Config) -> tuple[Formats, list[str]]:
         text = f"{section.type} runs as torch's own class ({reason}): counted are fp32 masters and two fp32 moments."
         return Formats(), [text]
     kind = section.type.lower()
-    notes = ["Counted are two moments of all parameters; those that Muon updates have one."] if kind == "muon" else []
-    return formats_of(kind, ARGUMENTS[kind].model_validate(section.params), settings.compute_dtype), notes
+    params, groups = ARGUMENTS[kind].model_validate(section.params), ()
+    if kind == "muon":
+        groups = _MUON_OF_SHAPE if isinstance(model, Shape) else _groups(model, settings)
+    rows = ["NorMuon's mean squares of rows are not counted."] if getattr(params, "beta2", None) is not None else []
+    return formats_of(kind, params, settings.compute_dtype, groups), rows
+
+
+def _groups(model: nn.Module, settings: Config) -> list[dict[str, Any]]:
+    """The parameter groups that an engine makes of all parameters that are trained."""
+    groups, section = [{"params": [param for param in model.parameters() if param.requires_grad]}], settings.optimizer
+    if section is None or section.type.lower() != "muon":
+        return groups
+    from zero.optim.muon_groups import muon_groups
+
+    return muon_groups(model, groups, MuonParams.model_validate(section.params))
+
+
+def is_fused(section: Optimizer | None) -> bool:
+    """Whether our kernels alone are the update, as they are where nothing else is said."""
+    return section is None or (section.type.lower() != "lamb" and torch_reason(section.type, section.params) is None)
 
 
 def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNMENT) -> tuple[UnitPlan, ...]:
     """The units that an engine makes of it; the leaf modules of a module are marked. Raises ValueError."""
     if isinstance(model, Shape):
         specs = model.specs(settings.compute_dtype)
+        if settings.optimizer is not None and settings.optimizer.type.lower() == "muon":
+            specs = [spec._replace(group=0 if spec.ndim == 2 and "blocks" in spec.name else 1) for spec in specs]
         alignment = wire_alignment(alignment, settings.zero_optimization)
         return plan_units(model.tree(), specs, settings.world_size, settings.zero.units, alignment)
     from torch import nn
@@ -195,7 +219,7 @@ def units_of(model: nn.Module | Shape, settings: Config, alignment: int = ALIGNM
         raise ValueError(f"model: got a {type(model).__name__}, wanted a torch.nn.Module or a number of parameters")
     leaf = settings.zero_optimization.leaf_module
     mark_leaf_modules(model, leaf.classes, leaf.names, leaf.name_suffixes, "classes" in leaf.model_fields_set)
-    groups = [[param for param in model.parameters() if param.requires_grad]]
+    groups = [group["params"] for group in _groups(model, settings)]
     return plan_module(model, groups, settings.world_size, settings, alignment)
 
 
@@ -221,7 +245,7 @@ def state_row(units: Sequence[UnitPlan], settings: Config, formats: Formats, sch
             coded=scheme.coded,
         )
 
-    held, masters = alive(formats), alive(formats._replace(states=0)).optimizer
+    held, masters = alive(formats), alive(formats._replace(states=0, by_group=())).optimizer
     on_their_way = in_flight_nbytes(
         units,
         scheme.parts,

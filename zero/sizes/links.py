@@ -150,12 +150,12 @@ class Moves(NamedTuple):
         scheme = self.scheme
         dtype = scheme.travel or (scheme.accumulate if scheme.collected else unit.dtype)
         first = wire_nbytes(unit.layout.numel) if scheme.coded[1] else ITEMSIZE[dtype] * unit.layout.numel
-        sums = _FP32 * unit.layout.numel // scheme.parts
-        if scheme.parts == 1:
-            return [groups.replica.links(first), groups.replica.links(sums)]
-        if scheme.replicas == 1:
-            return [groups.shard.links(first)]
-        return [groups.shard.links(first), groups.replica.links(sums), groups.replica.links(sums)]
+        group = groups.shard if scheme.parts > 1 else groups.replica
+        sent = group._replace(ring=scheme.native).links(first)  # else to each rank, which adds up
+        if scheme.parts > 1 and scheme.replicas == 1:
+            return [sent]
+        sums = groups.replica.links(_FP32 * unit.layout.numel // scheme.parts)
+        return [sent, sums] if scheme.parts == 1 else [sent, sums, sums]
 
     def _off_device(self, unit: UnitPlan, index: int) -> tuple[float, Links, Links, UnitTimes]:
         """Copies between device, host and drive: bytes of the gradient, others in each micro-batch, and once in a step.
@@ -176,16 +176,18 @@ class Moves(NamedTuple):
         )
         filed = kept if placement.optimizer is Where.FILE else 0
         through = kept if placement.streamed else 0
-        rests = placement.params is Where.DEVICE
+        rests, coded = placement.params is Where.DEVICE, scheme.coded[0] and updated  # then 8 bits rest on the device
         drive = shown if placement.params is Where.FILE else 0
+        read = 0 if coded else drive
         down = copied * (gradient if away else shown if not rests else 0) * updated
         up = copied * shown * (updated and away and rests)
-        fetched = copied * shown * (not rests)
+        up += copied * wire_nbytes(unit.layout.numel) // scheme.parts * (coded and away)
+        fetched = copied * shown * (not rests and not coded)
         update = over((gradient + 2 * record) * updated, rates.host_bandwidth if away else rates.device_bandwidth)
         taken = ITEMSIZE[unit.dtype] + ITEMSIZE[scheme.accumulate if scheme.collected else unit.dtype]
         times = UnitTimes(
             backward=over(taken * unit.layout.numel * updated, rates.device_bandwidth),
-            fetch=over(fetched, link) + over(drive, rates.drive_read),
+            fetch=over(fetched, link) + over(read, rates.drive_read),
             down=over(down, link),
             stay=0.0 if away or through else update,
             read=over(filed, rates.drive_read),
@@ -195,5 +197,5 @@ class Moves(NamedTuple):
             bring=over(through, link) + (update if through else 0.0),
             back=over(through, link),
         )
-        each = Links(host_link=2 * fetched, drive=2 * drive)
+        each = Links(host_link=2 * fetched, drive=2 * read)
         return down, each, Links(host_link=up + 2 * through, drive=2 * filed + drive * updated), times

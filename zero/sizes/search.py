@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero.config import Config
 from zero.config.unavailable import lookup
+from zero.memory.update_costs import RESERVE, UpdateRates, update_costs
 from zero.plan.formats import Formats
 from zero.plan.units import UnitPlan
-from zero.sizes.choice import CHOICES, FILE, Choice, own_choice, scheme_of
+from zero.sizes.choice import CHOICES, FILE, Choice, Scheme, own_choice, scheme_of
 from zero.sizes.choice import DEVICE as DEVICE_MEMORY
 from zero.sizes.cost import LOSS, POLICIES, ModelCost, UnitCost
-from zero.sizes.estimate import GB, STEP, Row, state_formats, state_row, units_of
+from zero.sizes.estimate import GB, STEP, Row, is_fused, state_formats, state_row, units_of
 from zero.sizes.links import Links, Moves, Traffic, over, sum_of
 from zero.sizes.rates import Rates
 from zero.sizes.shape import Shape
@@ -58,7 +59,7 @@ class Setup:
     @cached_property
     def formats(self) -> Formats:
         """Of the optimizer's state."""
-        return state_formats(self.settings)[0]
+        return state_formats(self.model, self.settings)[0]
 
     @cached_property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -219,11 +220,28 @@ class Search:
     def _state(self, accumulation: int) -> tuple[Row, Moves, list[tuple[str, Traffic]]]:
         setup, several = self.setup, accumulation > 1
         if several not in self._states:
-            common = setup.units, setup.settings, self.choice, 1 + several, setup.mirrored
-            moves = Moves(setup.units, scheme_of(*common), setup.formats, setup.rates, setup.per_host)
-            row = state_row(moves.units, setup.settings, setup.formats, moves.scheme, self.choice)
+            scheme, row = self._scheme(1 + several)
+            moves = Moves(setup.units, scheme, setup.formats, setup.rates, setup.per_host)
             self._states[several] = row, moves, moves.by_unit()
         return self._states[several]
+
+    def _scheme(self, accumulation: int) -> tuple[Scheme, Row]:
+        """What the choice means, and takes; where state is updated that rests off the device, as an engine decides."""
+        setup, update = self.setup, self.setup.settings.zero_optimization.offload_optimizer.zero.update
+
+        def made(streamed: bool) -> tuple[Scheme, Row]:
+            common = setup.units, setup.settings, self.choice, accumulation, setup.mirrored, setup.per_host
+            scheme = scheme_of(*common, streamed)
+            return scheme, state_row(setup.units, setup.settings, setup.formats, scheme, self.choice)
+
+        if update != "auto" or not setup.mirrored:
+            return made(update == "gpu")
+        scheme, row = made(False)
+        rates = UpdateRates(setup.rates.host_link, setup.rates.host_bandwidth, setup.rates.device_bandwidth)
+        gradients, held = (scheme.accumulate, scheme.resting), row.device
+        costs = update_costs(setup.units, scheme.placements, scheme.parts, setup.formats, gradients, rates)
+        room = (1 - RESERVE) * setup.rates.device_memory - held.parameters - held.gathered - held.reduction
+        return made(True) if costs.streams(room) and is_fused(setup.settings.optimizer) else (scheme, row)
 
     def lines(self, policy: str, accumulation: int) -> list[Line]:
         """Moments at which the most may be alive on the device."""
@@ -294,6 +312,8 @@ def _lacks(setup: Setup, row: Row) -> Iterator[str]:
 
 _PLAIN = {
     "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
     "zero_optimization.offload_optimizer.device": DEVICE_MEMORY,
     "zero_optimization.offload_param.device": DEVICE_MEMORY,
     "zero_optimization.offload_optimizer.zero.update": "host",
@@ -313,6 +333,8 @@ def _sets(setup: Setup, choice: Choice, policy: str, micro_batch: int, accumulat
         "gradient_accumulation_steps": accumulation,
         "zero_optimization.stage": choice.stage,
         "zero_optimization.zero_hpz_partition_size": choice.secondary,
+        "zero_optimization.zero_quantized_weights": choice.stage == 3 and section.zero_quantized_weights,
+        "zero_optimization.zero_quantized_gradients": choice.stage > 0 and section.zero_quantized_gradients,
         "zero.shard_size": choice.shard_size,
         "zero_optimization.offload_optimizer.zero.update": "host"
         if choice.optimizer == DEVICE_MEMORY

@@ -1,0 +1,139 @@
+"""The promise: `"update": "auto"` is decided by bytes and rates, and by an engine and `zero plan` alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import config
+from offload_cases import as_on_a_gpu
+
+import zero.core.ratio
+import zero.core.streaming
+from zero.config import load
+from zero.core.mesh import make_mesh
+from zero.core.mixed_precision import MixedPrecisionPolicy
+from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
+from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
+from zero.plan.formats import Formats
+from zero.plan.placement import Where, place
+from zero.plan.sharding import Sharding
+from zero.sizes.choice import own_choice
+from zero.sizes.cost import shape_cost
+from zero.sizes.estimate import estimate
+from zero.sizes.rates import DEVICES
+from zero.sizes.search import Search, Setup
+from zero.sizes.shape import Shape
+
+SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
+H100 = UpdateRates(51e9, 68e9, 3000e9)
+
+
+def setup(rates: UpdateRates = H100, memory: float = 80e9, ranks: int = 1, **more: Any) -> Setup:
+    section = {"device": "cpu", "zero": {"update": "auto"}, **more.pop("section", {})}
+    given = config(2, ranks, bf16={"enabled": True}, zero_optimization={"stage": 2, "offload_optimizer": section})
+    named = {"host_link": rates.link, "host_bandwidth": rates.host, "device_bandwidth": rates.device}
+    found = replace(DEVICES["h100"], device_memory=memory, **named)
+    return Setup(SHAPE, shape_cost(SHAPE, 1024), load(given | more, ranks), found)
+
+
+def costs(rates: UpdateRates, ratio: float = 1.0, moments: str = "fp32", parts: int = 1) -> UpdateCosts:
+    units = setup(ranks=parts).units
+    places = place(units, parts, Where.HOST, Where.DEVICE, ratio)
+    return update_costs(units, places, parts, Formats("remainder", moments), ("fp32", "bf16"), rates)
+
+
+def test_bytes_and_seconds_are_those_of_what_moves():
+    units, formats = setup(ranks=2).units, Formats("remainder")
+    records = [sum(record_nbytes(unit, 0, 2, formats, False)) for unit in units]
+    copies = [sum(record_nbytes(unit, 0, 2, formats, True)) for unit in units]
+    there, here = (sum(shard_nbytes(unit, 2, dtype) for unit in units) for dtype in ("fp32", "bf16"))
+    found = costs(UpdateRates(1.0, 2.0, 4.0), parts=2)
+    assert found.through == sum(records) and found.nbytes == there + SLOTS * max(records)
+    assert found.on_device == sum(records) + (there + 2 * sum(records)) / 4
+    assert found.on_host == max((here + 2 * sum(copies)) / 2, here)
+
+
+@pytest.mark.parametrize(
+    ("rates", "moments", "gpu"),
+    [
+        (H100, "fp32", True),
+        (H100._replace(link=12e9), "fp32", False),  # a slow link
+        (H100._replace(link=20e9), "fp32", False),
+        (H100._replace(link=15e9), "8bit", False),
+        (H100._replace(link=20e9), "8bit", True),  # 4 bytes cross where the host moves 14
+        (H100._replace(host=800e9), "fp32", False),  # a fast host
+        (H100._replace(device=60e9), "fp32", False),  # a device that is no faster
+    ],
+)
+def test_which_way_is_faster(rates, moments, gpu):
+    assert costs(rates, moments=moments).streams(1e12) is gpu
+
+
+def test_a_ratio_counts_what_leaves_the_device_only():
+    units = setup().units
+    whole, half, none = (costs(H100, ratio) for ratio in (1.0, 0.5, 0.0))
+    away = [at.optimizer is not Where.DEVICE for at in place(units, 1, Where.HOST, Where.DEVICE, 0.5)]
+    records = [sum(record_nbytes(unit, 0, 1, Formats("remainder"), False)) for unit in units]
+    assert half.through == sum(nbytes for nbytes, gone in zip(records, away, strict=True) if gone) < whole.through
+    stays = sum(nbytes for nbytes, gone in zip(records, away, strict=True) if not gone)
+    slots = SLOTS * max(nbytes for nbytes, gone in zip(records, away, strict=True) if gone)
+    gradients = sum(shard_nbytes(unit, 1, "fp32") for unit in units)
+    assert half.nbytes == stays + slots + gradients
+    assert none == (0.0, 0.0, 0, sum(records) + gradients) and not none.streams(1e12)
+    assert whole.streams(whole.nbytes) and not whole.streams(whole.nbytes - 1)
+
+
+def engine_streams(made: Setup, monkeypatch: pytest.MonkeyPatch, fused: bool = True) -> bool:
+    """What an engine decides on a device with these rates and this memory."""
+    rates = UpdateRates(made.rates.host_link, made.rates.host_bandwidth, made.rates.device_bandwidth)
+    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: rates)
+    monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: int(made.rates.device_memory))
+    section, sharding = made.settings.zero_optimization, Sharding.of_stage(2)
+    numerics, mesh = MixedPrecisionPolicy("bf16", 1, made.formats), make_mesh(sharding)
+    with as_on_a_gpu():
+        given = section, made.units, section.offload_optimizer.ratio, mesh, torch.device("cpu")
+        return zero.core.streaming.is_streamed(*given, sharding, numerics, fused)
+
+
+def plan_streams(made: Setup) -> bool:
+    return any(at.streamed for at in Search(made, own_choice(made.settings))._scheme(1)[0].placements)
+
+
+EIGHT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "zero": {"moments": "8bit"}}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "gpu"),
+    [
+        ({}, True),
+        ({"rates": H100._replace(link=12e9)}, False),
+        ({"rates": H100._replace(link=26e9)}, False),
+        ({"rates": H100._replace(link=26e9), **EIGHT}, True),
+        ({"section": {"ratio": 0.5}}, True),
+        ({"section": {"ratio": 0.0}}, False),
+        ({"memory": 0.1e9}, False),
+        ({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, False),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}, False),
+        ({"section": {"zero": {"update": "gpu"}}, "rates": H100._replace(link=1e9)}, True),
+        ({"section": {"zero": {"update": "host"}}}, False),
+    ],
+)
+def test_an_engine_and_the_plan_decide_alike(monkeypatch, more, gpu):
+    made = setup(**more)
+    torchs = more.get("optimizer", EIGHT["optimizer"]) != EIGHT["optimizer"]
+    assert plan_streams(made) is gpu
+    assert engine_streams(made, monkeypatch, fused=not torchs) is gpu
+
+
+def test_where_host_and_device_are_one_nothing_streams():
+    assert not plan_streams(replace(setup(), mirrored=False))
+
+
+def test_bytes_without_rates_say_what_they_assume():
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": "auto"}}}
+    given = config(2, 1, zero_optimization=section)
+    assert "update 'auto' looks at rates" in str(estimate(1e6, given))
+    assert "update 'auto'" not in str(estimate(1e6, given, device="cpu"))
