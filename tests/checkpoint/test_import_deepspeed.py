@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_files import Run
-from models import config
+from models import TiedNet, config
 from safetensors.torch import load_file
-from test_weights_out import Model
 
 import zero
 from zero.__main__ import main
@@ -27,7 +26,7 @@ from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
-def groups_of(model: Model) -> list[list[str]]:
+def groups_of(model: TiedNet) -> list[list[str]]:
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [[name for name, param in trained if (param.ndim > 1) == wide] for wide in (True, False)]
 
@@ -35,7 +34,7 @@ def groups_of(model: Model) -> list[list[str]]:
 def run_of(dtype: torch.dtype = torch.float32, **more: Any) -> Run:
     """A run of the model of another test: tied, frozen, buffers, two groups, random states."""
     torch.manual_seed(11)
-    model = Model()
+    model = TiedNet()
     named = dict(model.named_parameters())
     groups = groups_of(model)
     masters = {name: torch.randn_like(named[name]) for names in groups for name in names}
@@ -48,7 +47,7 @@ def run_of(dtype: torch.dtype = torch.float32, **more: Any) -> Run:
 
 def loaded(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
     """What an engine of this world size and stage has after loading."""
-    model = Model()
+    model = TiedNet()
     named = dict(model.named_parameters())
     groups = [{"params": [named[name] for name in names]} for names in groups_of(model)]
     settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"})

@@ -320,7 +320,7 @@ def test_a_built_model_can_be_read_and_loaded():
         with zero.GatheredParameters(model.embed.weight, modifier_rank=1), torch.no_grad():
             model.embed.weight.fill_(4.0 + dist.get_rank())  # written as modifier 1; rank 0's if written without
     found = {}
-    with zero.GatheredParameters(model.parameters()):
+    with zero.GatheredParameters([*model.parameters(), None]):  # the bias of a layer that has none
         found["inside"] = [param.unique().tolist() for param in (model.head.weight, model.embed.weight)]
     values = make_net(seed=9).state_dict()
     with zero.GatheredParameters(model.parameters(), modifier_rank=0):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import config, make_net, share
+from models import CODED, config, make_net, share
 from offload_cases import BOTH, GPU, OPTIMIZER, PARAMS
 from stream_order import Free, Keep, Launch, Program, Record, Span, Take, Wait, races, sites
 from stream_recorder import Recorder
@@ -31,22 +31,28 @@ REDUNDANT = {
 
 
 class Case(NamedTuple):
-    """A training of a small model on `world` ranks, at a stage, with more of the sections of the JSON."""
+    """A training of a small model on `world` ranks, at a stage, with more of the sections of the JSON.
+
+    looks: at the state of what the step updates first, before each step.
+    """
 
     world: int
     stage: int
     section: dict[str, Any] | None = None
     more: dict[str, Any] | None = None
+    looks: bool = False
 
 
+COMES = "up", "streamed_store._copy)"
 CUT = {"stage3_param_persistence_threshold": 0}
 NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 TWICE = {"gradient_accumulation_steps": 2}
 STREAMED = {"offload_optimizer": GPU}
-STREAMED_NVME = {"offload_optimizer": {**GPU, "device": "nvme"}, "offload_param": {"device": "nvme"}}
+STREAMED_FILE = {"offload_optimizer": {**GPU, "device": "nvme"}}
+STREAMED_NVME = {**STREAMED_FILE, "offload_param": {"device": "nvme"}}
 TREE = {"zero": {"reduce": "tree"}, **TWICE}
 INPUTS = {"zero": {"recompute": {"modules": ["Block"]}}, "activation_checkpointing": {"cpu_checkpointing": True}}
-CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+MUON = {"optimizer": {"type": "Muon", "params": {}}}
 QUICK = [
     Case(2, 0),
     Case(2, 1, OPTIMIZER, TWICE),
@@ -54,6 +60,7 @@ QUICK = [
     Case(2, 3, {**BOTH, **CUT}),
     Case(1, 3, {**PARAMS, **CUT}),
     Case(1, 2, STREAMED),
+    Case(1, 2, STREAMED, looks=True),
 ]
 LONG = [
     *(Case(world, stage, OPTIMIZER) for world in (1, 2) for stage in (1, 2)),
@@ -65,11 +72,14 @@ LONG = [
     Case(2, 3, BOTH, {"bf16": {"enabled": True}}),
     Case(2, 1, STREAMED, {"bf16": {"enabled": True}, **TWICE}),
     *(Case(2, 3, {**offload, **CUT}) for offload in (STREAMED, {**BOTH, **STREAMED}, STREAMED_NVME)),
+    *(Case(1, *place, looks=True) for place in ((2, STREAMED_FILE), (3, STREAMED_NVME))),
     Case(4, 3, {**STREAMED, **CUT, "zero_hpz_partition_size": 2}),
     *(Case(4, 3, {**offload, **CUT, "zero_hpz_partition_size": 2}) for offload in ({}, BOTH)),
     *(Case(4, stage, {**OPTIMIZER, **CUT}, {"zero": {"shard_size": 2}}) for stage in (2, 3)),
-    *(Case(2, 3, {**offload, **CODED}) for offload in ({}, OPTIMIZER)),
+    *(Case(2, 3, {**offload, **CODED, **CUT}) for offload in ({}, OPTIMIZER, BOTH, STREAMED, {**STREAMED, **PARAMS})),
     Case(4, 3, {**CODED, "zero_hpz_partition_size": 2}),
+    Case(2, 1, {}, MUON),
+    *(Case(world, 2, STREAMED, MUON) for world in (1, 2)),
 ]
 
 
@@ -88,6 +98,8 @@ def record(cases: list[Case], folder: str) -> list[tuple[Program, list[int]]]:
                     engine.backward(engine(*share(number)))
                     with torch.no_grad():
                         engine(*share(number))  # reads parameters whose gradients have left long ago
+                    if case.looks:
+                        zero.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg")
                     engine.step()
             engine.destroy()
         found.append((recorder.program, recorder.priorities))
@@ -115,6 +127,17 @@ def test_nothing_is_used_on_two_streams_without_an_order(recorded):
         assert max(priorities) < 0, "what others wait for goes before what computes"
         seen |= streams
     assert seen >= {"computes", *Streams._fields}
+
+
+def test_state_that_streams_comes_beside_the_backward(recorded):
+    """Of the two units that the step updates first; of the others with their updates."""
+    programs = [program for case, program, _ in recorded if case == Case(1, 2, STREAMED)]
+    for program in programs:
+        done = [(entry.stream, entry.what.split(" (")) for entry in program if isinstance(entry, Launch)]
+        ends = ["computes", "embedding_dense_backward"]  # the backward
+        kinds = ("b" if [stream, what[0]] == ends else "u" * ((stream, what[-1]) == COMES) for stream, what in done)
+        assert "".join(kinds) == "uubuu" * 2, "of four units two, in each step"
+    assert programs
 
 
 def test_each_wait_that_is_left_out_is_found(recorded):
@@ -178,5 +201,5 @@ def test_streams_and_events_are_made_in_one_module():
     time = {"monitor/taps.py"}
     # `record_stream` of a `SideStream`
     kept = {f"{name}.py" for name in ("memory/host_gradients", "memory/streamed_store", "optim/updates")}
-    kept.add("recompute/saved_inputs.py")
+    kept |= {"recompute/saved_inputs.py", "optim/matrix.py"}
     assert where == {"memory/streams.py", *raw, *time, *kept}

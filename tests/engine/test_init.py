@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import os
@@ -290,7 +289,6 @@ def test_one_rank_needs_no_block():
 
 
 READERS = {
-    "copy": copy.deepcopy,
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "forward": lambda model: model(*batch(0, 2)),

@@ -64,6 +64,7 @@ STEPS_OF_CORE = {
     "zero.core.accumulator": 3,
     "zero.core.reduction": 4,
     "zero.core.gradients": 5,
+    "zero.core.quantized": 1,
     "zero.core.released": 2,
     "zero.core.master": 3,
     "zero.core.tensors": 1,
@@ -110,6 +111,7 @@ WITHOUT_TORCH = (
 TORCH_FREE = (
     "zero.watchdog.hang_report",
     "zero.memory.host_bytes",
+    "zero.memory.update_costs",
     "zero.recompute.policy",
     "zero.sizes.cost",
     "zero.sizes.shape",

@@ -84,6 +84,7 @@ class Parameter:
     master:  the exact values, fp32, or the int16 remainders that `zero.kernels.remainder` makes them of; None where
              the weight is exact.
     moments: by torch's name of the state; those in uint8 have `scales` of the same name, fp32, one for 256 elements.
+             Under "rows" these are NorMuon's mean squares, one for each row.
     numbers: single numbers of the state, "step" among them.
     group:   which parameter group trains it; None for a frozen one.
     """

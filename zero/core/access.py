@@ -36,9 +36,9 @@ class LostWrite(RuntimeError):
 class GatheredParameters:
     """Inside the block, the given parameters may be read whole; with `modifier_rank`, that rank may change them.
 
-    `params` is one parameter or any iterable of them; what no engine and no `zero.Init` manages is passed over. A
-    collective: every rank must enter and leave with the same parameters; with an exception, too, which goes on to
-    the caller after that. On leaving with `modifier_rank` the values of that rank replace everyone's. What it wrote
+    `params` is one parameter or any iterable of them; None, and what no engine and no `zero.Init` manages, is passed
+    over. A collective: every rank must enter and leave with the same parameters; with an exception, too, which goes on
+    to the caller after that. On leaving with `modifier_rank` the values of that rank replace everyone's. What it wrote
     is exact from then on; elements that it did not change keep their exact masters. Without `modifier_rank`, a
     parameter that was changed raises RuntimeError, because the change would be lost or would differ between ranks.
     `param.data` may be replaced by a tensor of the same shape and dtype; by another, every rank raises RuntimeError,
@@ -156,7 +156,7 @@ class GatheredParameters:
             raise RuntimeError(
                 f"{unfit}: the data of these parameters was replaced inside GatheredParameters by tensors of another "
                 f"shape or dtype{f' ({how})' if how else ''}; the replacement is undone. "
-                "Resize a model before initialize()"
+                "Resize a model before initialize(), and one built under zero.Init inside another such block"
             )
         changed = [owner.name for owner, state in pairs if state == _WRITTEN and owner.index not in owner.unit.edited]
         if changed and self._modifier_rank is None:
@@ -180,7 +180,7 @@ def _tensors(params: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor
         raise ValueError(
             f"GatheredParameters(params=...): got {type(params).__name__}; wanted parameters, like module.parameters()"
         )
-    given = list(params)
+    given = [item for item in params if item is not None]  # a bias that a layer has not
     for item in given:
         if not isinstance(item, torch.Tensor):
             raise ValueError(

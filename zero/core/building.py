@@ -30,6 +30,7 @@ from zero.core import comm
 from zero.core.deferred_param import DeferredParam, Rest, manageable
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import owner_of
+from zero.core.quantized import format_of, is_pending
 from zero.core.refusals import sharing
 from zero.memory.available import Freed
 
@@ -40,6 +41,14 @@ _running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_
 def running() -> Builder | None:
     """The builder whose block is open on this thread."""
     return _running.get()
+
+
+def _open_for_reader(piece: DeferredParam) -> bool:
+    """Open a piece because somebody reads it inside a block, perhaps a later one than its own; False outside."""
+    builder = running()
+    if builder is not None:
+        builder.reopen(piece)
+    return builder is not None
 
 
 class Builder:
@@ -80,6 +89,7 @@ class Builder:
             self._let_go()
             return
         self._name_all()
+        self._quantize()
         self._settle()
 
     def convert(self, module: nn.Module) -> None:
@@ -89,6 +99,15 @@ class Builder:
             self._close(lambda home: True)
         if running() is not self:
             self._settle()
+
+    def reopen(self, piece: DeferredParam) -> None:
+        """Give a closed piece its values to work on, until others are; a collective."""
+        if piece not in self._pieces:  # of a block before this one
+            piece.origin = next(self._numbers)
+            self._pieces.add(piece)
+        self._close(lambda other: other != piece.origin)
+        piece.open()
+        self._open.append(piece)
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if running() is self and param is not None and owner_of(param) is None:
@@ -113,18 +132,9 @@ class Builder:
         if owner_of(param) is not None or not manageable(param):
             return
         piece = DeferredParam(param, name, next(self._numbers), self._mesh, home)
-        piece.on_read = self._open_for_reader
+        piece.on_read = _open_for_reader
         self._pieces.add(piece)
         self._open.append(piece)
-
-    def _open_for_reader(self, piece: DeferredParam) -> bool:
-        """Open a piece because somebody reads it; False when the block has ended."""
-        if running() is not self:
-            return False
-        self._close(lambda other: other != piece.origin)
-        piece.open()
-        self._open.append(piece)
-        return True
 
     def _close(self, of: Callable[[int], bool]) -> None:
         """Close the open pieces of these modules, but for those that somebody holds or that rank 0 refers to."""
@@ -159,10 +169,25 @@ class Builder:
         else:
             for piece in list(self._pieces):
                 for param in piece.params:
-                    if self._dtype is not None and param.is_floating_point():
+                    if self._dtype is not None and param.is_floating_point() and format_of(param) is None:
                         param.data = param.data.to(self._dtype)
             self._let_go()
         self._pieces.clear()
+
+    def _quantize(self) -> None:
+        """Quantise what code has left for its `to(device)`, one parameter at a time."""
+        roots = [module for module in self._homes if module not in self._children]
+        for param in [param for root in roots for param in root.parameters() if is_pending(param)]:
+            owner = owner_of(param)
+            if owner is None or owner.unit not in self._pieces:
+                continue
+            if not owner.unit.opened:
+                owner.unit.open()
+            if self._dtype is not None:
+                param.data = param.data.to(self._dtype)
+            param.to(local_device())
+            if self._mesh.data.size > 1:
+                self._cut([owner.unit])
 
     def _let_go(self) -> None:
         """Make what is open plain again."""

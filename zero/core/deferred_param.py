@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero.core import comm
+from zero.core.initial_values import share_beside
 from zero.core.mesh import Mesh, local_device
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
+from zero.core.quantized import Int8, format_of
 from zero.core.released import Placeholder, Released, absent
 from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
@@ -51,6 +54,11 @@ class Closed(Released):
             return parameter_of_class(type(args[0]), found)
         return found
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A parameter that is cut in the same way; inside a block, where this one is opened, a whole one."""
+        unit = self._zero_owner.unit
+        return copy.deepcopy(self, memo) if unit.on_read(unit) else unit.copy()
+
 
 class LooseBuffer(ParamBuffer):
     """The values of one parameter under construction.
@@ -61,11 +69,17 @@ class LooseBuffer(ParamBuffer):
 
     mixin = Closed
 
+    @property
+    def kind(self) -> type:
+        """The class that the parameter has while it is whole."""
+        return self._classes[0]
+
     def close(self) -> None:
         """The parameter's values are complete; the next release lets go of them."""
         param = self.params[0]
         self._absent = [absent(param.shape, param.dtype, param.device)]
         self._classes = [type(param)]
+        self._int8 = Int8.among(self.params)
 
     def open(self) -> None:
         """Leave the values to the parameter, which must be full."""
@@ -74,7 +88,7 @@ class LooseBuffer(ParamBuffer):
     def show_as(self, dtype: torch.dtype, device: torch.device) -> None:
         """A closed parameter is to come up as this dtype, on this device."""
         self._absent = [absent(self._absent[0].shape, dtype, device)]
-        self.params[0].__class__ = self._classes[0]  # a released one would not take new data
+        self.params[0].__class__ = self.kind  # a released one would not take new data
         self._hide()
 
     def allocate(self) -> None:
@@ -123,7 +137,9 @@ class DeferredParam(Unit):
     @property
     def aliased(self) -> bool:
         """Whether anything but the parameter refers to the memory of its values, so that it may still be written."""
-        return tensors_of_storage(self.params[0].untyped_storage()) > _OWN_REFERENCES
+        param = self.params[0]
+        own = _OWN_REFERENCES + (getattr(param, "CB", None) is not None)  # an int8 parameter has its values twice
+        return tensors_of_storage(param.untyped_storage()) > own
 
     def rename(self, name: str) -> None:
         """Call the parameter `name` in messages from now on."""
@@ -135,6 +151,7 @@ class DeferredParam(Unit):
         self.plan = self.buffer.plan = _plan(param, self.plan.params[0].name, self.mesh)
         self.masters.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
         self.masters.shard = rest.lay(comm.deal(param.detach(), self.window.numel, self.mesh.shard))
+        share_beside([param], self.mesh.data, self.plan.name)
         self.buffer.close()
         self.release()
 
@@ -154,11 +171,22 @@ class DeferredParam(Unit):
         """The model is built: round to `dtype` what are floating-point values, and have them come up on `device`."""
         if self.state is not State.SHARDED:
             return
-        self.on_read = None
         before = self.params[0].dtype
-        dtype = dtype if dtype is not None and before.is_floating_point else before
+        convert = dtype is not None and before.is_floating_point and format_of(self.params[0]) is None
+        dtype = dtype if convert else before
         self.masters.shard = rest.lay(self.shard.to(dtype))
         self.buffer.show_as(dtype, device)
+
+    def copy(self) -> nn.Parameter:
+        """Another parameter with the same values, of which this rank keeps the same shard; nothing is sent."""
+        (param,) = self.params
+        made = parameter_of_class(self.buffer.kind, absent(param.shape, param.dtype, param.device))
+        made.requires_grad_(param.requires_grad)
+        other = DeferredParam(made, self.plan.params[0].name, self.index, self.mesh, self.origin)
+        other.on_read, other.masters.shard = self.on_read, self.shard.clone()
+        other.buffer.close()
+        other.release()
+        return made
 
     def overwrite(self, index: int, source: int, before: torch.Tensor | None = None) -> None:
         """As every unit's; while open, the whole values only."""
@@ -187,6 +215,8 @@ class DeferredParam(Unit):
         target.copy_(param.detach())
         self.let_go()
         param.data = absent(param.shape, param.dtype, param.device)
+        if format_of(param) == "int8":
+            param.CB = None
         return equal
 
     def let_go(self) -> None:

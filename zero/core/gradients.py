@@ -17,9 +17,11 @@ from zero.core.accumulator import DeviceAccumulator, TreeAccumulator
 from zero.core.feedback import ErrorFeedback
 from zero.core.mesh import Mesh
 from zero.core.reduction import Accumulator, Reduction, reduce
+from zero.core.torch_private import add_each, copy_each, multiply_each, zero_each
 from zero.core.tree import Leaf
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.state_placement import StatePlacement
+from zero.plan.memory import TOGETHER
 from zero.plan.units import UnitPlan
 
 
@@ -59,7 +61,7 @@ class Gradients:
     ) -> None:
         """`placement`: says whether the reduced sum adds up on this device, and has the stream of reductions."""
         self.plan = plan
-        self.flat: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None
         self.sum: Accumulator = placement.host_gradients or DeviceAccumulator(dtypes.kept)
         self.feedback: ErrorFeedback | None = None
         self._spans = list(zip(plan.layout.spans.values(), shapes, strict=True))
@@ -70,6 +72,8 @@ class Gradients:
         self._tag = tag
         self._filled: set[int] = set()  # parameters whose span of `flat` holds a gradient
         self._arrived: set[int] = set()  # parameters that got one in the backward that runs
+        self._waiting: dict[int, torch.Tensor] = {}  # gradients that are not in `flat` yet, by parameter
+        self._waiting_nbytes, self._factor = 0, 1.0  # of those
         # Where gradients are not cut, no memory was promised, and fresh pages at every step cost 3 % of it on a CPU.
         self._kept: torch.Tensor | None = None
         self._reduction: Reduction | None = None
@@ -131,25 +135,28 @@ class Gradients:
         """Every parameter of the unit got its gradient in the backward that runs."""
         return len(self._arrived) == len(self._spans)
 
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """See the class; with all that has come."""
+        self._pack()
+        return self._flat
+
     def take(self, index: int, grad: torch.Tensor, factor: float = 1.0) -> None:
-        """Add parameter `index`'s gradient (its shape, any dtype) times `factor` to the flat buffer."""
-        if self.flat is None:
-            self.flat = self._memory(self.plan.layout.numel, self._dtypes.local)
-            for gap in self.plan.layout.gaps:
-                self.flat.narrow(0, *gap).zero_()
-        span, shape = self._spans[index]
-        again = index in self._filled
-        if again and self.flat.itemsize < self._dtypes.kept.itemsize:
-            self.flat = self.flat.to(self._dtypes.kept)  # from here on it adds up
-        view = self.flat.narrow(0, *span).view(shape)
-        if again:
-            view.add_(grad, alpha=factor)
-        else:
-            view.copy_(grad)
-            if factor != 1.0:
-                view.mul_(factor)
-            self._filled.add(index)
+        """Add parameter `index`'s gradient (its shape, any dtype) times `factor` to the flat buffer.
+
+        With `param.grad` a view of the buffer beforehand, autograd would add to zeros that somebody must have written:
+        twice the traffic of this copy, and a launch for each parameter.
+        """
         self._arrived.add(index)
+        if grad.nbytes > TOGETHER:
+            self._move({index: grad}, factor)
+        else:
+            if index in self._waiting or factor != self._factor or self._waiting_nbytes + grad.nbytes > TOGETHER:
+                self._pack()
+            self._waiting[index], self._factor = grad, factor
+            self._waiting_nbytes += grad.nbytes
+        if self.complete:
+            self._pack()
 
     def local(self, index: int) -> torch.Tensor:
         """Parameter `index`'s part of `flat` as fp32 [numel]: what was not reduced yet; zeros where nothing came."""
@@ -166,7 +173,7 @@ class Gradients:
         """Micro-batches will add up in `flat`, foreseen or not: in `kept` until it is reduced, on all ranks alike."""
         if self._dtypes.local.itemsize < self._dtypes.kept.itemsize:
             self._dtypes = self._dtypes._replace(local=self._dtypes.kept)
-            self.flat = None if self.flat is None else self.flat.to(self._dtypes.kept)
+            self._flat = None if self.flat is None else self.flat.to(self._dtypes.kept)
 
     def settle(self) -> None:
         """Reduce what is local now and wait for the sum; collective."""
@@ -175,6 +182,7 @@ class Gradients:
 
     def begin_round(self) -> None:
         """A backward has ended: the next one may bring every gradient once more."""
+        self._pack()
         self._arrived.clear()
 
     def reduce(self, leaf: Leaf | None = None) -> None:
@@ -185,10 +193,8 @@ class Gradients:
         flat = self.flat
         if flat is None:
             flat = torch.zeros(self.plan.layout.numel, dtype=self._dtypes.local, device=self._device)
-        else:
-            for index, (span, _) in enumerate(self._spans):
-                if index not in self._filled:
-                    flat.narrow(0, *span).zero_()
+        elif missing := set(range(len(self._spans))) - self._filled:
+            zero_each([flat.narrow(0, *self._spans[index][0]) for index in missing])
         as_tree = isinstance(self.sum, TreeAccumulator)
         if as_tree and leaf is not None:
             self.sum.leaf = leaf
@@ -196,7 +202,7 @@ class Gradients:
             flat = self.feedback.encode(flat)
         elif self._mesh.data.size > 1 or as_tree:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
-        self.flat, self._dtypes = None, self._base
+        self._flat, self._dtypes = None, self._base
         self._filled.clear()
         with self._stream.after_current():
             self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
@@ -220,7 +226,7 @@ class Gradients:
         memory = self.sum.clear()
         if memory is not None and self._mesh.shard.size == 1:
             self._kept = memory
-        self.flat = None
+        self._flat, self._waiting, self._waiting_nbytes = None, {}, 0
         self._dtypes = self._base
         self._filled.clear()
         self._arrived.clear()
@@ -251,6 +257,40 @@ class Gradients:
         for total in self.sum.parts():
             for fragment in self.plan.layout.fragments(own):
                 yield fragment.name, total.narrow(0, fragment.at, fragment.numel)
+
+    def _pack(self) -> None:
+        if self._waiting:
+            waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
+            self._move(waiting, self._factor)
+
+    def _move(self, grads: dict[int, torch.Tensor], factor: float) -> None:
+        """Add gradients, by parameter, to the flat buffer; on a GPU by one launch for those that are the first."""
+        if self._flat is None:
+            self._flat = self._memory(self.plan.layout.numel, self._dtypes.local)
+            if gaps := self.plan.layout.gaps:
+                zero_each([self._flat.narrow(0, *gap) for gap in gaps])
+        again = grads.keys() & self._filled
+        if again and self._flat.itemsize < self._dtypes.kept.itemsize:
+            self._flat = self._flat.to(self._dtypes.kept)  # from here on it adds up
+        if again:
+            add_each(self._views(again), self._as_flat([grads[index] for index in again]), alpha=factor)
+        if first := grads.keys() - again:
+            copy_each(self._views(first), [grads[index] for index in first])
+            if factor != 1.0:
+                multiply_each(self._views(first), factor)
+            self._filled |= first
+
+    def _views(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        return [self._flat.narrow(0, *span).view(shape) for span, shape in (self._spans[index] for index in indices)]
+
+    def _as_flat(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """In the dtype of the flat buffer: several tensors of another would be added by a launch each."""
+        if len(grads) == 1 or grads[0].dtype == self._flat.dtype:
+            return grads
+        room = self._flat.new_empty(sum(grad.numel() for grad in grads)).split([grad.numel() for grad in grads])
+        wide = [part.view(grad.shape) for part, grad in zip(room, grads, strict=True)]
+        copy_each(wide, grads)
+        return wide
 
     def _local_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index in sorted(self._filled):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from zero.core import comm
-from zero.core.mesh import Mesh
+from zero.core.mesh import Axis, Mesh
 from zero.core.owner import owner_of
+from zero.core.quantized import beside
 from zero.kernels.remainder import write_remainder, write_rounded
 from zero.plan.layout import Span
 from zero.plan.units import UnitPlan
@@ -53,6 +54,18 @@ def initial_values(
             at = common.start - own.start
             _write(exact.narrow(0, common.start - start, common.numel), master.narrow(0, at, common.numel))
     return full, master
+
+
+@torch.no_grad()
+def share_beside(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None:
+    """Take from rank 0 what is beside the values of those that are quantised, in one message; collective."""
+    tensors = [each for param in params for each in beside(param)]
+    if not tensors or axis.size == 1:
+        return
+    sent = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
+    comm.broadcast(sent, 0, axis, label)
+    for each, taken in zip(tensors, sent.split([each.nbytes for each in tensors]), strict=True):
+        each.copy_(taken.clone().view(each.dtype).view(each.shape))
 
 
 def _write(exact: torch.Tensor, out: torch.Tensor) -> None:

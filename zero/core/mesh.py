@@ -93,8 +93,8 @@ class Mesh:
         return self.shard.rank * self.replica.size + self.replica.rank
 
     def by_span(self, values: torch.Tensor) -> torch.Tensor:
-        """One value [data.size] of each rank along `data`, in the order of their spans."""
-        return values.view(self.replica.size, self.shard.size).t().flatten()
+        """Values of each rank along `data`, [data.size, ...], in the order of their spans."""
+        return values.unflatten(0, (self.replica.size, self.shard.size)).transpose(0, 1).flatten(0, 1)
 
     @property
     def watchdog(self) -> Watchdog:

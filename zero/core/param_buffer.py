@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from zero.core.quantized import Int8
 from zero.core.released import Released, absent, released_class
 from zero.core.state import TRANSITIONS, State
 from zero.core.tensors import resizable
@@ -52,6 +53,7 @@ class ParamBuffer:
         self.lock = threading.RLock()
         self.kept_for_graph = False
         self._absent: list[torch.Tensor] = []
+        self._int8: list[Int8] = []
         self._references = 0  # to the full buffer's memory, before it was filled
         self._classes = [type(param) for param in params]
         self.versions = [param._version for param in params]
@@ -62,9 +64,12 @@ class ParamBuffer:
         self._classes = [type(param) for param in self.params]  # those of `zero.Init` were released until now
         self._references = storage_references(full)
         self._absent = [absent(param.shape, full.dtype, full.device) for param in self.params]
+        self._int8 = Int8.among(self.params)
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
             param.grad = None
+        for each in self._int8:
+            each.point(self.views)
         self.note_versions()
 
     def move(self, verb: str) -> None:
@@ -99,6 +104,8 @@ class ParamBuffer:
         for param, view, kind in zip(self.params, self.views, self._classes, strict=True):
             param.__class__ = kind
             param.data = view
+        for each in self._int8:
+            each.point(self.views)
         set_versions(self.params, self.versions)
 
     def offload(self) -> None:
@@ -192,6 +199,8 @@ class ParamBuffer:
         for param in self.params:
             param.data = param.data.clone()
             vars(param).pop("_zero_owner", None)  # not there after torch.utils.swap_tensors
+        for each in self._int8:
+            each.point([param.data for param in self.params])
 
     def _free(self, keep_if_referenced: bool) -> None:
         full, views = self.full, self.views
@@ -213,6 +222,8 @@ class ParamBuffer:
         torch.autograd.graph.increment_version(self.params)
         for param, nothing in zip(self.params, self._absent, strict=True):
             param.data = nothing
+        for each in self._int8:
+            each.point(None)
 
     def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         spans = self.plan.layout.spans.values()

@@ -135,7 +135,8 @@ class DiskPrefetcher:
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self._units = units
         self._limits = limits
-        self._in_files = {unit.index for unit in units if unit.cut and not unit.placement.shard_store.resident}
+        read = [unit for unit in units if unit.cut and unit.travel.message is None]  # others' 8 bits are on the device
+        self._in_files = {unit.index for unit in read if not unit.placement.shard_store.resident}
         self._asked: dict[int, bool] = {}  # units that were asked for, and whether their read has begun
 
     def was_asked(self, unit: Unit) -> bool:

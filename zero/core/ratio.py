@@ -15,13 +15,13 @@ from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import has_own_memory
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
-from zero.memory.host_bytes import MIB, SLOTS, record_nbytes
+from zero.memory.host_bytes import MIB, SLOTS, record_nbytes, shard_nbytes
+from zero.memory.update_costs import RESERVE
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.placement import is_updated
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
-RESERVE = 0.4  # of the device's memory: activations, which nobody knows before the first step
 _GATHERED = 2  # units whose parameters and gradients are full at the same time: one in use, one in transfer
 
 
@@ -46,11 +46,12 @@ def choose_ratio(
         text = "state takes the same memory on either side"
         ratio, numel, nbytes = 1.0, 0, 0
     else:
-        free, total = device_memory(mesh, device)
-        reserve = RESERVE * total
-        own = free - reserve - _needed(section, plans, mesh.shard.size, sharding, numerics)
-        if place.zero.update != "host":
-            own -= SLOTS * max(sum(record_nbytes(plan, 0, mesh.shard.size, numerics.formats, True)) for plan in plans)
+        own, reserve = room_for_state(section, plans, mesh, device, sharding, numerics)
+        gradients, parts = numerics.resting_dtype(mesh), mesh.shard.size
+        if place.zero.update != "host":  # gradients stay, too
+            own -= SLOTS * max(sum(record_nbytes(plan, 0, parts, numerics.formats, True)) for plan in plans)
+            own -= sum(shard_nbytes(plan, parts, numerics.accumulate) for plan in plans if is_updated(plan))
+            gradients = ""
         rooms = comm.gather_scalars(
             torch.tensor([own], dtype=torch.float64, device=device), mesh.data, "ratio of the offload"
         )
@@ -59,7 +60,7 @@ def choose_ratio(
             f"each rank's device has {room / MIB:,.1f} MiB for state, beside parameters, gradients and a reserve of "
             f"{reserve / MIB:,.1f} MiB ({RESERVE:.0%}) for activations"
         )
-        ratio, numel, nbytes = fitting(plans, mesh.shard.size, numerics.formats, numerics.resting_dtype(mesh), room)
+        ratio, numel, nbytes = fitting(plans, parts, numerics.formats, gradients, room)
     chosen = f"ratio {ratio:.4g}, {numel:,} parameters ({nbytes / MIB:,.1f} MiB) stay"
     rank_zero(logging.INFO, "offload_optimizer.ratio 'auto': %s. Chosen: %s", text, chosen)
     return ratio
@@ -71,14 +72,14 @@ def fitting(
     """The smallest ratio with which masters, moments and gradients of the units that stay take at most `room` bytes.
 
     And the elements and bytes of one rank that stay then. Of rank 0 of `parts`, for all ranks; `gradients`: the dtype
-    of reduced gradients.
+    of reduced gradients, "" where all stay anyway.
     """
     trained = [unit for unit in units if is_updated(unit)]
     total = sum(unit.layout.numel for unit in trained)
     numel = nbytes = 0
     for unit in trained:
         shard = unit.layout.numel // parts
-        more = sum(record_nbytes(unit, 0, parts, formats, False)) + ITEMSIZE[gradients] * shard
+        more = sum(record_nbytes(unit, 0, parts, formats, False)) + ITEMSIZE.get(gradients, 0) * shard
         if nbytes + more > room:
             break
         numel, nbytes = numel + unit.layout.numel, nbytes + more
@@ -86,6 +87,19 @@ def fitting(
         return 0.0 if numel else 1.0, numel // parts, nbytes
     # Half an element more, so that no rounding of the ratio leaves the last unit out.
     return max(0.0, 1.0 - (numel + 0.5) / total), numel // parts, nbytes
+
+
+def room_for_state(
+    section: ZeroOptimization,
+    plans: Sequence[UnitPlan],
+    mesh: Mesh,
+    device: torch.device,
+    sharding: Sharding,
+    numerics: MixedPrecisionPolicy,
+) -> tuple[float, float]:
+    """Bytes of this rank's device for optimizer state and reduced gradients, and those reserved for activations."""
+    free, total = device_memory(mesh, device)
+    return free - RESERVE * total - _needed(section, plans, mesh.shard.size, sharding, numerics), RESERVE * total
 
 
 def device_memory(mesh: Mesh, device: torch.device) -> tuple[int, int]:

@@ -48,6 +48,7 @@ class Reducer:
     divisor:  what they are divided by before they travel, besides;
     rounds:   backward passes flushed so far;
     pending:  one was flushed without a reduction; alike on all ranks, unlike what each got in it;
+    on_last: called when the last backward of a step begins, before any gradient lands;
     on_flush: called at the end of every backward, after the gradients.
     """
 
@@ -68,6 +69,7 @@ class Reducer:
         self._order = [unit for unit in reversed(units) if unit.gradients is not None]
         self._every_micro_batch = sharding.grads
         self._prefetcher = prefetcher
+        self.on_last: Callable[[], object] = bool
         self.on_flush: list[Callable[[], None]] = []
         self._backward: Backward | None = None  # that has begun and was not flushed yet
         self._warned = False
@@ -93,6 +95,8 @@ class Reducer:
         if self._backward is None:
             self._backward = Backward()
             self.finite.begin()
+            if self.boundary:
+                self.on_last()
         task = backward_task()
         if task not in self._backward.tasks:
             self._backward.tasks.add(task)

@@ -212,7 +212,8 @@ class Placeholder(Tensor):
 @functools.cache
 def released_class(kind: type, mixin: type[Released]) -> type:
     """The class that a parameter of class `kind` has while it is released."""
-    return type(f"Released{kind.__name__}", (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
+    name = f"Released{kind.__name__}" if kind is torch.nn.Parameter else kind.__name__  # by which libraries tell theirs
+    return type(name, (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
 
 
 def _among(values: Any, kind: type) -> list[Any]:

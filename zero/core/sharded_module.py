@@ -24,6 +24,7 @@ from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.core.offload import Offload, is_enabled
 from zero.core.owner import owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
+from zero.core.quantized import footprint, format_of, prepare
 from zero.core.ratio import choose_ratio
 from zero.core.reducer import Reducer
 from zero.core.streaming import is_streamed
@@ -165,7 +166,7 @@ class ShardedModule:
         for unit in self.units:
             parameters += unit.full.untyped_storage().nbytes()
             parameters += unit.shard.nbytes if unit.cut and not unit.placement.shard_offloaded else 0
-            parameters += unit.travel.nbytes
+            parameters += unit.travel.nbytes + sum(spec.beside for spec in unit.plan.params)
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
                 masters += unit.placement.state_nbytes(unit.master.shard, unit.master.nbytes)
@@ -221,6 +222,7 @@ def wrap(
         owner = owner_of(param)
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
+    prepare(module, device)
     plans = plan_module(module, groups, mesh.data.size, settings, numerics.formats.alignment)
     mesh.watchdog.units = [plan.name for plan in plans]
     by_name = dict(module.named_parameters())
@@ -229,7 +231,7 @@ def wrap(
     section = settings.zero_optimization
     if is_enabled(section):
         ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
-        streamed = is_streamed(section, plans, ratio, mesh, device, numerics, fused)
+        streamed = is_streamed(section, plans, ratio, mesh, device, sharding, numerics, fused)
         offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics, streams, streamed)
     units, freed = [], Freed()
     try:
@@ -300,24 +302,26 @@ def _specs(
             group_of[param] = index
     specs = []
     for param, name in named.items():
-        dtype = _dtype_name(param, name, compute_dtype)
+        numel, dtype, more = footprint(param)
+        dtype = _dtype_name(param, dtype, name, compute_dtype)
         # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
         trained = param in group_of and param.requires_grad
-        specs.append(ParamSpec(name, param.numel(), dtype, trained, group_of.get(param, -1), param.ndim))
+        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more))
     return specs
 
 
-def _dtype_name(param: nn.Parameter, name: str, compute_dtype: str) -> str:
+def _dtype_name(param: nn.Parameter, dtype: torch.dtype, name: str, compute_dtype: str) -> str:
     if param.layout is not torch.strided:
         raise ValueError(f"parameter '{name}' is {param.layout}; wanted a dense one")
-    if compute_dtype != "fp32" and param.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    packed = format_of(param) is not None  # whatever dtype it is in, the bits stay
+    if compute_dtype != "fp32" and dtype in (torch.float32, torch.bfloat16, torch.float16) and not packed:
         return compute_dtype
-    if param.dtype not in _NAMES or (param.requires_grad and param.dtype == torch.float64):
+    if dtype not in _NAMES or (param.requires_grad and dtype == torch.float64):
         raise ValueError(
-            f"parameter '{name}' is {param.dtype}; wanted float32, bfloat16 or float16 "
+            f"parameter '{name}' is {dtype}; wanted float32, bfloat16 or float16 "
             "(frozen ones also float64, int8, uint8)"
         )
-    return _NAMES[param.dtype]
+    return _NAMES[dtype]
 
 
 def _tree(module: nn.Module, named: dict[nn.Parameter, str], path: str = "") -> ModuleNode:

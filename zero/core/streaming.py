@@ -12,14 +12,16 @@ from zero.config.zero_section import OffloadOptimizer, ZeroOptimization
 from zero.core import comm, offload
 from zero.core.mesh import Mesh
 from zero.core.mixed_precision import MixedPrecisionPolicy
-from zero.core.ratio import RESERVE, device_memory
+from zero.core.ratio import room_for_state
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
 from zero.log import rank_zero
 from zero.memory.available import host_threads
-from zero.memory.host_bytes import MIB, SLOTS, record_nbytes, shard_nbytes
-from zero.plan.placement import Where, keeps_copy, place
+from zero.memory.host_bytes import MIB
+from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
+from zero.plan.placement import Where, place
+from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
 
 _NBYTES = 1 << 26  # of a trial copy; and of each array of a trial step
@@ -38,7 +40,7 @@ def refuse_streaming(section: OffloadOptimizer, device: torch.device, fused: boo
         )
     if not fused:
         raise ValueError(
-            f"{key} with Muon, or an optimizer class of torch or of the script, whose step is not our kernels' alone; "
+            f"{key} with LAMB, or an optimizer class of torch or of the script, whose step is not our kernels' alone; "
             "name Adam, AdamW, Lion, SGD or Adagrad in the section 'optimizer' (without torch_adam, maximize and the "
             "like), give a zero.FusedOptimizer, or use 'host'"
         )
@@ -50,57 +52,52 @@ def is_streamed(
     ratio: float,
     mesh: Mesh,
     device: torch.device,
+    sharding: Sharding,
     numerics: MixedPrecisionPolicy,
     fused: bool,
 ) -> bool:
     """Whether state comes to the device to be updated: what the JSON says; where that is "auto", collective.
 
-    The record of each unit crosses the link in both directions at once. The host reads gradient and record and writes
-    the record, while gradients and parameters cross the link. All ranks choose by the one that would be slowest.
+    Then rates are measured, and all ranks choose by the one that would be slowest, or has the least room.
     """
     state, params, parts = section.offload_optimizer, section.offload_param, mesh.shard.size
-    able = fused and state.device != "none" and offload.has_own_memory(device)
-    if state.zero.update != "auto" or not able:
+    if state.zero.update != "auto" or state.device == "none":
         return state.zero.update == "gpu"
-
-    def records(streamed: bool) -> list[int]:
-        where = Where(state.device), Where(params.device)
-        places = place(plans, parts, *where, ratio, params.max_in_cpu, streamed)
-        pairs = [pair for pair in zip(plans, places, strict=True) if pair[1].optimizer is not Where.DEVICE]
-        return [sum(record_nbytes(plan, 0, parts, numerics.formats, keeps_copy(at, True))) for plan, at in pairs]
-
-    link, host = rates(device)
-    through, there = records(True), records(False)
-    gradients = sum(shard_nbytes(plan, parts, numerics.resting_dtype(mesh)) for plan in plans)
-    by_gpu, by_host = sum(through) / link, max((gradients + 2 * sum(there)) / host, gradients / link)
-    free, total = device_memory(mesh, device)
-    fits = SLOTS * max(through, default=0) <= free - RESERVE * total
-    mine = torch.tensor([by_gpu, by_host, not fits], dtype=torch.float64, device=device)
-    by_gpu, by_host, lacks = comm.gather_scalars(mine, mesh.data, "update of the offload").amax(0).tolist()
-    chosen = by_gpu < by_host and not lacks
+    line = "offload_optimizer.zero.update 'auto': "
+    if not (fused and offload.has_own_memory(device)):
+        why = "the optimizer is not our kernels' alone" if not fused else f"'{device}' shares the host's memory"
+        rank_zero(logging.INFO, "%shost, as %s", line, why)
+        return False
+    places = place(plans, parts, Where(state.device), Where(params.device), ratio, params.max_in_cpu)
+    gradients, found = (numerics.accumulate, numerics.resting_dtype(mesh)), rates(device)
+    costs = update_costs(plans, places, parts, numerics.formats, gradients, found)
+    lacks = costs.nbytes - room_for_state(section, plans, mesh, device, sharding, numerics)[0]
+    mine = torch.tensor([costs.on_device, costs.on_host, lacks], dtype=torch.float64, device=device)
+    on_device, on_host, lacks = comm.gather_scalars(mine, mesh.data, "update of the offload").amax(0).tolist()
+    chosen = UpdateCosts(on_device, on_host, costs.through, lacks).streams(0)
     rank_zero(
         logging.INFO,
-        "offload_optimizer.zero.update 'auto': %.1f ms of a step on the GPU (%.1f MiB at %.1f GB/s), %.1f ms "
-        "on the host (%.1f GB/s)%s. Chosen: %s",
-        *(1e3 * by_gpu, sum(through) / MIB, link / 1e9, 1e3 * by_host, host / 1e9),
-        *(", too little memory on the GPU" if lacks else "", "gpu" if chosen else "host"),
+        "%s%s, as a step takes %.1f ms on the GPU (%.1f MiB each way at %.1f GB/s), %.1f ms on the host (%.1f GB/s)%s",
+        *(line, "gpu" if chosen else "host", 1e3 * on_device, costs.through / MIB, found.link / 1e9),
+        *(1e3 * on_host, found.host / 1e9, f"; the GPU lacks {lacks / MIB:,.1f} MiB for it" if lacks > 0 else ""),
     )
     return chosen
 
 
-def rates(device: torch.device) -> tuple[float, float]:
-    """Bytes/s from host memory to the device, and of an update by the host, while all ranks do the same."""
+def rates(device: torch.device) -> UpdateRates:
+    """What this rank reaches while all do the same."""
     pinned = torch.zeros(_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(pinned, device=device)
-    n, cpu = _NBYTES // 4, torch.device("cpu")
-    master, grad, *moments = (torch.zeros(n) for _ in range(4))
+    beside, cpu = torch.empty_like(there), torch.device("cpu")
+    master, grad, *moments = (torch.zeros(_NBYTES // 4) for _ in range(4))
     formula, kept = Adam(lr=1e-3), tuple(map(Moment, moments))
 
     def update() -> None:
         step(formula, master, kept, grad, None, step=1, grad_scale=1.0, threads=host_threads())
 
+    link, copy = (_NBYTES / _seconds(lambda of=of: there.copy_(of), device) for of in (pinned, beside))
     read_and_written = 7 * _NBYTES
-    return _NBYTES / _seconds(lambda: there.copy_(pinned), device), read_and_written / _seconds(update, cpu)
+    return UpdateRates(link, read_and_written / _seconds(update, cpu), 2 * copy)
 
 
 def _seconds(turn: Callable[[], object], device: torch.device) -> float:

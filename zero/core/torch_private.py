@@ -23,6 +23,10 @@ from torch.utils.hooks import RemovableHandle
 # Metadata reads and calls inside run as if the classes of tensors had no `__torch_function__`.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# On lists of tensors; on a GPU one launch, where each list is of one dtype and strides agree. Adding wants one for all.
+copy_each, add_each, multiply_each = torch._foreach_copy_, torch._foreach_add_, torch._foreach_mul_
+zero_each = torch._foreach_zero_
+
 
 def storage_id(tensor: torch.Tensor) -> int | None:
     """What tells a tensor's memory from all other: equal for all views of one storage; None where it has none."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.gradients import GradientDtypes, Gradients
-from zero.core.initial_values import initial_values
+from zero.core.initial_values import initial_values, share_beside
 from zero.core.master import Master
 from zero.core.master_sync import MasterSync
 from zero.core.mesh import Mesh
@@ -129,6 +129,7 @@ class Unit:
         The masters are made from the values before they are rounded to a 16-bit `dtype`; see `initial_values`.
         """
         trained = self.plan.requires_grad
+        share_beside(self.params, self.mesh.data, self.plan.name)
         full, master = initial_values(self.params, self.plan, self.mesh, self.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.masters.adopt(trained, master)

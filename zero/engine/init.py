@@ -41,8 +41,10 @@ class Init:
     More than one module is whole at a time where code keeps views of several parameters, and where it makes modules
     without registering them in a parent at once: of plain layers in a list, two; of `copy.deepcopy(block)` in a
     list, all until the list is registered. Buffers are left alone. After the block parameters are released: they
-    are read and written inside `zero.GatheredParameters`, and `copy.deepcopy` and pickling raise RuntimeError with the
-    name of one; `state_dict()` has names, shapes and dtypes. With one rank nothing is cut.
+    are read and written inside `zero.GatheredParameters`, and pickling raises RuntimeError with the name of one;
+    `state_dict()` has names, shapes and dtypes, and `copy.deepcopy` gives a model that is cut in the same way. In a
+    later block the model may be changed as in the one it was built in: adapters added, embeddings resized. With one
+    rank nothing is cut.
 
     `zero.initialize` takes such a model over on any stage, one unit at a time, also when parts of it are plain or
     come from another block, and also inside the block. Modules that are attached to the model of an engine later

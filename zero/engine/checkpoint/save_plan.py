@@ -151,6 +151,9 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
             if moment.scales is not None:
                 scales, shape = take(moment.scales, 0, 0, blocks_of(numel)), (blocks_of(math.prod(chunk.shape)),)
                 yield TensorChunk(f"scales.{name}", part.name, part.start // BLOCK, shape, scales)
+    if unit.master is not None and optimizer is not None:
+        for name, first, of, rows in optimizer.shard_optimizer.rows(unit, optimizer.param_groups[unit.plan.group]):
+            yield TensorChunk("scales.rows", name, first, (of,), take(rows, 0, 0, rows.numel()))
 
 
 def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, forms: bool) -> dict[str, Moment]:

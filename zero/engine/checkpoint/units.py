@@ -17,6 +17,7 @@ from zero.checkpoint.differences import Ask, Match, Wanted, compare, stateless
 from zero.checkpoint.index import Index, Parameter
 from zero.checkpoint.reader import SLICE, Reader
 from zero.checkpoint.safe_file import DTYPES, NAMES, dtype_name
+from zero.core.quantized import load_beside, names_beside
 from zero.core.unit import Unit
 from zero.engine.checkpoint.collective_read import LoadPlan
 from zero.engine.checkpoint.save_plan import saved_buffers
@@ -50,6 +51,7 @@ def load_unit(unit: Unit, optimizer: ZeroOptimizer | None, reader: Reader, plan:
             if ask.weights and unit.master is not None:
                 unit.masters.publish()
     if states:
+        _load_rows(unit, optimizer, reader, match.names)
         names = [match.names[spec.name] for spec in unit.plan.params if spec.name in match.names]
         _load_numbers(unit, optimizer, reader.index, names)
 
@@ -162,6 +164,14 @@ def _load_moments(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, name: st
             reader.moment(name, key, part.start + at, count, partial(_round, target, signed))
 
 
+def _load_rows(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, names: Mapping[str, str]) -> None:
+    """Take what the optimizer has of rows of matrices; what is not in the checkpoint begins anew."""
+    for name, first, _, values in optimizer.shard_optimizer.rows(unit, optimizer.param_groups[unit.plan.group], True):
+        stored = reader.index.parameters[names[name]].scales.get("rows") if name in names else None
+        if stored is not None:
+            reader.fill(values, stored, first, f"rows of '{name}'")
+
+
 def _round(target: Moment, signed: bool, values: torch.Tensor) -> None:
     """Write a state that was kept in another way to `target`, which may have padding behind it."""
     padded = target.values.new_zeros(target.numel, dtype=torch.float32)
@@ -219,7 +229,10 @@ def fit(
     parts: what this rank holds of its parameters.
     """
     buffers = {name: (tuple(value.shape), dtype_name(value.dtype)) for name, value in saved_buffers(module).items()}
-    match = compare(index, wanted, buffers, ask)
+    # What says of 4-bit weights how they were made is text, and as long as its numbers.
+    packed = names_beside(module)
+    stored = {name: (each.shape, each.dtype) for name, each in index.buffers.items() if name in packed}
+    match = compare(index, wanted, buffers | stored, ask)
     problem = match.problem(ask)
     if problem is None and match.doubles:
         with Reader(place, index) as reader:
@@ -249,4 +262,4 @@ def load_buffers(reader: Reader, module: nn.Module, names: Iterable[str], own: M
         else:
             others[name] = value
     if others:  # by modules, for each state_dict, and only they know what it is
-        module.load_state_dict(others, strict=False)
+        module.load_state_dict(load_beside(module, others), strict=False)
