@@ -5,6 +5,7 @@ No GPU is here: graphs are those of tests/fake_graphs.py, which run on the addre
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -87,6 +88,7 @@ def settings(stage: int, world: int, **more: Any) -> dict[str, Any]:
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2}}  # some steps are skipped
 HALF["data_types"] = {"buffer_dtype": "fp16"}
 ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+CODED = {"zero_optimization": {"zero_quantized_gradients": True}}
 
 
 @pytest.mark.ranks(2)
@@ -94,7 +96,8 @@ ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     ("stage", "more"),
     [
         (2, {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}, "accumulation": 2}),
-        *longer((0, {}), (1, {"accumulation": 2}), (1, HALF), (2, ON_HOST), (1, {"torch_autocast": {"enabled": True}})),
+        *longer((0, {}), (1, {"accumulation": 2}), (1, HALF), (2, ON_HOST), (2, CODED)),
+        *longer((1, {"torch_autocast": {"enabled": True}})),
     ],
 )
 def test_micro_batches_as_graphs_give_the_same_bits(stage, more):
@@ -156,6 +159,23 @@ def test_a_graph_is_captured_anew_where_the_module_is_another():
     assert all(map(torch.equal, *results))
 
 
+def test_a_number_that_is_changed_later_counts_and_so_does_a_hook(caplog):
+    results = []
+    for graphs in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            trained = Trained(make_odd(), settings(1, 1), fake_graphs(patch) if graphs else None)
+            for number in range(6):
+                trained.engine.module.dropout.p = 0.6 if number in (2, 3) else 0.3
+                if number == 5:
+                    trained.engine.module.norm.register_forward_hook(lambda module, args, output: output * 2)
+                trained.step(call(trained.engine, number))
+            if graphs:
+                assert trained.ran == [3, 3, 2, 2]
+            results.append(trained.found())
+    assert all(map(torch.equal, *results))
+    assert "module 'norm' has hooks" in caplog.text
+
+
 class Reads(Net):
     """Asks for a number in the middle of the forward."""
 
@@ -183,6 +203,27 @@ class Wraps(Net):
         return super().forward(*batch.tensors)
 
 
+class Counts(Net):
+    """Counts its forwards, and returns accordingly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return super().forward(tokens, targets) * self.forwards
+
+
+class Hooked(Net):
+    """Has a hook that does other things each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = itertools.count(1)
+        self.head.register_forward_hook(lambda module, args, output: output * next(number))
+
+
 class Batch:
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
@@ -194,6 +235,8 @@ class Batch:
         (Reads, "cannot be captured: RuntimeError: CUDA error: operation not permitted"),
         (Replaces, "puts another tensor in the place of the buffer 'seen'"),
         (Wraps, "there are tensors inside of a Batch"),
+        (Counts, "the forward changes 'forwards' of module ''"),
+        (Hooked, "module 'head' has hooks"),
     ],
 )
 def test_what_cannot_be_captured_runs_as_it_is_and_says_why(kind, why, caplog):

@@ -45,6 +45,30 @@ def test_of_a_plain_module_it_is_the_layout_of_hugging_face(tmp_path: Path) -> N
     engine.destroy()
 
 
+class Own(nn.Sequential):
+    """A model that writes its files itself."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor], max_shard_size: str) -> None:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        spans = [[int(end, 16) for end in line[0].split("-")] for line in lines if str(folder) in line[-1]]
+        for name, value in state_dict.items():
+            assert any(begin <= value.data_ptr() < end for begin, end in spans), f"{name} is not mapped to a file"
+        assert state_dict["0.weight"] is state_dict["2.weight"]
+        torch.save((state_dict, max_shard_size), folder / "own.bin")
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_writes_itself_gets_weights_that_take_no_memory(tmp_path: Path) -> None:
+    model = Own(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    engine, weights = trained(model)
+    engine.save_pretrained(tmp_path, max_shard_size="1KB")
+    assert [path.name for path in tmp_path.iterdir()] == ["own.bin"]
+    written, limit = torch.load(tmp_path / "own.bin")
+    assert same(written, weights) and limit == "1KB"
+    engine.destroy()
+
+
 @needs("transformers")
 @pytest.mark.ranks(2)
 def test_of_a_model_of_transformers_it_is_read_by_from_pretrained(tmp_path: Path) -> None:

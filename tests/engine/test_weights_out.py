@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import WIDTH, Block, config, step
+from models import TiedNet, config, step
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -24,30 +24,11 @@ from zero.core.unit import Unit
 from zero.utils import safe_get_full_fp32_param
 
 
-class Model(nn.Module):
-    """Tied embedding and head, a frozen block, a buffer, sizes that divide by nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 17)
-        self.head.weight = self.embed.weight
-        self.blocks[1].requires_grad_(False)
-        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
-
-
 def start(stage: int, dtype: str = "bf16", seed: int = 7) -> Any:
     torch.manual_seed(seed)
     section = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 2}
     settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"}, zero_optimization=section)
-    return zero.initialize(model=Model(), config=settings)[0]
+    return zero.initialize(model=TiedNet(), config=settings)[0]
 
 
 def truth(engine: Any) -> dict[str, torch.Tensor]:
@@ -109,7 +90,7 @@ def test_what_is_written_is_the_model(pool, stage, tmp_path):
 def loaded_into(stage: int, dtype: str) -> list[bool]:
     """fp32 weights of another model: the masters hold them exactly, the parameters their rounding, at once."""
     torch.manual_seed(3)
-    source = Model().state_dict()
+    source = TiedNet().state_dict()
     source["scale"] = torch.tensor([3.0, 4.0])
     engine = start(stage, dtype)
     step(engine, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import WIDTH, Block, config, step
+from models import WIDTH, Block, TiedNet, config, step
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from torch import nn
 
@@ -30,25 +30,6 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x))
-
-
-class Model(nn.Module):
-    """Tied embedding and head, adapters, a frozen block, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Adapted(), Block(), Adapted()])
-        self.head = nn.Linear(WIDTH, 17)
-        self.head.weight = self.embed.weight
-        self.blocks[2].requires_grad_(False)
-        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
 
 
 def merging(engine: Any) -> Any:
@@ -89,7 +70,8 @@ def streamed(where: str, own: bool) -> None:
     section = WHERE[where]
     with as_on_a_gpu(own):
         settings = config(section["stage"], dist.get_world_size(), bf16={"enabled": True}, zero_optimization=section)
-        engine = zero.initialize(model=Model(), config=settings)[0]
+        model = TiedNet(Block, Adapted, Block, Adapted, frozen=2)
+        engine = zero.initialize(model=model, config=settings)[0]
     step(engine, 0)
     first, wanted = dist.get_rank() == 0, {}
     with pytest.MonkeyPatch.context() as patch:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zero.core.quantized import format_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.plan.layout import Span
@@ -15,11 +16,15 @@ _PLACES = {Where.DEVICE: "device", Where.HOST: "host", Where.FILE: "file"}
 
 
 class Parameter(NamedTuple):
-    """owners: by rank, which elements of the flattened parameter it has; the ranks are those along one shard axis."""
+    """owners: by rank, which elements of the flattened parameter it has; the ranks are those along one shard axis.
+
+    quantized: "nf4", "fp4" or "int8" for a weight of bitsandbytes, whose shape is that of its packed values.
+    """
 
     name: str
     shape: tuple[int, ...]
     owners: Mapping[int, Span]
+    quantized: str | None = None
 
 
 class DescribedUnit(NamedTuple):
@@ -66,7 +71,7 @@ def _unit(unit: Unit, place: Placement) -> DescribedUnit:
     for spec, param in zip(plan.params, unit.params, strict=True):
         pieces = ((rank, plan.layout.fragment(spec.name, window)) for rank, window in windows)
         owners = {rank: Span(piece.start, piece.numel) for rank, piece in pieces if piece.numel}
-        parameters.append(Parameter(spec.name, tuple(param.shape), owners))
+        parameters.append(Parameter(spec.name, tuple(param.shape), owners, format_of(param)))
     params, optimizer = _PLACES[place.params], _PLACES[place.optimizer] if is_updated(plan) else "none"
     numel = sum(spec.numel for spec in plan.params)
     return DescribedUnit(
@@ -79,6 +84,7 @@ def _lines(unit: DescribedUnit) -> Iterator[str]:
     whole = "cut" if unit.cut else "whole"
     yield f"{unit.name}: {unit.numel:,} x {unit.dtype}, {whole}, {unit.state}, parameters: {unit.params}; {trained}"
     width = max(len(parameter.name) for parameter in unit.parameters)
-    for name, shape, owners in unit.parameters:
+    for name, shape, owners, quantized in unit.parameters:
         spans = ", ".join(f"rank {rank} [{span.start:,}:{span.stop:,}]" for rank, span in owners.items())
-        yield f"    {name:<{width}}  {'x'.join(map(str, shape)) or 'scalar':<12}  {spans}"
+        form = f"{'x'.join(map(str, shape)) or 'scalar'}{f' {quantized}' if quantized else ''}"
+        yield f"    {name:<{width}}  {form:<12}  {spans}"

@@ -2,7 +2,8 @@
 
 At stages 0 to 2 parameters stay where they are, so what was captured once can be run again. What the host decides stays
 outside: the loss scale, gradients that land and travel, the step. There is a graph for each class of inputs, that is,
-of shapes, dtypes and values that are no tensors; what cannot be captured runs as it is, and is warned of.
+of shapes, dtypes and values that are no tensors, and of such attributes of the modules; what cannot be captured, or
+does more in Python than compute, as hooks do, runs as it is, and is warned of.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ from zero.log import log_once, rank_zero
 
 LIMIT = 4  # classes of inputs that get a graph: each keeps gradients and outputs of its own
 _TENSOR = object()
+_PLAIN = (bool, int, float, str)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class GraphedModule:
@@ -30,7 +34,9 @@ class GraphedModule:
     def __init__(self, sharded: ShardedModule) -> None:
         self._sharded = sharded
         self._module = sharded.module
-        self._children = list(sharded.module.modules())
+        self._children = dict(sharded.module.named_modules())
+        children = [(name, vars(child)) for name, child in self._children.items()]
+        self._plain = [(name, of, key) for name, of in children for key, value in of.items() if type(value) in _PLAIN]
         self._captured: list[Any] = []  # how parameters and buffers were at the captures
         self._graphs: dict[Any, _Graph | None] = {}  # by class of inputs; None: cannot be captured
         self._pool: Any = None  # the memory of all graphs, of which one runs at a time
@@ -69,37 +75,64 @@ class GraphedModule:
             return _as_it_is("the backward of another has not come yet"), ()
         for unit in self._sharded.units:
             unit.ensure_gathered()  # after updates that run beside the loop, which a graph does not wait for
-        captured = self._described()
+        if (hooked := self._hooked()) is not None:
+            return _as_it_is(f"module '{hooked}' has hooks, which a graph would leave out"), ()
+        captured = self._places()
         if captured != self._captured:
             self._captured, self._graphs = captured, {}
         try:
             inputs = _Parts.of(value)
-            known = inputs.kind in self._graphs
+            kind = *inputs.kind, *self._values()
+            known = kind in self._graphs
         except TypeError as error:
             return _as_it_is(f"the arguments are not plain: {error}"), ()
         if not known and len(self._graphs) == LIMIT:
-            return _as_it_is(f"their inputs are of other shapes or values than those of the first {LIMIT} kinds"), ()
+            what = "their inputs, or attributes of modules,"
+            return _as_it_is(f"{what} are of other shapes or values than those of the first {LIMIT} kinds"), ()
         if not known:
-            self._graphs[inputs.kind] = self._capture(inputs)
-        return self._graphs[inputs.kind], inputs.tensors
+            self._graphs[kind] = self._capture(inputs)
+        return self._graphs[kind], inputs.tensors
 
-    def _described(self) -> list[Any]:
-        """What of the module a graph takes for granted."""
+    def _hooked(self) -> str | None:
+        """The name of a module with hooks that are not ours."""
+        for name, child in self._children.items():
+            for hook in chain(*(vars(child)[kind].values() for kind in _HOOKS)):
+                if not str(getattr(hook, "__module__", "")).startswith("zero."):
+                    return name
+        return None
+
+    def _places(self) -> list[Any]:
+        """Of the module's tensors, as a graph takes them for granted."""
         found: list[Any] = []
-        for child in self._children:
+        for child in self._children.values():
             tensors = (*child._parameters.values(), *child._buffers.values())
             found += [(each.data_ptr(), each.requires_grad) for each in tensors if each is not None]
-            found.append(child.training)
         return found
+
+    def _values(self) -> list[Any]:
+        """Of attributes that a forward may read, such as the probability of a dropout."""
+        return [of.get(key) for _, of, key in self._plain]
 
     def _capture(self, inputs: _Parts) -> _Graph | None:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        before = self._values()
         try:
             with self._sharded.mesh.watchdog.at_rest():
-                return _captured(self._module, inputs, self._sharded.units[0].full.device, self._pool)
+                graph = _captured(self._module, inputs, self._sharded.units[0].full.device, self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold, the run goes on
+            self._restore(before)
             return _as_it_is(f"the model cannot be captured: {type(error).__name__}: {error}")
+        changed = self._restore(before)
+        return graph if not changed else _as_it_is(f"the forward changes {changed}, which a graph would leave out")
+
+    def _restore(self, before: list[Any]) -> str:
+        """Set attributes to what they were before a capture; which one its forwards have changed, if any."""
+        changed = ""
+        for (name, of, key), value in zip(self._plain, before, strict=True):
+            if [of.get(key)] != [value]:  # in a list what is the same object is equal, though it be a NaN
+                of[key], changed = value, f"'{key}' of module '{name}'"
+        return changed
 
 
 def graphed(sharded: ShardedModule) -> Callable[..., Any]:

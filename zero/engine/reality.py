@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,9 @@ def planned(config: Config, sharded: ShardedModule) -> Row:
     """What is estimated for this engine, without activations."""
     units, formats = [unit.plan for unit in sharded.units], sharded.numerics.formats
     choice, mirrored = own_choice(config), sharded.units[0].full.device.type != "cpu"
-    scheme = scheme_of(units, config, choice, config.gradient_accumulation_steps, mirrored)
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as zero/core/mesh.py sees them
+    streamed = any(unit.placement.streamed for unit in sharded.units)
+    scheme = scheme_of(units, config, choice, config.gradient_accumulation_steps, mirrored, per_host, streamed)
     return state_row(units, config, formats, scheme, choice)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from zero.config import Config
 from zero.core.access import GatheredParameters
 from zero.core.agree import everyone
 from zero.core.owner import owner_of
+from zero.core.quantized import load_beside, names_beside
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, write_exact, write_frozen
 from zero.engine.status import Status
@@ -101,7 +104,9 @@ class Weights:
         allowed = set(allowed_missing_keys or ())
         missing = [name for name in names if name not in state_dict and name not in allowed]
         unmatched = Unmatched(missing, [name for name in state_dict if name not in names])
-        self._all_agree(_misfits(names, state_dict, unmatched if strict else Unmatched([], [])))
+        packed = names_beside(self._sharded.module)
+        fixed = {name: value for name, value in names.items() if name not in packed}
+        self._all_agree(_misfits(fixed, state_dict, unmatched if strict else Unmatched([], [])))
         rest = {}
         with torch.no_grad():
             for name, value in state_dict.items():
@@ -113,7 +118,7 @@ class Weights:
                 else:
                     whole = value.to(self._device, torch.float32).reshape(-1)
                     write_exact(owner, cut_out(owner, whole), whole)
-        self._sharded.module.load_state_dict(rest, strict=False)
+        self._sharded.module.load_state_dict(load_beside(self._sharded.module, rest), strict=False)
         return unmatched
 
     def stream_weights(
@@ -188,10 +193,12 @@ class Weights:
         """Write the model for others to read: safetensors files of at most `max_shard_size`, and its configuration.
 
         A model that has a `save_pretrained` of its own, as those of Transformers, PEFT and Diffusers, writes the files
-        with it on rank 0, of which the whole weights are in the host memory: config.json and generation_config.json
-        with them, of PEFT the adapters alone. Of any other module these are the files of
-        `save_16bit_model(save_directory, max_shard_size=...)`. Weights have the dtype that the model computes with.
-        Raises ValueError for a size that does not go, and OSError on all ranks when rank 0 cannot write.
+        with it on rank 0: config.json and generation_config.json with them, of PEFT the adapters alone, for which
+        nothing else is gathered. It is given the weights in memory that is mapped to a file, which is written unit by
+        unit and is gone at the end: the folder needs room for them twice, and the memory of rank 0 for one of the
+        files. Of any other module these are the files of `save_16bit_model(save_directory, max_shard_size=...)`.
+        Weights have the dtype that the model computes with. Raises ValueError for a size that does not go, and OSError
+        on all ranks when rank 0 cannot write.
         """
         self._status.check()
         own = getattr(self._sharded.module, "save_pretrained", None)
@@ -199,12 +206,17 @@ class Weights:
             self.save_16bit_model(save_directory, max_shard_size=max_shard_size)
             return
         size_of(max_shard_size, "max_shard_size")
-        state, problem = self.consolidated_16bit_state_dict(), None
+        state, first = self._adapters(self._named_state(False)), self._sharded.mesh.data.rank == 0
+        folder = Path(save_directory, f".{os.getpid()}.partial")
+        problem = stream_model(state, self._sharded, folder, NAME, None, first)
         try:
-            if state is not None:
-                own(save_directory, state_dict=state, max_shard_size=max_shard_size)
+            if first and problem is None:
+                own(save_directory, state_dict=_mapped(state, folder / NAME), max_shard_size=max_shard_size)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
+        finally:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
         self._all_agree(problem, OSError)
 
     def _save_torch(self, path: Path, exclude_frozen_parameters: bool) -> str | None:
@@ -240,6 +252,14 @@ class Weights:
                 whole[id(value)] = value.detach().to("cpu", copy=True)
         return {name: whole.get(id(value), value) for name, value in names.items()}
 
+    def _adapters(self, names: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of `names` that rank 0's PEFT writes, where the module has adapters; else all. A collective."""
+        if not getattr(self._sharded.module, "peft_config", None):
+            return names
+        axis = self._sharded.mesh.data
+        written = _written_by_peft(self._sharded.module, names) if axis.rank == 0 else []
+        return {name: names[name] for name in json.loads(everyone(json.dumps(written), axis, self._device)[0])}
+
     def _named_state(self, exclude_frozen_parameters: bool, prefix: str = "") -> dict[str, Any]:
         """The module's own tensors by the names of its state_dict, cut or not."""
         names = self._sharded.module.state_dict(prefix=prefix, keep_vars=True)
@@ -273,6 +293,18 @@ def _is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
+def _written_by_peft(module: nn.Module, names: Mapping[str, Any]) -> list[str]:
+    """The names of what PEFT writes for all adapters; all names where that is not the module's own tensors."""
+    try:
+        from peft import get_peft_model_state_dict
+
+        chosen = [get_peft_model_state_dict(module, dict(names), adapter) for adapter in module.peft_config]
+    except Exception:  # save_pretrained will meet it, too, where all ranks are told
+        return list(names)
+    wanted, own = {id(value) for state in chosen for value in state.values()}, set(map(id, names.values()))
+    return [name for name, value in names.items() if id(value) in wanted or not wanted <= own]
+
+
 def _misfits(names: Mapping[str, Any], state_dict: Mapping[str, Any], unmatched: Unmatched) -> str | None:
     """Why a state_dict cannot be loaded, or None."""
     lines = [f"{kind}: {keys}" for kind, keys in zip(("missing", "unexpected"), unmatched, strict=True) if keys]
@@ -283,6 +315,15 @@ def _misfits(names: Mapping[str, Any], state_dict: Mapping[str, Any], unmatched:
         if shape != value.shape:
             lines.append(f"'{name}' has shape {tuple(value.shape)}, the dictionary {shape and tuple(shape)}")
     return f"load_module_state_dict: {'; '.join(lines)}" if lines else None
+
+
+def _mapped(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The state_dict with its tensors in the memory that a file of them is mapped to; tied weights are one."""
+    from safetensors.torch import load_file
+
+    values = load_file(path)
+    whole = {id(value): values[name] for name, value in unit_by_unit(state).items()}
+    return {name: whole.get(id(value), value) for name, value in state.items()}
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import load
+from zero.core.quantized import beside, format_of
+from zero.core.released import Released
+from zero.core.torch_private import parameter_of_class
 from zero.engine.check.assigned import make_plain
 from zero.engine.check.compare import Failed, Report, compare_runs
 from zero.engine.check.recording import Outcome, Recorder, find_loss, hashes, stray, weights
@@ -139,7 +142,7 @@ def whole_copy(engine: Any) -> nn.Module:
     values = weights(engine)
     memo: dict[int, Any] = {}
     for name, param in engine.module.named_parameters():
-        memo[id(param)] = nn.Parameter(values[name].to(engine.device), requires_grad=param.requires_grad)
+        memo[id(param)] = _like(param, values[name].to(engine.device))
     try:
         model = copy.deepcopy(engine.module, memo)
     except Exception as error:
@@ -151,6 +154,21 @@ def whole_copy(engine: Any) -> nn.Module:
                 for key in ours & entries.keys():
                     del entries[key]
     return model
+
+
+def _like(param: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A parameter with these values; a quantised one of the same class, with a copy of what is beside them."""
+    form = format_of(param)
+    if form is None:
+        return nn.Parameter(values, requires_grad=param.requires_grad)
+    kind = next(each for each in type(param).__mro__ if not issubclass(each, Released))
+    made = parameter_of_class(kind, values)
+    vars(made).update({key: value for key, value in vars(param).items() if not key.startswith("_zero")})
+    if form == "int8":
+        made.CB, made.SCB = values, beside(param)[0].clone()
+    else:
+        made.quant_state, made.module = copy.deepcopy(param.quant_state), None
+    return made
 
 
 def _all_ranks(value: Any) -> list[Any]:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import Config
-from zero.config.optimizers import ARGUMENTS, MuonParams, torch_reason
+from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
 from zero.core.mesh import Axis, backend_of
 from zero.core.mixed_precision import DTYPES
+from zero.core.quantized import format_of
 from zero.data import Loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.check.runs import Kind
@@ -221,7 +222,7 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
         """Where that is asked for, move each weight by as much as its last bit is worth, up or down."""
         generator = torch.Generator().manual_seed(self.global_steps)
         for param in self.module.parameters() if self._nudged else ():
-            if param.is_floating_point():
+            if param.is_floating_point() and format_of(param) is None:
                 signs = torch.randint(0, 2, param.shape, generator=generator).to(param) * 2 - 1
                 param.mul_(1 + torch.finfo(self._dtype).eps * signs)
 
@@ -229,7 +230,8 @@ class PlainEngine(DeepSpeedGetters, nn.Module):
     def _make_masters(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
         masters = {}
         for name, param in self.module.named_parameters():
-            if dtype != torch.float32 and param.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            plain = param.dtype in (torch.float32, torch.bfloat16, torch.float16) and format_of(param) is None
+            if dtype != torch.float32 and plain:
                 if param.requires_grad:
                     masters[name] = nn.Parameter(param.data.float())
                 param.data = param.data.to(dtype)
@@ -326,6 +328,8 @@ def plain_optimizer(
     kind, params = settings.optimizer.type, dict(settings.optimizer.params)
     if kind.lower() == "muon":
         return Muon(muon_groups(model, groups, MuonParams.model_validate(params)))
+    if kind.lower() == "lamb":
+        return Lamb(groups, dict(LambParams.model_validate(params)))
     if not params.get("bias_correction", True):
         raise ValueError(
             "optimizer.params.bias_correction: torch has no Adam without it, so there is nothing to compare"
@@ -352,6 +356,29 @@ class Muon(torch.optim.Optimizer):
             made = kind(**{key: group[key] for key in known})
             made.state = self.state
             made.step()
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2019, "Large Batch Optimization for Deep Learning", algorithm 2, as DeepSpeed's FusedLamb has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                state, lr = self.state[param], group["lr"]
+                mean = state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 1 - beta1)
+                square = state.setdefault("square", torch.zeros_like(param)).mul_(beta2)
+                square += param.grad.square() * (1 - beta2)
+                state["step"] = step = state.get("step", 0) + 1
+                if group["bias_correction"]:
+                    lr *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
+                change = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * param
+                ratio = (param.norm() / change.norm()).item()
+                if 0.0 < ratio < math.inf:
+                    lr *= min(max(ratio, group["min_coeff"]), group["max_coeff"])
+                param.sub_(lr * change)
 
 
 class Lion(torch.optim.Optimizer):

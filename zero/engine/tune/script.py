@@ -208,11 +208,17 @@ def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _next(rows: Sequence[Mapping[str, Any]], runs: Sequence[Tried]) -> Mapping[str, Any] | None:
     """What to try next: the best of each of the best groups, then others of the group that is the fastest.
 
-    Rows are those of the plan in its order. What takes more than a run that was out of memory is left out.
+    Rows are those of the plan in its order. What takes no less than a run that was out of memory, at no smaller a
+    micro-batch, is left out: of what a script takes besides, which grows with the micro-batch, the plan knows nothing.
     """
-    names, most = {run.name for run in runs}, float("inf")
-    most = min((run.row.get("bytes", most) for run in runs if run.why == OUT_OF_MEMORY), default=most)
-    left = [row for row in rows if row["name"] not in names and not row["lacks"] and row["bytes"] < most]
+    names, failed = {run.name for run in runs}, [run.row for run in runs if run.why == OUT_OF_MEMORY]
+
+    def fits(row: Mapping[str, Any]) -> bool:
+        nbytes, size = row["bytes"], row["micro_batch"]
+        less = (nbytes < of.get("bytes", math.inf) or size < of.get("micro_batch", 0) for of in failed)
+        return not row["lacks"] and all(less)
+
+    left = [row for row in rows if row["name"] not in names and fits(row)]
     tried = {run.row.get("group") for run in runs[1:]}
     fastest = min(runs, key=lambda run: run.median).row.get("group")
     new = [row for row in left if row["group"] not in tried] if len(tried) < _FIRST else []
