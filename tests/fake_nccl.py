@@ -86,7 +86,16 @@ class FakeNccl(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FakeWork:
         return self._collective("reduce_scatter", [input], [output], lambda rows: sum(self._slices(rows)))
 
-    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, *opts: Any) -> FakeWork:
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, received: Any = (), sent: Any = (), opts: Any = None
+    ) -> FakeWork:
+        def exchange(values: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(output.shape, dtype=output.dtype)
+            self._gloo.alltoall_base(out, values, received, sent, dist.AllToAllOptions()).wait()
+            return out
+
+        if received:  # numbers of elements that differ
+            return self._begin("all_to_all", [input], [output], exchange)
         return self._collective("all_to_all", [input], [output], lambda rows: torch.cat(self._slices(rows)))
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single

@@ -71,12 +71,10 @@ CONFIGS = {
     "three sections": Mistake(
         "make(fp16={'enabled': 3}, optimizer={'type': 'AdmW'}, scheduler={'type': 'WarmupLR', 'params': {'steps': 1}})",
         "fp16.enabled: got 3, wanted true or false\noptimizer.type: unknown optimizer 'AdmW'; did you mean 'AdamW'? "
-        "Known: Adam, AdamW, Lion, Muon, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD\n"
+        "Known: Adam, AdamW, Lamb, Lion, Muon, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD\n"
         "scheduler.params.steps: WarmupLR has no such parameter (got 1)",
     ),
-    "LAMB": Mistake(
-        "make(optimizer={'type': 'Lamb'})", "'Lamb' cannot run on shards: it scales the update of each layer by norms"
-    ),
+    "LBFGS": Mistake("make(optimizer={'type': 'LBFGS'})", "'LBFGS' cannot run on shards: it needs a closure and inner"),
     "OneBitAdam": Mistake("make(optimizer={'type': 'OneBitAdam'})", "cannot run on shards: it sends messages of"),
     "argument of torch": Mistake(
         "make(optimizer={'type': 'RMSprop', 'params': {'alfa': 1}})",

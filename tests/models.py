@@ -12,6 +12,7 @@ from torch import nn
 from zero.core.mesh import local_device
 
 WIDTH = 12
+CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}  # what travels has 8 bits
 WIDE = 48  # two matrices of a block have 4656 elements then, enough for moments in bf16 or 8bit
 
 
@@ -45,6 +46,25 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+class TiedNet(nn.Module):
+    """Tied embedding and head, blocks of these kinds, of which one is frozen, and a buffer."""
+
+    def __init__(self, *kinds: type[nn.Module], frozen: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(kind() for kind in kinds or (Block, Block))
+        self.head = nn.Linear(WIDTH, 17)
+        self.head.weight = self.embed.weight
+        self.blocks[frozen].requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
 def make_net(seed: int = 7, **kwargs: Any) -> Net:
     """A Net with seeded weights."""
     torch.manual_seed(seed)
@@ -71,6 +91,14 @@ def step(engine: Any, number: int) -> torch.Tensor:
     engine.backward(loss)
     engine.step()
     return loss.detach()
+
+
+def train_parts(engine: Any, steps: range, parts: int) -> None:
+    """Train a Net on `parts` micro-batches per step, the same ones on any number of ranks."""
+    for step in steps:
+        for part in range(engine.global_rank, parts, engine.world_size):
+            engine.backward(engine(*batch(parts * step + part, 2)))
+            engine.step()
 
 
 def config(stage: int, world: int, *, micro: int = 2, accumulation: int = 1, **more: Any) -> dict[str, Any]:

@@ -90,6 +90,9 @@ class _OnHost:
     def sum_rows(self, first, stride, rows, dtype, out, numel, accumulate, device, stream) -> None:
         self._host.sum_rows([first + row * stride for row in range(rows)], dtype, out, numel, accumulate, 1)
 
+    def encode(self, values, message, numel, device, stream) -> None:
+        self._host.encode(values, message, numel, 1)
+
 
 class StandIn:
     """Inside, torch.cuda has it, on this thread, and the kernels of zero run on it.

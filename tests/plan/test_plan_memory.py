@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
-from zero.plan.memory import ITEMSIZE, StateBytes, alive_nbytes, formula_nbytes, in_flight_nbytes, replica_nbytes
+from zero.plan.memory import (
+    ITEMSIZE,
+    TOGETHER,
+    StateBytes,
+    alive_nbytes,
+    formula_nbytes,
+    in_flight_nbytes,
+    replica_nbytes,
+)
 from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 
@@ -287,9 +295,14 @@ def test_the_largest_gradient_comes_before_the_messages_of_its_unit_and_the_one_
     behind = unit("head", 1024, 4)
     flat, both = 2 * 256, 2 * 1024 * 7 // 4
     assert in_flight_nbytes((block, behind), 4, 1) == [
-        (both + flat, both + flat + max(2 * 192, flat * 3 // 4 + 2 * 64)),
-        (2048, both + 2048),
+        (both, both + flat + max(2 * 192, flat * 3 // 4 + 2 * 64)),
+        (0, both + 2048),
     ]
+
+
+def test_gradients_that_are_few_bytes_have_no_buffer_before_all_have_come() -> None:
+    few, more = (in_flight_nbytes((unit("head", TOGETHER // 2 + numel, 4),), 4, 1)[0] for numel in (0, 64))
+    assert (few.during, more.during) == (0, TOGETHER + 128)
 
 
 def test_a_second_copy_of_the_parameters_is_counted() -> None:

@@ -65,6 +65,7 @@ CASES = [
         (1, 2, {}, {}),
         (2, 2, {}, BF16),
         (2, 1, {"offload_optimizer": CPU}, {}),
+        *((stage, 1, {}, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}) for stage in (0, 3)),
         (3, 1, {"offload_optimizer": CPU, "offload_param": CPU}, {}),
         (3, 2, {}, {"zero": {"plan": True, "recompute": {"modules": ["Block"]}}}),
     ),

@@ -42,6 +42,8 @@ FORMS = {
     "bf16": BF16,
     "autocast, sent in bf16": {"torch_autocast": {"enabled": True}, "communication_data_type": "bf16"},
     "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}},
+    "LAMB": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}},
+    "Muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}},
     "8bit moments": {**BF16, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "zero": {"moments": "8bit"}}}},
 }
 
@@ -63,18 +65,22 @@ def all_forms(stage: int) -> dict[str, Any]:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     found["awkward"] = checked(Dropping(), {"x": x}, stage, {})
     found["client's optimizer"] = clients(stage, data, few)
+    found["client's Muon"] = clients(stage, data, few, muon=True)
     return found
 
 
-def clients(stage: int, data: Any, few: dict[str, Any]) -> tuple[bool, list[str], str]:
+def clients(stage: int, data: Any, few: dict[str, Any], muon: bool = False) -> tuple[bool, list[str], str]:
     """Groups with their own lr, one of them frozen in part, under an optimizer that the script made."""
     net = make_net()
     net.norm.bias.requires_grad_(False)
     groups = [{"params": list(net.blocks.parameters()), "lr": 1e-3}, {"params": list(net.norm.parameters())}]
     client = torch.optim.RMSprop(groups, lr=1e-2)
+    if muon:
+        client = torch.optim.Muon([param for param in net.parameters() if param.ndim == 2], lr=1e-2)
     settings = {key: value for key, value in config(stage, 2).items() if key != "optimizer"}
     engine, *_ = zero.initialize(model=net, optimizer=client, config=settings)
     report = engine.check(data, **few)
+    assert not muon or [len(group["params"]) for group in engine.optimizer.param_groups if group["use_muon"]] == [8]
     engine.destroy()
     return report.ok, [row.verdict for row in report.rows], str(report)
 

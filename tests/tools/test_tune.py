@@ -154,6 +154,10 @@ def test_what_cannot_fit_is_not_tried() -> None:
     runs = [Tried({"name": "own", "bytes": 4e6}, why="out of memory")]
     assert _next(rows, runs) == rows[1]
     assert _next(rows, [*runs, Tried(rows[1], why="exit status 1")]) is None
+    runs = [Tried(rows[1], why="out of memory")]
+    assert _next(rows, runs) is None
+    smaller = row("1", 2, 1.3, 5e6)  # takes more by the plan, which does not know all that grows with the micro-batch
+    assert _next([*rows, smaller], runs) == smaller
 
 
 def test_the_table_says_what_was_tried_and_why_the_fastest_is() -> None:

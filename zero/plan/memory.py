@@ -13,6 +13,9 @@ from zero.plan.units import UnitPlan
 
 ADAM = Formats()  # of the ZeRO paper: fp32 masters and two fp32 moments
 _HERE = Placement(Where.DEVICE, Where.DEVICE)
+# Bytes of a unit's gradients that may wait to be moved to its flat buffer by one launch. A larger one is moved as it
+# comes: that takes as long as a launch, and the memory of what waits is not that of the buffer.
+TOGETHER = 1 << 20
 
 
 class StateBytes(NamedTuple):
@@ -93,6 +96,7 @@ def alive_nbytes(
         away = place.params is not Where.DEVICE
         cut = sharding.params and (parts > 1 or away)
         parameters += (0 if away else size * shard) if cut else size * full
+        parameters += sum(spec.beside for spec in unit.params)
         parameters += size * full if cut and unit.name in gathered else 0
         travels = cut and parts > 1 and coded[0] and is_updated(unit) and unit.name not in kept
         parameters += wire_nbytes(full) // parts if travels else 0
@@ -112,7 +116,7 @@ def alive_nbytes(
 
 
 class InFlight(NamedTuple):
-    """Bytes on their way while a unit's backward computes, its own local gradient included; and the most until its end.
+    """Bytes on their way while a unit's backward computes, its flat buffer included, and the most until its end.
 
     The second one with the gradient that autograd hands over, and with the unit's messages.
     """
@@ -149,18 +153,20 @@ def in_flight_nbytes(
         arriving = nbytes // size if native else nbytes - (0 if mirrored else nbytes // size)
         own = 0 if stays else nbytes
         sizes = [ITEMSIZE[unit.dtype] * spec.numel for spec in unit.params]
-        sent.append((own + (arriving if size > 1 else 0), own, max(sizes), sizes[0]))
+        # Of small ones the buffer is taken when most have come, and what the unit has computed is going.
+        early = own if max(sizes) > TOGETHER or sum(sizes) > 2 * TOGETHER else 0
+        sent.append((own + (arriving if size > 1 else 0), own, early, max(sizes), sizes[0]))
     # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
     found = [InFlight(0, 0)] * len(units)
     for end, index in enumerate(trained, 1):
-        travels, own, largest, last = sent[end - 1]
+        travels, own, early, largest, last = sent[end - 1]
         before = sum(each[0] for each in sent[max(0, end - width) : end - 1])
         # A unit of several modules around this one has some gradients already.
         around = [other for other, later in enumerate(trained[end:], end) if _spans(units[later], units[index])]
         before += sum(sent[other][1] for other in around)
         # The largest comes before the unit's messages begin; that of what runs first comes last, as they do.
-        found[index] = InFlight(before + own, before + max(own + largest, travels + last))
+        found[index] = InFlight(before + early, before + max(own + largest, travels + last))
     return found
 
 

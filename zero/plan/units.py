@@ -20,7 +20,10 @@ OWN_UNIT_NUMEL = 100_000
 
 
 class ParamSpec(NamedTuple):
-    """What planning must know of one parameter, as the module has it. `group`: in the optimizer; -1 means in none."""
+    """What planning must know of one parameter, as the module has it. `group`: in the optimizer; -1 means in none.
+
+    `beside`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits.
+    """
 
     name: str
     numel: int
@@ -28,6 +31,7 @@ class ParamSpec(NamedTuple):
     requires_grad: bool
     group: int
     ndim: int = 1
+    beside: int = 0
 
 
 @dataclass(frozen=True)
