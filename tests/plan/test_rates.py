@@ -99,12 +99,16 @@ def test_a_model_without_blocks_is_not_run_for_recomputation(monkeypatch: pytest
     assert rank_rates.recomputing("fp32", 512, CPU, lambda: (nn.Linear(8, 8), (torch.ones(2, 8),))) == {}
 
 
-def test_a_message_costs_what_computing_takes_longer_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([1.0, 1.8, 3.4, 2.0, 2.8, 4.4, 1.5, 9.0, 12.0] * 3)  # of nothing, next to nothing, many bytes
+@pytest.mark.parametrize(("alone", "latency"), [(0.1, 0.8), (1.1, 1.1)])
+def test_a_message_costs_what_computing_takes_longer_beside_it(
+    alone: float, latency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beside what computes: of nothing, next to nothing, many bytes; then of next to nothing while nobody computes.
+    seconds = iter([1.0, 1.8, 3.4, alone, 2.0, 2.8, 4.4, alone, 1.5, 9.0, 12.0, 0.9 * alone])
     monkeypatch.setattr(rank_rates, "_ROUNDS", 3)
     monkeypatch.setattr(rank_rates, "_median", lambda turn, device, rounds: next(seconds))
     found = rank_rates._links(SimpleNamespace(size=2), CPU)
-    assert found["latency"] == pytest.approx(0.8 / rank_rates._MESSAGES)
+    assert found["latency"] == pytest.approx(latency / rank_rates._MESSAGES)
     assert found["intra_host"] == found["inter_host"] == pytest.approx(rank_rates._LARGE * rank_rates._MESSAGES / 1.6)
 
 
@@ -130,6 +134,7 @@ def test_messages_are_gathers_and_reductions_beside_a_rank_that_computes(monkeyp
     wanted = 2 * half * ["compute"]
     for nbytes in (2 * rank_rates._SMALL, 2 * rank_rates._LARGE):
         wanted += half * [(0, nbytes), "compute", "end", (1, nbytes), "compute", "end"]
+    wanted += half * [(0, 2 * rank_rates._SMALL), "end", (1, 2 * rank_rates._SMALL), "end"]
     assert seen == wanted
 
 
@@ -184,7 +189,7 @@ def test_this_machine_is_measured_on_ranks_at_the_same_time(tmp_path: Path) -> N
     rates = measured(2, "bf16", 64, str(tmp_path))
     assert rates.flops.keys() == {"fp32", "bf16"} and min(rates.flops.values()) > 1e6
     moved = rates.device_bandwidth, rates.host_bandwidth, rates.host_link, rates.drive_read, rates.drive_write
-    assert min(moved) > 1e6 and rates.intra_host > 1e6 and 0 <= rates.latency < 10
+    assert min(moved) > 1e6 and rates.intra_host > 1e6 and 0 < rates.latency < 10
     assert not list(tmp_path.iterdir())
 
 

@@ -167,11 +167,12 @@ def _links(axis: Axis, device: torch.device) -> dict[str, float]:
     """What a rank sends per second, and what a message takes with next to nothing in it, a gather or a reduction.
 
     Where cores carry messages, both are what computing takes longer beside one: a thread that sends waits for a core
-    that computes, and a rank for one that was late, many times as long as while nobody computes.
+    that computes, and a rank for one that was late, many times as long as while nobody computes. The second is never
+    less than then: where next to nothing is computed, the difference of two times may come out as nothing at all.
     """
     block, inputs = _blocks(*_BESIDE)
 
-    def turns(nbytes: int) -> Callable[[], None]:
+    def turns(nbytes: int, computes: bool = device.type == "cpu") -> Callable[[], None]:
         # Not zeros: pages of zeros that were never written are one page of memory, and sending them is cheap.
         full, gradient = (torch.ones(axis.size * nbytes // 4, device=device) for _ in range(2))
         total = torch.empty(nbytes // 4, device=device)
@@ -184,7 +185,7 @@ def _links(axis: Axis, device: torch.device) -> dict[str, float]:
         def turn() -> None:
             for index in range(_MESSAGES):
                 end = begin(index) if nbytes else None
-                if device.type == "cpu":
+                if computes:
                     block(*inputs).sum().backward()
                 if end is not None:
                     end()
@@ -192,12 +193,13 @@ def _links(axis: Axis, device: torch.device) -> dict[str, float]:
 
         return turn
 
-    kinds = [turns(nbytes) for nbytes in (0, _SMALL, _LARGE)]
+    kinds = [*(turns(nbytes) for nbytes in (0, _SMALL, _LARGE)), turns(_SMALL, computes=False)]
     rounds = [[_median(turn, device, 1) / _MESSAGES for turn in kinds] for _ in range(_ROUNDS)]
-    latency = statistics.median(small - none for none, small, _ in rounds)
-    more = statistics.median(large - small for _, small, large in rounds)
+    late = statistics.median(small - none for none, small, _, _ in rounds)
+    more = statistics.median(large - small for _, small, large, _ in rounds)
+    alone = statistics.median(alone for *_, alone in rounds)
     link = (axis.size - 1) * _LARGE / max(more, 1e-9)
-    return {"latency": max(latency, 0.0), "intra_host": link, "inter_host": link}
+    return {"latency": max(late, alone), "intra_host": link, "inter_host": link}
 
 
 def _median(turn: Callable[[], object], device: torch.device, rounds: int = 0) -> float:

@@ -79,9 +79,9 @@ class Tuned:
         for run in self.runs:
             cells = [""] * len(heads)
             if "sent" in run.row:
-                cells[0], cells[3] = f"{1e3 * run.row['seconds']:,.1f}", f"{run.row['bytes'] / _MB:,.0f}"
+                cells[0], cells[3] = _ms(run.row["seconds"]), f"{run.row['bytes'] / _MB:,.0f}"
             if run.seconds:
-                cells[1], cells[2] = f"{1e3 * run.median:,.1f}", f"{100 * run.spread:.0f}"
+                cells[1], cells[2] = _ms(run.median), f"{100 * run.spread:.0f}"
                 cells[4] = f"{run.memory / _MB:,.0f}"
             mark = "* " if run is self.best else "  "
             lines.append(f"{mark + run.name:<{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {run.why}")
@@ -223,3 +223,8 @@ def _next(rows: Sequence[Mapping[str, Any]], runs: Sequence[Tried]) -> Mapping[s
     fastest = min(runs, key=lambda run: run.median).row.get("group")
     new = [row for row in left if row["group"] not in tried] if len(tried) < _FIRST else []
     return next(iter([*new, *(row for row in left if row["group"] == fastest), *left]), None)
+
+
+def _ms(seconds: float) -> str:
+    """In milliseconds; of what takes less than ten, three digits."""
+    return f"{1e3 * seconds:,.1f}" if seconds >= 0.01 else f"{1e3 * seconds:.3g}"
