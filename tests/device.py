@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 # Tests that cannot run with tensors on a GPU, by what they do instead: names of tests by file, none for the whole file.
 CPU_ONLY = {
     "it brings a device of its own": {
+        "core/test_device_memory.py": "test_the_device_is_asked_for_nothing_after_the_third_step",
         "core/test_nccl.py": "",
         "core/test_stream_order.py": "",
         "engine/test_graphs.py": "",
@@ -98,6 +99,7 @@ STAND_IN_LACKS = {
         "recompute/test_recompute.py": "test_nothing_of_the_model_changes",
     },
     "NCCL, pinned memory, or kernels of torch that a CPU has not": {
+        "core/test_device_memory.py": "test_a_gpus_own_allocator_asks_for_nothing_either",
         "core/test_mesh.py": "test_the_backend_is_asked_per_device",
         "core/test_refusals.py": "test_inference_mode_and_construction "
         "test_what_no_engine_can_train_is_refused_by_name",

@@ -56,6 +56,7 @@ class Take(NamedTuple):
     thread: str
     stream: str
     buffer: int
+    nbytes: int = 0
 
 
 class Keep(NamedTuple):
@@ -120,7 +121,7 @@ def races(program: Iterable[object], without: Collection[str] = ()) -> list[str]
             case Free(buffer):
                 if buffer in pool_of:
                     free[pool_of[buffer]].append(buffer)
-            case Take(thread, stream, buffer):
+            case Take(thread, stream, buffer, _):
                 pool_of[buffer] = stream
                 clock = clocks[stream]
                 join(clock, clocks[thread])

@@ -122,7 +122,7 @@ class Recorder(StandIn):
     # -- what is done on the device
 
     def taken(self, tensor: torch.Tensor) -> None:
-        self._take(self._buffer(tensor))
+        self._take(self._buffer(tensor), storage_of(tensor).nbytes())
 
     def keep(self, tensor: torch.Tensor, stream: NotedStream) -> None:
         self.note(Keep(self._buffer(tensor), stream.name, site()))
@@ -179,8 +179,12 @@ class Recorder(StandIn):
         weakref.finalize(storage, self._freed, number).atexit = False
         return number
 
-    def _take(self, number: int) -> None:
-        self.note(Take(thread_name(), torch.cuda.current_stream().name, number))
+    def held(self) -> dict[int, int]:
+        """Bytes of the buffers that are there, by number."""
+        return {number: storage.nbytes() for storage, number in self._buffers.items() if storage.nbytes()}
+
+    def _take(self, number: int, nbytes: int) -> None:
+        self.note(Take(thread_name(), torch.cuda.current_stream().name, number, nbytes))
 
     def _freed(self, number: int) -> None:
         self.note(Free(number))
@@ -201,7 +205,7 @@ class Recorder(StandIn):
                 if (number := self._buffers.pop(storage, None)) is not None:
                     self.note(Free(number))
                 if nbytes:
-                    self._take(self._number(storage))
+                    self._take(self._number(storage), nbytes)
         return resize(storage, nbytes)
 
     def submitted(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, submit: Any) -> Future[Any]:
