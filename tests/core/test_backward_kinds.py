@@ -233,9 +233,10 @@ def for_parameters(model: Any, x: torch.Tensor, rank: int, factor: float) -> tor
     """Gradients of named parameters alone, then a penalty on those of all: the backward goes through a backward."""
     params, loss = dict(model.named_parameters()), model(x, rank)
     part = getattr(model, "module", model).body(x).sum()
-    body = torch.autograd.grad(part, params, retain_graph=True, materialize_grads=True)
+    by = params if torch.__version__ >= "2.13" else list(params.values())
+    body = torch.autograd.grad(part, by, retain_graph=True, materialize_grads=True)
     only = torch.autograd.grad(part * 2, next(iter(params.values())))
-    loss = loss * (1 + sum(grad.abs().mean() for grad in (*body.values(), *only)))
+    loss = loss * (1 + sum(grad.abs().mean() for grad in (*(body.values() if by is params else body), *only)))
     grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
     loss = loss + sum(grad.square().sum() for grad in grads)
     (loss * factor).backward()

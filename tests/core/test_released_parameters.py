@@ -15,7 +15,9 @@ from models import batch, config, make_net
 from torch import nn
 
 import zero
+from zero.core.released import Released, released_class
 
+KEYWORDS = {"materialize_grads": False, "create_graph": False}  # that torch passes
 NAME = "blocks.1.up.weight"
 MESSAGE = (
     f"parameter '{NAME}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
@@ -145,3 +147,14 @@ def test_below_stage_3_nothing_is_released(stage):
     equal = torch.equal(weight(engine.module), weight(make_net()))
     copied = copy.deepcopy(engine.module)
     assert equal and torch.equal(weight(copied), weight(make_net())) and "tensor" in repr(weight(copied))
+
+
+def test_a_single_parameter_is_what_gradients_are_asked_for_by():
+    """As torch 2.11 hands it on, which is tested with that version only by test_backward_kinds.py."""
+    param = nn.Parameter(torch.ones(3))
+    loss = param.sum()
+    param.__class__ = released_class(nn.Parameter, Released)
+    (found,) = Released.__torch_function__(torch.autograd.grad, (), (loss, param), {**KEYWORDS, "retain_graph": True})
+    assert torch.equal(found, torch.ones(3))
+    Released.__torch_function__(torch.autograd.backward, (), (loss,), {"inputs": param})
+    assert torch.equal(param.grad, torch.ones(3))

@@ -230,9 +230,14 @@ def _among(values: Any, kind: type) -> list[Any]:
     return found
 
 
-def _edges(inputs: Sequence[Any]) -> list[Any]:
-    """What gradients are asked for by, with each released parameter as the place where its gradient arrives."""
+def _edges(inputs: Any) -> list[Any]:
+    """What gradients are asked for by, with each released parameter as the place where its gradient arrives.
+
+    torch 2.11 hands a single tensor on as it came: taken for a sequence, it would be that of its rows.
+    """
     with without_torch_function():
+        if isinstance(inputs, (Tensor, torch.autograd.graph.GradientEdge)):
+            inputs = [inputs]
         return [torch.autograd.graph.get_gradient_edge(each) if isinstance(each, Released) else each for each in inputs]
 
 
