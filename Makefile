@@ -53,7 +53,9 @@ test: $(STAMP) nodes
 	$(VENV)/bin/ruff check .
 	$(PYTEST) $(ARGS)
 
+# Transformers and PEFT import bitsandbytes wherever they find it, for a second or more: no short test needs it.
 test-long: $(STAMP) nodes
+	$(VENV)/bin/python -m pip install --quiet bitsandbytes
 	$(PYTEST) -m long $(ARGS)
 
 docs: $(STAMP)

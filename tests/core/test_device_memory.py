@@ -28,7 +28,9 @@ def recorded(request, pool, tmp_path_factory) -> list[tuple[Case, Recorded]]:
     """Of rank 0."""
     found = []
     for world in (1, 2, 4):
-        cases = [case for case in (QUICK if request.param == "quick" else LONG) if case.world == world]
+        cases = [
+            case for case in (QUICK[1::2] if request.param == "quick" else QUICK[::2] + LONG) if case.world == world
+        ]
         if cases:
             done = pool.run(world, record, cases, str(tmp_path_factory.mktemp("files")), STEPS)[0]
             found += zip(cases, done, strict=True)
