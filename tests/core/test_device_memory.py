@@ -1,50 +1,61 @@
-"""The promise: after the third step the allocator of a GPU never asks the device for memory again.
+"""The promise: from the third step on steps take the same memory, and a GPU's allocator asks the device for nothing.
 
-What the engine takes in a step goes back in it, in sizes and in an order that torch's allocator serves from what it
-keeps, stream by stream: the full parameters, gradients and messages of a unit find those of an earlier one. Recorded
-steps are replayed by a model of that allocator, as if all their tensors were larger, and with memory that other streams
-have used handed on late. On a GPU the allocator itself says so.
+What is taken has the same sizes, in the pools of the same streams, and goes back. So torch's allocator, which keeps by
+size what each stream gave back, has it all from then on; but where gradients travel in 8 bits, whose remainders come
+in between in the second step, it may still ask for a piece or two. Recorded steps are replayed by a model of that
+allocator, as if all their tensors were larger, and with memory that other streams have used handed on a step later. On
+a GPU the allocator itself says so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from caching_allocator import CachingAllocator, asked
-from models import config, make_net, step
+from models import CODED, config, make_net, step
 from recorded_steps import CUT, LONG, QUICK, Case, Recorded, record
 from stream_order import Free, Keep, Take
 
 import zero
 
-STEPS, SETTLED = 8, 3
+STEPS, SETTLED = 6, 3
 TIMES = 1 << 10, 1 << 13, 1 << 16, 3 * 5 * 7 << 10
 
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("long", marks=pytest.mark.long)])
 def recorded(request, pool, tmp_path_factory) -> list[tuple[Case, Recorded]]:
     """Of rank 0."""
-    found = []
-    for world in (1, 2, 4):
-        cases = [
-            case for case in (QUICK[1::2] if request.param == "quick" else QUICK[::2] + LONG) if case.world == world
-        ]
-        if cases:
-            done = pool.run(world, record, cases, str(tmp_path_factory.mktemp("files")), STEPS)[0]
-            found += zip(cases, done, strict=True)
+    found, folder = [], str(tmp_path_factory.mktemp("files"))
+    # Without those in which a drive's pace decides what is read when.
+    cases = QUICK[1::2] if request.param == "quick" else [case for case in LONG[::2] + LONG[-4:] if not case.looks]
+    for case in sorted(cases, key=lambda case: case.world):
+        found.append((case, pool.run(case.world, record, [case], folder, STEPS)[0][0]))
     return found
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("times", TIMES)
-def test_the_device_is_asked_for_nothing_after_the_third_step(recorded, times, ahead):
-    for case, (program, ends, held, _) in recorded:
+def test_steps_take_the_same_memory(recorded):
+    for case, (program, ends, _, _) in recorded:
         assert len(ends) == STEPS
+        taken = [
+            Counter((entry.stream, entry.nbytes) for entry in program[start:end] if isinstance(entry, Take))
+            for start, end in pairwise(ends[1:])
+        ]
+        assert all(taken) and taken == [taken[0]] * (STEPS - 2), case
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("times", TIMES)
+def test_the_device_is_asked_for_nothing_more(recorded, times, ahead):
+    for case, (program, ends, held, _) in recorded:
         counts = asked(program, ends, held, times, ahead)
-        assert sum(counts[:SETTLED]) > 0, case
-        assert counts[SETTLED:] == [0] * (STEPS - SETTLED), case
+        settled = SETTLED + ahead
+        assert sum(counts[:settled]) > 0, case
+        coded = CODED.items() <= (case.section or {}).items()
+        assert sum(counts[settled:]) <= (2 if coded else 0), case
 
 
 def steps(*each: list[object]) -> tuple[list[object], list[int]]:

@@ -24,8 +24,7 @@ goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
     inputs of recomputation   compute       copies of their own    `after_current`; kept by `record_stream`
 
 tests/core/test_stream_order.py checks it on recorded steps. Of device memory nothing is kept here to be used again: the
-allocator keeps by size what each stream gave back, and needs no more of the device after the third step
-(tests/core/test_device_memory.py).
+allocator keeps by size what each stream gave back, and steps take the same (tests/core/test_device_memory.py).
 """
 
 from __future__ import annotations
