@@ -60,19 +60,20 @@ class CachingAllocator:
     def give(self, block: Block) -> None:
         """Back, together with neighbours that are free."""
         free = self._free[block.pool]
-        if block.before in free:
-            free.remove(block.before)
-            block.nbytes += block.before.nbytes
-            block.before = block.before.before
-            if block.before is not None:
-                block.before.after = block
         if block.after in free:
-            free.remove(block.after)
-            block.nbytes += block.after.nbytes
-            block.after = block.after.after
-            if block.after is not None:
-                block.after.before = block
+            self._join(block, block.after)
+        if block.before in free:
+            block = self._join(block.before, block)
         free.append(block)
+
+    def _join(self, first: Block, second: Block) -> Block:
+        """Two neighbours, of which one is free and is taken out of its pool; the first becomes both."""
+        pool = self._free[first.pool]
+        pool.remove(first if first in pool else second)
+        first.nbytes, first.after = first.nbytes + second.nbytes, second.after
+        if first.after is not None:
+            first.after.before = first
+        return first
 
 
 def asked(program: Iterable[object], ends: Iterable[int], held: Mapping[int, int], times: int, ahead: int) -> list[int]:
