@@ -88,7 +88,7 @@ def test_the_sum_is_that_of_fp32_in_the_order_of_ranks(
 def test_what_is_rounded_away_comes_with_the_next() -> None:
     """The mean of what is sent of one gradient, again and again, comes to it; without feedback it does not."""
     torch.manual_seed(0)
-    gradient, feedback = torch.randn(4096), ErrorFeedback()
+    gradient, feedback = torch.randn(4096), ErrorFeedback(4096, torch.device("cpu"))
     total = torch.zeros(4096)
     for _ in range(50):
         total += decode(feedback.encode(gradient), torch.empty(4096))
@@ -99,7 +99,7 @@ def test_what_is_rounded_away_comes_with_the_next() -> None:
 
 def test_what_is_not_finite_is_seen_and_leaves_no_error() -> None:
     for bad in (float("inf"), float("-inf"), float("nan")):
-        gradient, feedback = torch.ones(128), ErrorFeedback()
+        gradient, feedback = torch.ones(128), ErrorFeedback(128, torch.device("cpu"))
         gradient[70] = bad
         sent = decode(feedback.encode(gradient), torch.empty(128))
         assert sent[:64].isfinite().all() and not sent[64:].isfinite().any()

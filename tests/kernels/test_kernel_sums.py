@@ -175,6 +175,8 @@ def test_8_bits_refuse():
     for bad in (torch.zeros(63), torch.zeros(2, 64), torch.zeros(64).bfloat16(), released(64)):
         with pytest.raises(ValueError, match="values: got"):
             encode(bad)
+    with pytest.raises(ValueError, match=r"message: got.*wanted shape \(132,\)"):
+        encode(torch.zeros(128), torch.zeros(66, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"rows\[1\]: got.*shape \(132,\).*wanted shape \(66,\)"):
         sum_messages([encode(torch.ones(64)), encode(torch.ones(128))], torch.ones(64), False)
 

@@ -10,29 +10,29 @@ from __future__ import annotations
 import torch
 
 from zero.kernels.wire import decode, encode, sum_messages
+from zero.plan.formats import wire_nbytes
 
 
 class ErrorFeedback:
-    """Encodes one unit's local gradients [n], and keeps the error for the next."""
+    """Encodes one unit's local gradients [n], and keeps the error for the next, from the start in the same memory."""
 
-    def __init__(self) -> None:
-        self._error: torch.Tensor | None = None
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._error = torch.zeros(wire_nbytes(numel), dtype=torch.uint8, device=device)  # which reads as zeros
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         """The message of `flat` [n], of any floating dtype, and of the error that is left."""
-        values = flat.to(torch.float32, copy=self._error is not None)
-        if self._error is not None:
-            sum_messages([self._error], values, True)
+        values = flat.to(torch.float32, copy=True)
+        sum_messages([self._error], values, True)
         message = encode(values)
-        left = values - decode(message, torch.empty_like(values))
-        self._error = encode(left.nan_to_num_(0.0, 0.0, 0.0))
+        values -= decode(message, torch.empty_like(values))
+        encode(values.nan_to_num_(0.0, 0.0, 0.0), self._error)
         return message
 
     def forget(self) -> None:
         """The last gradient came to nothing."""
-        self._error = None
+        self._error.zero_()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the error."""
-        return 0 if self._error is None else self._error.nbytes
+        return self._error.nbytes

@@ -21,13 +21,17 @@ from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD, wire_nbytes
 _LEAST = torch.finfo(torch.float32).tiny  # the scale of a block of zeros
 
 
-def encode(values: Tensor) -> Tensor:
-    """The message, uint8 [n / 64 * 66], of ``values``, fp32 [n]; ValueError unless n is a multiple of 64."""
+def encode(values: Tensor, message: Tensor | None = None) -> Tensor:
+    """The message, uint8 [n / 64 * 66], of ``values``, fp32 [n]; ValueError unless n is a multiple of 64.
+
+    It is written into ``message``, where given.
+    """
     source, device = address_of("values", values, (torch.float32,)), values.device
     if values.ndim != 1 or values.numel() % WIRE_BLOCK:
         raise ValueError(f"values: got {describe(values)}; wanted 1-D, a multiple of {WIRE_BLOCK} elements")
-    message = torch.empty(wire_nbytes(values.numel()), dtype=torch.uint8, device=device)
-    arguments = source, message.data_ptr(), values.numel()
+    nbytes = wire_nbytes(values.numel())
+    message = torch.empty(nbytes, dtype=torch.uint8, device=device) if message is None else message
+    arguments = source, address_of("message", message, (torch.uint8,), (nbytes,), device), values.numel()
     if (module := cuda.kernels(device)) is not None:
         cuda.launch(module.encode, device, *arguments)
     elif values.is_cpu and (module := load()) is not None:
