@@ -54,14 +54,31 @@ def hit_rate(engine: Any) -> None:
     engine.optimizer.param_groups[0]["lr"] *= 1.5
 
 
-HITS = {"parameter": hit_parameter, "master": hit_master, "moment": hit_moment, "rate": hit_rate}
+def hit_own(what: str) -> Callable[[Any], None]:
+    """Of what this rank holds alone in its replica: the first number of the unit that is one of a parameter."""
+
+    def hit(engine: Any) -> None:
+        unit = unit_of(engine)
+        with unit.acquired(changed=True):
+            kept = {name: tensor for name, _, tensor in engine.optimizer.shard_optimizer.tensors(unit)}
+            kept |= {"shard": unit.shard, "master": unit.master.tensor}
+            flip(kept[what], unit.plan.layout.fragments(unit.window)[0].at, 1)
+
+    return hit
 
 
-def flipped(cases: list[tuple], victim: int) -> list[tuple[int, str]]:
+OWN = {f"own {what}": hit_own(what) for what in ("shard", "master", "exp_avg")}
+HITS = {**OWN, "parameter": hit_parameter, "master": hit_master, "moment": hit_moment, "rate": hit_rate}
+
+
+def flipped(cases: list[tuple], victim: int, shard_size: int = 0, offload: bool = False) -> list[tuple[int, str]]:
     """For each (stage, bf16, N, what): the steps after the flip until it was reported, and the report."""
     found = []
     for stage, bf16, every, what in cases:
-        given_config = config(stage, dist.get_world_size(), bf16={"enabled": bf16}, zero={"check_replicas": every})
+        ours = {"check_replicas": every, "shard_size": shard_size}
+        given_config = config(stage, dist.get_world_size(), bf16={"enabled": bf16}, zero=ours)
+        if offload:
+            given_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         engine, *_ = zero.initialize(model=make_net(), config=given_config)
         report = (-1, "nothing was reported")
         for step in range(8):
@@ -102,6 +119,16 @@ def test_a_flipped_bit_is_reported_within_n_steps_by_name_and_rank(pool, world, 
             assert name in text
             who = f"rank {victim} differs from ranks 0, 2" if world == 3 else "rank 0 and rank 1 hold different values"
             assert who in text
+
+
+@pytest.mark.parametrize("offload", [False, *longer(True)])
+def test_so_is_one_in_what_is_cut_where_another_replica_has_the_same(pool, offload):
+    cases = [(3, False, 2, "own shard"), (3, True, 1, "own master"), (2, True, 2, "own exp_avg")]
+    for results in pool.run(4, flipped, cases, 1, 2, offload):
+        for (_, _, every, _), (later, text) in zip(cases, results, strict=True):
+            assert 1 <= later <= every, text
+            assert "the shard of unit 'blocks.1', or its optimizer state, is not the same" in text
+            assert "rank 1 and rank 3 hold different values" in text
 
 
 class Normed(nn.Module):
@@ -145,8 +172,9 @@ def test_a_buffer_that_came_apart_is_named_and_one_that_always_was_is_not(pool, 
         assert pool.run(2, buffers, stage, 1, name) == [(-1, "nothing was reported")] * 2
 
 
-def clean(stage: int, bf16: bool, optimizer: dict[str, Any], frozen: bool) -> int:
-    more = {"bf16": {"enabled": bf16}, "zero": {"check_replicas": 2}, "optimizer": optimizer}
+def clean(stage: int, bf16: bool, optimizer: dict[str, Any], frozen: bool, shard_size: int = 0) -> int:
+    ours = {"check_replicas": 2, "shard_size": shard_size}
+    more = {"bf16": {"enabled": bf16}, "zero": ours, "optimizer": optimizer}
     model = make_net()
     if frozen:
         model.embed.requires_grad_(False)
@@ -161,15 +189,15 @@ def clean(stage: int, bf16: bool, optimizer: dict[str, Any], frozen: bool) -> in
     return engine.global_steps
 
 
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_a_clean_run_is_not_reported(pool, stage):
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), (3, 4), *longer((0, 2), (2, 2), (1, 4))])
+def test_a_clean_run_is_not_reported(pool, stage, world):
     compact = {"type": "AdamW", "params": {"lr": 1e-3, "zero": {"moments": "8bit"}}}
     for bf16, optimizer, frozen in (
         (False, {"type": "RMSprop", "params": {"lr": 1e-3}}, False),
         (True, {"type": "AdamW", "params": {"lr": 1e-3}}, True),
         (True, compact, False),
     ):
-        assert pool.run(2, clean, stage, bf16, optimizer, frozen) == [12, 12]
+        assert pool.run(world, clean, stage, bf16, optimizer, frozen, 2 if world == 4 else 0) == [12] * world
 
 
 def test_one_rank_has_nothing_to_compare():

@@ -1,8 +1,9 @@
 """Whether what the ranks hold in common is still the same on all of them, bit by bit.
 
 Compared are: parameters that are not cut; where nothing is cut (stage 0), masters and moments too; the module's
-buffers; hyperparameters and the loss scale. What exists once, as all state does under stage 3 and all but the
-parameters under stages 1 and 2, has nothing to be compared with: a bit that flips there becomes the value of all.
+buffers; hyperparameters and the loss scale. What is cut is compared between replicas of it (HSDP), unit by unit. What
+exists once, as all state does under stage 3 and all but the parameters under stages 1 and 2, has nothing to be compared
+with: a bit that flips there becomes the value of all.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
-from zero.plan.layout import Span
+from zero.plan.layout import Fragment, Span
 from zero.watchdog.hang_report import ranks_text
 
 _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash over steps
 
 
 class Sheet(NamedTuple):
-    """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is."""
+    """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
+
+    places: ranks that hold different parts of it by turns; each is compared with those that hold the same.
+    """
 
     place: str
     labels: Sequence[str]
     hashes: torch.Tensor
+    places: int = 1
 
 
 class Replicas:
@@ -49,6 +54,7 @@ class Replicas:
         self._optimizer = optimizer
         self._every = every
         self._axis = sharded.mesh.data
+        self._parts = sharded.mesh.shard.size
         self._whole = [unit for unit in sharded.units if not unit.cut]
         # By index of the unit: hashes over the steps since the last comparison.
         self._seen: dict[int, torch.Tensor] = {}
@@ -84,7 +90,7 @@ class Replicas:
         self._own_buffers = None if own_buffers is None else set(own_buffers)
 
     def _fleeting(self, unit: Unit) -> bool:
-        return unit.gradients is not None and self._sharded.mesh.shard.size > 1
+        return unit.gradients is not None and self._parts > 1
 
     def _look(self, unit: Unit) -> None:
         unit.gather()
@@ -96,6 +102,8 @@ class Replicas:
     def _compare(self, number: int) -> None:
         # Hyperparameters first: where they differ, the parameters do because of them.
         sheets = [self._of_optimizer(), *(self._of_unit(unit) for unit in self._whole), self._of_buffers()]
+        if 1 < self._parts < self._axis.size:
+            sheets.append(self._of_shards())
         # The lengths go along: without, ranks with other numbers of buffers would misread each other below.
         counts = [len(sheet.labels) for sheet in sheets]
         device = sheets[0].hashes.device
@@ -103,29 +111,31 @@ class Replicas:
         hashes, lengths = comm.gather_scalars(mine, self._axis, "comparison of replicas").cpu().tensor_split(2, 1)
         for index, sheet in enumerate(sheets):
             if (lengths[:, index] != lengths[0, index]).any():
-                self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist())
-            if (hashes[:, index] != hashes[0, index]).any():
+                self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist(), self._axis.ranks)
+            if _differing(hashes[:, index, None], sheet.places):
                 self._examine(number, sheet)
         self._own_buffers = self._own_buffers or set()
 
     def _examine(self, number: int, sheet: Sheet) -> None:
         """Find what of a sheet differs."""
         rows = comm.gather_scalars(sheet.hashes, self._axis, "comparison of replicas").cpu()
-        differing = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+        differing = _differing(rows, sheet.places)
         if sheet.place == "buffers" and self._own_buffers is None:
-            self._own_buffers = {sheet.labels[column] for column in differing}
+            self._own_buffers = {sheet.labels[column] for _, column in differing}
             rank_zero(
                 logging.WARNING,
                 "zero.check_replicas: these buffers differ between ranks from the start and are not compared: %s",
                 ", ".join(sorted(self._own_buffers)),
             )
             return
-        where = "" if sheet.place in ("buffers", "optimizer") else f" of unit '{sheet.place}'"
-        self._fail(number, f"{sheet.labels[differing[0]]}{where}", rows[:, differing[0]].tolist())
+        where = "" if sheet.place in ("buffers", "optimizer", "shards") else f" of unit '{sheet.place}'"
+        first, column = differing[0]
+        alike = slice(first, None, sheet.places)  # the ranks of that place
+        self._fail(number, f"{sheet.labels[column]}{where}", rows[alike, column].tolist(), self._axis.ranks[alike])
 
-    def _fail(self, number: int, what: str, values: list[int]) -> None:
+    def _fail(self, number: int, what: str, values: list[int], ranks: Sequence[int]) -> None:
         self._sharded.abandon()
-        who = _parties(values, self._axis.ranks)
+        who = _parties(values, ranks)
         since = f" or in one of the {self._every - 1} before" if self._every > 1 else ""
         raise RuntimeError(
             f"zero.check_replicas: {what} is not the same on all ranks: {who}; found at optimizer step "
@@ -134,22 +144,33 @@ class Replicas:
         )
 
     def _of_unit(self, unit: Unit) -> Sheet:
-        layout = unit.plan.layout
-        labels = [f"parameter '{name}'" for name in layout.spans]
+        labels = [f"parameter '{name}'" for name in unit.plan.layout.spans]
         hashes = [self._seen[unit.index]]
-        for name, held, tensor in self._state(unit):
-            inside = layout.fragments(held)
+        for name, held, tensor in self._state(unit) if self._parts == 1 else ():
+            inside = unit.plan.layout.fragments(held)
             if tensor.numel() == held.numel:
                 labels += [f"{name} of parameter '{piece.name}'" for piece in inside]
-                hashes.append(hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside]))
             else:
                 labels.append(f"{name} of parameter '{inside[0].name}' or one behind it")
-                hashes.append(hash_tensor(tensor)[None])
+            hashes.append(_hashes(inside, held, tensor))
         return Sheet(unit.plan.name, labels, torch.cat(hashes))
 
+    def _of_shards(self) -> Sheet:
+        """What is cut: a hash for each unit, of whose parts the ranks of a replica have different ones."""
+        labels, hashes = [], []
+        for unit in self._sharded.units:
+            if not unit.cut and unit.gradients is None:
+                continue
+            with unit.acquired():
+                kept = [("the shard", unit.window, unit.shard), *self._state(unit)]
+                found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
+                hashes.append(hash_of(torch.cat([each.to(unit.full.device) for each in found])))
+            labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
+        return self._sheet("shards", labels, hashes)._replace(places=self._parts)
+
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """Masters and moments of a unit where every rank has all, as `ShardOptimizer` lists them."""
-        if unit.gradients is None or self._sharded.mesh.shard.size > 1:
+        """Masters and moments of a unit, as `ShardOptimizer` lists them."""
+        if unit.gradients is None:
             return
         if unit.master.rounding is not None:
             yield "the master", unit.window, unit.master.tensor
@@ -173,6 +194,19 @@ class Replicas:
         device = self._sharded.units[0].full.device
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         return Sheet(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
+
+
+def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> torch.Tensor:
+    """Of each fragment inside of the elements that are held, int64 [n]; one for all where there are fewer numbers."""
+    if tensor.numel() != held.numel:
+        return hash_tensor(tensor)[None]
+    return hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside])
+
+
+def _differing(rows: torch.Tensor, places: int) -> list[tuple[int, int]]:
+    """Place and column of those hashes, of `rows` [ranks, n], that are not alike on all ranks of a place."""
+    rows = rows.unflatten(0, (-1, places))
+    return [(place, column) for place, column in (rows != rows[0]).any(0).nonzero().tolist()]
 
 
 def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:
