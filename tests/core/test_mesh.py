@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from zero.core import comm
-from zero.core.mesh import Axis, Mesh, backend_of, make_mesh, mesh_of_one, slow_backend
+from zero.core.mesh import Axis, Mesh, backend_of, group_of_members, make_mesh, mesh_of_one, slow_backend
 from zero.log import logger
 from zero.plan.sharding import Sharding
 
@@ -141,6 +142,37 @@ def test_ranks_of_a_group_are_named_by_their_global_numbers(pool):
         assert axes["shard"] == axes["data"] == group
         assert gathered == list(group)
         assert own == rank
+
+
+def bound_to_a_device() -> tuple:
+    """A mesh whose groups its ranks make; to what the default group was bound when torch made them."""
+    world, own, new_group = dist.group.WORLD, dist.new_group([0, 1, 2, 3]), dist.new_group
+    world.bound_device_id = device = torch.device("cuda", 1)
+    bound = []
+
+    def noted(*args: Any, **options: Any) -> dist.ProcessGroup:
+        bound.append(world.bound_device_id)
+        return new_group(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        try:
+            mesh = make_mesh(Sharding.of_stage(3), 60.0, group=own, shard_size=2)
+            mesh.watchdog.close()
+            if dist.get_rank() % 2 == 0:
+                assert dist.get_process_group_ranks(group_of_members([0, 2])) == [0, 2]
+            assert world.bound_device_id == device
+        finally:
+            world.bound_device_id = None
+    return _axes(mesh), bound
+
+
+def test_ranks_make_groups_without_others_where_the_default_group_is_bound_to_a_device(pool):
+    """It is with NCCL, where torch would then split its communicator, and wait for all of its ranks."""
+    for rank, (axes, bound) in enumerate(pool.run(4, bound_to_a_device)):
+        base, place = rank // 2 * 2, rank % 2
+        assert bound == [None] * (2 + (place == 0))
+        assert (axes["shard"], axes["replica"]) == ((base, base + 1), (place, place + 2))
 
 
 def test_a_mesh_of_one_has_three_axes_of_one():

@@ -195,7 +195,9 @@ def scatter(flat: torch.Tensor, axis: Axis, tag: int, pairwise: bool = False) ->
 
 
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis, unit: str = "") -> None:
-    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking. `unit`: for messages.
+    """Overwrite `tensor` on every rank of the axis with that of rank `source`; blocking, as far as the current stream.
+
+    `unit`: for messages.
 
     Any strides and any dtype: the tensor may be transposed or expanded, of which a backend would send, and overwrite,
     the memory behind its first element.

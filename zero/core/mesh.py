@@ -138,11 +138,9 @@ def make_mesh(
         inner = (shard_size or size) if sharding.optim else 1
         if native:  # NCCL's own time-out, which ends the process, is to come after our report
             group.set_timeout(_time_limit(timeout))
-        # Where the default group is bound to a device, torch splits new communicators off its own, which all ranks do.
-        reduces = native and (group is dist.group.WORLD or dist.group.WORLD.bound_device_id is None)
-        if reduces and inner in (1, size):
+        if native and inner in (1, size):
             data = replace(data, second=_group(data, [tuple(range(size))], timeout))
-        shard, replica = (_with_sums(axis, reduce, per_node) for axis in _two(data, point, inner, timeout, reduces))
+        shard, replica = (_with_sums(axis, reduce, per_node) for axis in _two(data, point, inner, timeout, native))
         secondary, across = _two(data, point, secondary_size, timeout) if secondary_size > 1 else (None, None)
     except BaseException:
         watchdog.close()
@@ -202,20 +200,30 @@ def _subgroup(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float, redu
 def _group(data: Axis, lists: Sequence[tuple[int, ...]], timeout: float) -> dist.ProcessGroup:
     """A new group of this rank's places among `lists`; collective over all of `data`."""
     (own,) = [places for places in lists if data.rank in places]
-    options = {"timeout": _time_limit(timeout)}
+    options: dict[str, Any] = {"timeout": _time_limit(timeout)}
+    if data.native:
+        options["pg_options"] = nccl_options(options["timeout"])
     if data.group is dist.group.WORLD:  # every rank makes every group, in one order
-        made = {places: _new_group(data, places, **options) for places in lists}
+        made = {places: dist.new_group(list(places), **options) for places in lists}
         group = made[own]
-    else:  # ranks outside of the group know nothing of it
-        options |= {"backend": dist.get_backend_config(data.group), "use_local_synchronization": True}
-        group = _new_group(data, own, **options)
+    else:
+        backend = dist.get_backend_config(data.group)
+        group = group_of_members([data.ranks[place] for place in own], backend=backend, **options)
     data.watchdog.own(group)
     return group
 
 
-def _new_group(data: Axis, places: tuple[int, ...], timeout: timedelta, **options: Any) -> dist.ProcessGroup:
-    more = {"pg_options": nccl_options(timeout)} if data.native else {}
-    return dist.new_group([data.ranks[place] for place in places], timeout, **more, **options)
+def group_of_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A new group that only its ranks make; the others know nothing of it. `options`: of `torch.distributed.new_group`.
+
+    Where the default group is bound to a device, torch would split a new communicator off its own, and wait for all.
+    """
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        world.bound_device_id = device
 
 
 def _time_limit(timeout: float) -> timedelta:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.config import Config, ConfigError
+from zero.core.mesh import group_of_members
 from zero.engine.arguments import only_one
 from zero.plan.grid import DATA, Grid, GridError
 
@@ -116,7 +117,7 @@ def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
     if len(ranks) == dist.get_world_size():
         return _of_group(dist.group.WORLD, source, shard_size)
     # Ranks outside of the mesh know nothing of its group.
-    group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(ranks, use_local_synchronization=True)
+    group = mesh.get_group() if mesh.ndim == 1 else group_of_members(ranks)
     return _of_group(group, source, shard_size)
 
 
