@@ -6,5 +6,4 @@ from deepspeed._names import finder
 
 __compatible_ops__ = defaultdict(bool, {"async_io": True, "cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True})
 
-_NAMES = ("adam", "adagrad", "lion", "aio")
-__getattr__ = finder(__name__, {name: f"deepspeed.ops.{name}:" for name in _NAMES})
+__getattr__ = finder(__name__, {name: f"deepspeed.ops.{name}:" for name in ("adam", "adagrad", "lamb", "lion", "aio")})
