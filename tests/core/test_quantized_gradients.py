@@ -19,7 +19,7 @@ from stand_in_device import DEVICE
 import zero
 from zero.core.feedback import ErrorFeedback
 from zero.kernels.wire import decode, encode
-from zero.utils.full import safe_get_full_grad
+from zero.utils.full import safe_get_full_fp32_param, safe_get_full_grad
 
 
 def rows_of(grads: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -85,6 +85,29 @@ def test_the_sum_is_that_of_fp32_in_the_order_of_ranks(
     pool.run(world, first_sums, fake, stage, more, section)
 
 
+def trained(stage: int, more: dict[str, Any], section: dict[str, Any]) -> list[torch.Tensor]:
+    model = make_net(width=WIDE)
+    engine, *_ = zero.initialize(model=model, config=settings(stage, more, section))
+    for number in range(4):
+        step(engine, number)
+    weights = [safe_get_full_fp32_param(param) for param in model.parameters()]
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", *longer("AdamW")])
+@pytest.mark.parametrize("world", [2, *longer(4)])
+def test_stages_agree_bitwise(pool: Any, world: int, optimizer: str) -> None:
+    more = {"optimizer": {"type": optimizer, "params": {"lr": 0.01}}}
+    wanted = pool.run(world, trained, 1, more, {})
+    for stage, section in (
+        (2, {"offload_optimizer": {"device": "cpu"}}),
+        (3, {"stage3_param_persistence_threshold": 0}),
+    ):
+        for ours, others in zip(wanted, pool.run(world, trained, stage, more, section), strict=True):
+            assert all(map(torch.equal, ours, others)), (stage, section)
+
+
 def test_what_is_rounded_away_comes_with_the_next() -> None:
     """The mean of what is sent of one gradient, again and again, comes to it; without feedback it does not."""
     torch.manual_seed(0)
@@ -122,3 +145,21 @@ def test_a_skipped_step_leaves_nothing_behind(stage: int) -> None:
         found.append([step(engine, number) for number in range(3)])
         engine.destroy()
     assert found[0] == found[1]
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_goes_on_from_a_checkpoint_begins_without_one(tmp_path: Any) -> None:
+    """In the same engine as in a new one."""
+    found = []
+    for number in range(2):
+        engine, *_ = zero.initialize(model=make_net(width=WIDE), config=settings(2, {}, {}))
+        if number == 0:
+            step(engine, 0)
+            engine.save_checkpoint(str(tmp_path))
+            step(engine, 1)
+        engine.load_checkpoint(str(tmp_path))
+        for later in range(2, 5):
+            step(engine, later)
+        found.append([safe_get_full_fp32_param(param) for param in engine.module.parameters()])
+        engine.destroy()
+    assert all(map(torch.equal, *found))

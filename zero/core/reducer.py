@@ -169,8 +169,10 @@ class Reducer:
         self.pending = False
 
     def abandon(self) -> None:
-        """After an exception: forget the gradients and the backward that brought them."""
+        """After an exception: forget the gradients, with what was rounded away, and the backward that brought them."""
         self.drop()
+        for unit in self._order:
+            unit.gradients.forget_error()
         self._backward = None
         self.leaf = Leaf()  # the window begins anew
 
