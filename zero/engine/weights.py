@@ -206,28 +206,31 @@ class Weights:
             self.save_16bit_model(save_directory, max_shard_size=max_shard_size)
             return
         size_of(max_shard_size, "max_shard_size")
-        state, first = self._adapters(self._named_state(False)), self._sharded.mesh.data.rank == 0
+        first = self._sharded.mesh.data.rank == 0
+        if _learns_prompts(self._sharded.module):
+            self._save_prompts(own, Path(save_directory), first)
+            return
+        state = self._adapters(self._named_state(False))
         folder = Path(save_directory, f".{os.getpid()}.partial")
         problem = stream_model(state, self._sharded, folder, NAME, None, first)
         try:
             if first and problem is None:
-                own(save_directory, state_dict=_mapped(state, folder / NAME), max_shard_size=max_shard_size)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+                options = {"max_shard_size": max_shard_size}
+                problem = _problem(lambda: own(save_directory, state_dict=_mapped(state, folder / NAME), **options))
         finally:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
         self._all_agree(problem, OSError)
 
+    def _save_prompts(self, save: Callable[..., Any], folder: Path, first: bool) -> None:
+        """Have PEFT write prompts: what their encoder computes of its parameters, on all ranks."""
+        self._all_agree(_problem(lambda: first and folder.mkdir(parents=True, exist_ok=True)), OSError)
+        self._all_agree(_problem(lambda: save(folder, is_main_process=first)), OSError)
+
     def _save_torch(self, path: Path, exclude_frozen_parameters: bool) -> str | None:
         """Write the file; returns what went wrong."""
         state = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
-        try:
-            if state is not None:
-                _write(state, path)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+        return None if state is None else _problem(lambda: _write(state, path))
 
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """`save_16bit_model` by its older name."""
@@ -291,6 +294,20 @@ class Weights:
 
 def _is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
+
+
+def _problem(work: Callable[[], Any]) -> str | None:
+    """What went wrong, if anything."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _learns_prompts(module: nn.Module) -> bool:
+    configs = getattr(module, "peft_config", None) or {}
+    return any(getattr(config, "is_prompt_learning", False) for config in configs.values())
 
 
 def _written_by_peft(module: nn.Module, names: Mapping[str, Any]) -> list[str]:
