@@ -116,37 +116,6 @@ def test_files_are_those_of_peft(stage: int, tmp_path: Path) -> None:
     )
 
 
-PROMPTS = {
-    "PromptTuningConfig": {},
-    "PrefixTuningConfig": {"prefix_projection": True},
-    "PromptEncoderConfig": {"encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 16},
-}
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_prompts_that_are_learnt_are_as_in_plain_peft(kind: str, tmp_path: Path) -> None:
-    import peft
-
-    def made() -> Any:
-        torch.manual_seed(3)
-        more = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4, **PROMPTS[kind]}
-        return peft.get_peft_model(llama(torch.float32), getattr(peft, kind)(**more))
-
-    losses, wanted = plain(made())
-    for stage in (1, 3):
-        engine = engine_of(made(), stage)
-        mine = train(engine)
-        assert mine == {number: losses[number] for number in mine}
-        engine.save_pretrained(tmp_path / str(stage))
-        engine.destroy()
-        assert differing(engine.module, wanted) == []
-        dist.barrier()
-        (name, value), *others = load_file(tmp_path / str(stage) / "adapter_model.safetensors").items()
-        assert (name, others) == ("prompt_embeddings", [])
-        assert value.equal(wanted.get_prompt_embedding_to_save("default"))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_resumes_from_a_checkpoint_without_the_base(stage: int, tmp_path: Path) -> None:
