@@ -94,7 +94,7 @@ def kill(pids: list[int], victims: list[int], pause: float) -> None:
 
 def torn(checkpoints: Path) -> bool:
     """Whether there are files that no whole checkpoint has: the kill came in the middle of a save."""
-    for tag in checkpoints.glob("*/"):
+    for tag in filter(Path.is_dir, checkpoints.glob("*")):
         index = tag / "index.json"
         known = json.loads(index.read_text())["files"] if index.exists() else ()
         if {path.name for path in tag.iterdir()} - {"index.json", *known}:

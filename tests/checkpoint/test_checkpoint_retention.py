@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_files import engine_of, index_of, same, step, tensors
@@ -92,20 +93,21 @@ def test_a_kill_while_old_ones_go_leaves_each_whole_or_none(
 ) -> None:
     saved(tmp_path / "runs", None, None, 3)
     left_over = ["global_step3", "latest"] if retention.keep else sorted(os.listdir(tmp_path / "runs"))
-    real = {name: getattr(os, name) for name in ("unlink", "replace", "rmdir")}
+    # Before Python 3.11 a Path has its own copies of the functions of os.
+    real = {(Path, name): getattr(Path, name) for name in ("unlink", "rmdir")} | {(os, "replace"): os.replace}
     moment, ended = 0, False
     while not ended:
         again, left = tmp_path / f"again{moment}", [moment]
         shutil.copytree(tmp_path / "runs", again)  # with its times
 
-        def call(name: str, *args: object, left: list[int] = left, **kwargs: object) -> None:
+        def call(what: tuple[Any, str], *args: object, left: list[int] = left, **kwargs: object) -> None:
             left[0] -= 1
             if left[0] < 0:
                 raise Killed
-            real[name](*args, **kwargs)
+            real[what](*args, **kwargs)
 
-        for name in real:
-            monkeypatch.setattr(os, name, lambda *args, name=name, **kwargs: call(name, *args, **kwargs))
+        for what in real:
+            monkeypatch.setattr(*what, lambda *args, what=what, **kwargs: call(what, *args, **kwargs))
         try:
             tidy(again, "global_step3", retention, 0.0)
             ended = True

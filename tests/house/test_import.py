@@ -114,3 +114,10 @@ def test_an_unknown_name_is_an_attribute_error_that_says_it(name: str) -> None:
         getattr(zero, name)
     assert str(caught.value) == f"module 'zero' has no attribute '{name}'"
     assert not hasattr(zero, name)
+
+
+def test_no_file_that_is_imported_by_its_own_name_hides_a_module_of_python() -> None:
+    """The folders of benchmarks, examples and tests come before Python's own modules."""
+    files = [path for folder in ("benchmarks", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 200
+    assert [str(path.relative_to(ROOT)) for path in files if path.stem in sys.stdlib_module_names] == []

@@ -1,6 +1,6 @@
 """How fast scratch files are written and read beside what `fio`, or `dd` with direct I/O, does on the same drive.
 
-    python benchmarks/io.py --folder /mnt/nvme --gib 2 --rounds 5
+    python benchmarks/scratch.py --folder /mnt/nvme --gib 2 --rounds 5
 
 All take turns within a round, in an order that rotates; medians over the rounds, ratios pair by pair. Each writes and
 reads a file of its own in the folder; every file is written once before anything is timed.
