@@ -30,13 +30,13 @@ _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash ov
 class Sheet(NamedTuple):
     """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
 
-    places: ranks that hold different parts of it by turns; each is compared with those that hold the same.
+    parts: ranks that hold different parts of it by turns; each is compared with those that hold the same.
     """
 
     place: str
     labels: Sequence[str]
     hashes: torch.Tensor
-    places: int = 1
+    parts: int = 1
 
 
 class Replicas:
@@ -112,14 +112,14 @@ class Replicas:
         for index, sheet in enumerate(sheets):
             if (lengths[:, index] != lengths[0, index]).any():
                 self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist(), self._axis.ranks)
-            if _differing(hashes[:, index, None], sheet.places):
+            if _differing(hashes[:, index, None], sheet.parts):
                 self._examine(number, sheet)
         self._own_buffers = self._own_buffers or set()
 
     def _examine(self, number: int, sheet: Sheet) -> None:
         """Find what of a sheet differs."""
         rows = comm.gather_scalars(sheet.hashes, self._axis, "comparison of replicas").cpu()
-        differing = _differing(rows, sheet.places)
+        differing = _differing(rows, sheet.parts)
         if sheet.place == "buffers" and self._own_buffers is None:
             self._own_buffers = {sheet.labels[column] for _, column in differing}
             rank_zero(
@@ -130,7 +130,7 @@ class Replicas:
             return
         where = "" if sheet.place in ("buffers", "optimizer", "shards") else f" of unit '{sheet.place}'"
         first, column = differing[0]
-        alike = slice(first, None, sheet.places)  # the ranks of that place
+        alike = slice(first, None, sheet.parts)  # the ranks of that place
         self._fail(number, f"{sheet.labels[column]}{where}", rows[alike, column].tolist(), self._axis.ranks[alike])
 
     def _fail(self, number: int, what: str, values: list[int], ranks: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ class Replicas:
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
                 hashes.append(hash_of(torch.cat([each.to(unit.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._sheet("shards", labels, hashes)._replace(places=self._parts)
+        return self._sheet("shards", labels, hashes)._replace(parts=self._parts)
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""
