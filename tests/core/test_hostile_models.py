@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from matrix_models import Base, Extra, FrozenMiddle, Tied
-from models import WIDTH, config
+from models import WIDTH, Net, config, make_net, step
 from oracle import backward
 from stages import check
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -279,3 +280,58 @@ def test_buffers_of_any_stride_and_dtype_are_those_of_rank_0(pool):
     wanted = buffers(0)
     for found in pool.run(2, adopted, 3):
         assert all(torch.equal(found[name.replace(".", "_")], value) for name, value in wanted.items())
+
+
+class Nothing(nn.Module):
+    """A block whose parameters have no elements, and are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"rows": (0, WIDTH), "cols": (WIDTH, 0), "stack": (3, 0, 2), "bias": (0,)}.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(param.sum() for param in self.parameters())
+
+
+class WithoutElements(Net):
+    """A Net with such parameters in a block, and with a block of no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].norm = nn.Sequential(self.blocks[1].norm, Nothing())
+        self.blocks.append(Nothing())
+
+
+OPTIMIZERS = {
+    "NorMuon": ("Muon", {"lr": 1e-2, "beta2": 0.9}),
+    "Muon, one by one": ("Muon", {"lr": 1e-2, "ns_method": "standard"}),
+    **{kind: (kind, {"lr": 1e-2}) for kind in ("Lamb", "Lion", "SGD", "Adagrad", "RMSprop")},
+}
+
+
+def with_and_without(section: tuple[str, dict[str, Any]], stages: tuple[int, ...], folder: str) -> list[str]:
+    """Names of parameters that two steps, with a resume between them, leave otherwise than without such parameters."""
+    kind, params = section
+    found = []
+    for stage in stages:
+        trained = []
+        for net in (WithoutElements(), make_net()):
+            if isinstance(net, WithoutElements):
+                vector_to_parameters(parameters_to_vector(make_net().parameters()), net.parameters())
+            settings = config(stage, 2, optimizer={"type": kind, "params": params}, gradient_clipping=1.0)
+            engine, *_ = zero.initialize(model=net, config=settings)
+            step(engine, 0)
+            engine.save_checkpoint(f"{folder}/{type(net).__name__}{stage}")
+            engine.load_checkpoint(f"{folder}/{type(net).__name__}{stage}")
+            step(engine, 1)
+            engine.destroy()
+            trained.append([(name, param) for name, param in net.named_parameters() if param.numel()])
+        pairs = zip(*trained, strict=True)
+        found += [f"{name} at {stage}" for (name, value), (_, wanted) in pairs if not value.equal(wanted)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "stages"), [("NorMuon", (0, 3)), *longer(*((name, range(4)) for name in OPTIMIZERS))])
+def test_parameters_without_elements_are_left_alone(pool, name, stages, tmp_path):
+    assert pool.run(2, with_and_without, OPTIMIZERS[name], tuple(stages), str(tmp_path)) == [[]] * 2

@@ -57,7 +57,8 @@ def matrices_of(name: str, shape: Sequence[int], split: Split, unit: int = 0, st
     for index in range(stack):
         for part, count in enumerate(cut):
             of = [f"[{index}]"] * (stack > 1) + [f" part {part}"] * (len(cut) > 1)
-            found.append(Matrix(name + "".join(of), unit, start, count, cols))
+            if count * cols:  # what has no elements has no norm, no direction and no rate
+                found.append(Matrix(name + "".join(of), unit, start, count, cols))
             start += count * cols
     return found
 
