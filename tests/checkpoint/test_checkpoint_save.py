@@ -6,6 +6,7 @@ A save that cannot be raises the same on all ranks, before anything is written, 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import namedtuple
@@ -170,7 +171,7 @@ def test_buffers_of_each_rank_extra_state_and_frozen_parameters(pool: Pool, tmp_
 def refuse(folder: str) -> list[str]:
     """What each wrong save says on this rank; a good one at the end."""
     rank, said = dist.get_rank(), []
-    engine = engine_of(2, 2, accumulation=3)
+    engine = engine_of(2, 2, accumulation=3, checkpoint={"tag_validation": "Fail"})
 
     def refused(kind: type[Exception], *args: Any, **kwargs: Any) -> None:
         with pytest.raises(kind) as error:
@@ -227,6 +228,58 @@ def test_wrong_saves_raise_the_same_on_all_ranks_and_write_nothing(pool: Pool, t
         assert re.search(pattern, text), (pattern, text)
     assert sorted(os.listdir(folder)) == ["7", "latest"]
     json.loads((folder / "7" / "index.json").read_text())
+
+
+class Own(nn.Linear):
+    """A model that writes its files itself."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor], max_shard_size: int) -> None:
+        torch.save(list(state_dict), folder / "own.bin")
+
+
+def save_by_the_time(folder: str, mode: str) -> list[str]:
+    """Names with what each rank read from its clock, twice; what was warned of or raised."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    engine = engine_of(3, 2, Own(4, 4), checkpoint={"tag_validation": mode} if mode else {})
+    for hour in range(2):
+        place = f"{folder}/{hour}.{dist.get_rank()}"
+        for save, *args in (
+            (engine.save_checkpoint, f"{folder}/all", f"tag{hour}.{dist.get_rank()}"),
+            (engine.save_checkpoint, place, "tag"),
+            (engine.save_16bit_model, place, f"{dist.get_rank()}.bin"),
+            (engine.save_pretrained, place),
+        ):
+            try:
+                save(*args)
+            except ValueError as error:
+                said.append(str(error))
+    engine.save_checkpoint(f"{folder}/all", tag="same")
+    logging.getLogger("zero").removeHandler(handler)
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("mode", ["", "Ignore", "Fail"])
+def test_where_names_differ_between_ranks_that_of_rank_0_is_taken(pool: Pool, tmp_path: Path, mode: str) -> None:
+    first, second = pool.run(2, save_by_the_time, str(tmp_path), mode)
+    if mode == "Fail":
+        assert first == second and len(first) == 8
+        assert "save_checkpoint(): tag is not the same on all ranks: rank 0: tag0.0; rank 1: tag0.1" in first[0]
+        assert all("is not the same on all ranks" in text and "wants it" in text for text in first)
+        assert [path.name for path in tmp_path.iterdir()] == ["all"] and folders.latest(tmp_path / "all") == "same"
+        return
+    assert folders.latest(tmp_path / "all") == "same" and folders.tags(tmp_path / "all") == ["tag0.0", "tag1.0", "same"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "1.0", "all"]
+    for hour in "01":
+        assert sorted(os.listdir(tmp_path / f"{hour}.0")) == ["0.bin", "latest", "own.bin", "tag"]
+        assert len(index_of(tmp_path / f"{hour}.0" / "tag")["ranks"]) == 2
+    assert second == []
+    wanted = ["save_checkpoint(): tag", "save_checkpoint(): save_dir", "save_16bit_model()", "save_pretrained()"]
+    assert [text[: len(start)] for text, start in zip(first, wanted, strict=mode == "")] == ([] if mode else wanted)
+    assert all("; that of rank 0 is taken, now and later" in text for text in first)
 
 
 def test_a_file_system_that_syncs_no_folders_is_no_error() -> None:

@@ -26,7 +26,6 @@ from zero.config.values import (
     integer,
 )
 
-_SAME_TAG = Idle("a tag that differs between ranks is an error on all of them")
 _NO_THREADS = Idle("DeepSpeed ignores it, too; intra_op_parallelism is the number of workers")
 _TOGETHER = Idle("blocks go to the drive together, while others are on their way")
 _EXACT_MASTERS = Unavailable("masters are exact here; optimizer.params.zero.master says how")
@@ -147,7 +146,9 @@ class Aio(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
-    tag_validation: Annotated[choice("ignore", "warn", "fail"), _SAME_TAG] = "warn"
+    tag_validation: choice("ignore", "warn", "fail") = "warn"
+    """A save whose folder, tag or file name differs between ranks, as with a time stamp in it: rank 0's is taken, with
+    a warning the first time, or without one ("ignore"); or it is an error on all ranks ("fail")."""
     load_universal: Annotated[Bool, _UNIVERSAL] = False
     use_node_local_storage: Annotated[Bool, _SHARED_FOLDER] = False
     parallel_write: Annotated[Settings, Unavailable(NOT_AVAILABLE.message, at="pipeline_stage")]

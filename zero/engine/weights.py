@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero.checkpoint.folder import check_folder
 from zero.checkpoint.model_files import LIMIT, NAME, size_of
 from zero.config import Config
 from zero.core.access import GatheredParameters
@@ -21,6 +22,7 @@ from zero.core.owner import owner_of
 from zero.core.quantized import load_beside, names_beside
 from zero.core.sharded_module import ShardedModule
 from zero.core.values import cut_out, write_exact, write_frozen
+from zero.engine.checkpoint.save import TagValidation
 from zero.engine.status import Status
 from zero.engine.streaming import (
     Merge,
@@ -51,6 +53,7 @@ class Weights:
 
     def __init__(self, config: Config, sharded: ShardedModule, status: Status, device: torch.device) -> None:
         self._asked = config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        self._validation = TagValidation(config.checkpoint.tag_validation)
         self.updates = WeightUpdates(sharded, status, config.zero.track_updates)
         self._sharded = sharded
         self._status = status
@@ -161,7 +164,8 @@ class Weights:
         metadata, and one unit at a time is in memory; any other name gives torch's format, and the whole model is in
         the memory of rank 0. With `max_shard_size`, such as "5GB", the folder gets the layout of Hugging Face: files
         of at most so many bytes and their index; the name, by default model.safetensors, is what theirs begin with.
-        A file appears whole or not at all. At stage 3 it is written whatever
+        A file appears whole or not at all; where ranks give other folders or names, rank 0's are taken, as
+        `checkpoint.tag_validation` has it. At stage 3 it is written whatever
         `stage3_gather_16bit_weights_on_model_save` says: one unit at a time is whole. Raises ValueError for a name or
         size that does not go, and OSError on all ranks when rank 0 cannot write.
         """
@@ -169,23 +173,22 @@ class Weights:
         limit = None if max_shard_size is None else size_of(max_shard_size, "max_shard_size")
         if limit is not None and save_filename == "pytorch_model.bin":
             save_filename = NAME
-        if limit is not None and not save_filename.endswith(".safetensors"):
-            raise ValueError(
-                f"max_shard_size is for names that end in .safetensors; save_filename is {save_filename!r}"
-            )
+        path = self._first_path("save_16bit_model()", save_dir, save_filename)
+        safe = path.suffix == ".safetensors"
+        if limit is not None and not safe:
+            raise ValueError(f"max_shard_size is for names that end in .safetensors; save_filename is {path.name!r}")
         if self._sharded.sharding.params and not self._asked:
             log_once(
                 logging.INFO,
                 "save_16bit_model() gathers and writes the weights, "
                 "though zero_optimization.stage3_gather_16bit_weights_on_model_save is false",
             )
-        if save_filename.endswith(".safetensors"):
+        if safe:
             state = self._named_state(exclude_frozen_parameters)
-            problem = stream_model(
-                state, self._sharded, Path(save_dir), save_filename, limit, self._sharded.mesh.data.rank == 0
-            )
+            keep = self._sharded.mesh.data.rank == 0
+            problem = stream_model(state, self._sharded, path.parent, path.name, limit, keep)
         else:
-            problem = self._save_torch(Path(save_dir) / save_filename, exclude_frozen_parameters)
+            problem = self._save_torch(path, exclude_frozen_parameters)
         self._all_agree(problem, OSError)
         return True
 
@@ -206,17 +209,18 @@ class Weights:
             self.save_16bit_model(save_directory, max_shard_size=max_shard_size)
             return
         size_of(max_shard_size, "max_shard_size")
+        place = self._first_path("save_pretrained()", save_directory)
         first = self._sharded.mesh.data.rank == 0
         if _learns_prompts(self._sharded.module):
-            self._save_prompts(own, Path(save_directory), first)
+            self._save_prompts(own, place, first)
             return
         state = self._adapters(self._named_state(False))
-        folder = Path(save_directory, f".{os.getpid()}.partial")
+        folder = place / f".{os.getpid()}.partial"
         problem = stream_model(state, self._sharded, folder, NAME, None, first)
         try:
             if first and problem is None:
                 options = {"max_shard_size": max_shard_size}
-                problem = _problem(lambda: own(save_directory, state_dict=_mapped(state, folder / NAME), **options))
+                problem = _problem(lambda: own(place, state_dict=_mapped(state, folder / NAME), **options))
         finally:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -280,6 +284,17 @@ class Weights:
         cut = {name: value for name, value in unit_by_unit(names).items() if unit_to_gather(value, self._sharded)}
         whole = walk(cut, self._sharded)
         return {id(cut[name]): tensor.to("cpu", copy=True) for name, tensor in whole if keep}
+
+    def _first_path(self, caller: str, *parts: Any) -> Path:
+        """Rank 0's folder, or folder and name, on all ranks; raises on all of them. A collective."""
+        axis, made = self._sharded.mesh.data, [""]
+
+        def make() -> None:
+            made[0] = os.path.abspath(Path(check_folder(parts[0], f"{caller}: the folder"), *parts[1:]))
+
+        self._all_agree(_problem(make), ValueError)
+        paths = everyone(made[0], axis, self._device)
+        return Path(self._validation.first_of(paths, f"{caller}: the path", axis.ranks, axis.rank == 0))
 
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""

@@ -7,7 +7,8 @@ import errno
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,37 @@ from zero.checkpoint.store_barrier import StoreBarrier
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
 from zero.engine.checkpoint.save_plan import SavePlan
+from zero.log import logger
 from zero.watchdog.hang_report import Phase, difference_text
 
 SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
 CHECKS = "the checks before a checkpoint is written"
 FILES = "writing the part of a checkpoint that rests in files"
+
+
+class TagValidation:
+    """Takes the first rank's of what ranks name a save by; the others, with a time stamp in it, may name it otherwise.
+
+    how: `checkpoint.tag_validation`: "warn" says it the first time that it is so; "fail" raises; "ignore" does neither.
+    """
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+        self._told: set[str] = set()
+
+    def first_of(self, texts: Sequence[str], what: str, ranks: Sequence[int], speaks: bool = True) -> str:
+        """The first of `texts`, which are those of `ranks`; `what` it is and who `speaks` is for the message.
+
+        Raises ValueError where they may not differ.
+        """
+        if self._how != "ignore" and what not in self._told and len(set(texts)) > 1:
+            text = f"{what} is not the same on all ranks: {difference_text(texts, 'nothing', ranks)}"
+            if self._how == "fail":
+                raise ValueError(f"{text}; give all ranks one, as checkpoint.tag_validation 'Fail' wants it")
+            self._told.add(what)
+            if speaks:
+                logger.warning("%s; that of rank %d is taken, now and later", text, ranks[0])
+        return texts[0]
 
 
 class CheckpointSaver:
@@ -41,6 +68,7 @@ class CheckpointSaver:
         )
         self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
         self._sharded = sharded
+        self._validation = TagValidation(config.checkpoint.tag_validation)
 
     def save_checkpoint(
         self,
@@ -52,6 +80,7 @@ class CheckpointSaver:
     ) -> bool:
         """Write everything that a run needs to go on to `save_dir`/`tag` (default: global_step<N>); on all ranks.
 
+        Where ranks give other folders or tags, rank 0's are taken, as `checkpoint.tag_validation` has it.
         Returns True when the checkpoint is whole; with `zero.checkpoint.async` when it is copied to host memory, from
         where it is written beside the training loop, while what rests in files is written during the call.
         `save_latest`: the file `latest` names it; one saved without is never deleted by a later save.
@@ -101,11 +130,12 @@ class CheckpointSaver:
         except Exception as error:
             asked = error
         try:
-            answer = saver.barrier.settle(asked, _begin, CHECKS, in_call=True)
+            begin = partial(_begin, self._validation, saver.barrier.ranks)
+            answer = saver.barrier.settle(asked, begin, CHECKS, in_call=True)
         except (OSError, ValueError, RuntimeError) as error:
             return error
         saver.heard()
-        job = saver.job(root, tag, answer["save"], options[0])
+        job = saver.job(Path(answer["dir"]), answer["tag"], answer["save"], options[0])
         return self._write(job, plan, answer)
 
     def _write(self, job: Job, plan: SavePlan, answer: Mapping[str, Any]) -> Exception | None:
@@ -158,20 +188,22 @@ def _tag_of(tag: Any) -> str:
     return text
 
 
-def _begin(requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """On rank 0, with what all ranks ask for: make the folder, and answer what all need to know.
+def _begin(validation: TagValidation, ranks: Sequence[int], requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """On rank 0, with what all `ranks` ask for: make the folder, and answer what all need to know.
 
     Raises ValueError where they ask for different things, OSError where the folder cannot be written or has no room.
     """
-    for key, what in (("dir", "save_dir"), ("tag", "tag"), ("options", "options")):
-        texts = [str(one[key]) for one in requests]
-        if len(set(texts)) > 1:
-            raise ValueError(f"save_checkpoint(): {what} is not the same on all ranks: {difference_text(texts, '')}")
+    texts = [str(one["options"]) for one in requests]
+    if len(set(texts)) > 1:
+        text = difference_text(texts, "", ranks)
+        raise ValueError(f"save_checkpoint(): options is not the same on all ranks: {text}")
     names = [[[name, *kind] for name, *kind, _ in one["buffers"]] for one in requests]
     if any(one != names[0] for one in names):
         texts = [", ".join(f"{name} {dtype} {shape}" for name, dtype, shape in one) for one in names]
         raise RuntimeError(f"save_checkpoint(): the ranks have different buffers: {difference_text(texts, 'none')}")
-    place = Path(requests[0]["dir"]) / requests[0]["tag"]
+    root = validation.first_of([one["dir"] for one in requests], "save_checkpoint(): save_dir", ranks)
+    tag = validation.first_of([one["tag"] for one in requests], "save_checkpoint(): tag", ranks)
+    place = Path(root, tag)
     new = not place.exists()
     try:
         os.makedirs(place, exist_ok=True)
@@ -183,7 +215,8 @@ def _begin(requests: list[dict[str, Any]]) -> dict[str, Any]:
         raise OSError(error.errno, f"save_checkpoint() cannot write to {place}: {error.strerror}") from error
     buffers = zip(*(one["buffers"] for one in requests), strict=True)
     differ = [same[0][0] for same in buffers if any(one != same[0] for one in same)]
-    return {"save": secrets.token_hex(4), "differ": differ, "files": any(one["files"] for one in requests)}
+    files = any(one["files"] for one in requests)
+    return {"dir": root, "tag": tag, "save": secrets.token_hex(4), "differ": differ, "files": files}
 
 
 def _check_room(place: Path, needed: int) -> None:
