@@ -6,6 +6,7 @@ import pytest
 
 from zero import log
 from zero.config import ConfigError, load
+from zero.config.optimizers import ARGUMENTS
 
 WANTED = "wanted the path of a JSON or hjson file, or a dict"
 
@@ -266,6 +267,11 @@ OURS_ONLY = "our kernels run Adam, AdamW, Lamb, Lion, SGD and Adagrad only"
             ],
         ),
         (
+            "Muon",
+            {"split": {"*.qkv": 0}},
+            ['optimizer.params.split: got {"*.qkv": 0}, wanted numbers of parts, or lists of their rows, as {\'*.qkv'],
+        ),
+        (
             "Lion",
             {"zero": {"moments": "4bit", "master": "remainder"}},
             ["optimizer.params.zero.moments: got '4bit', wanted one of 'fp32', 'bf16', '8bit'", NEEDS_BF16],
@@ -292,6 +298,19 @@ def test_arguments_of_our_optimizers(kind, params, lines):
     found = errors({"train_batch_size": 8, "optimizer": {"type": kind, "params": params}}).splitlines()
     assert len(found) == len(lines)
     assert all(text.startswith(line) for text, line in zip(found, lines, strict=True)), found
+
+
+HOSTILE = (0, -1, 1.5, float("nan"), True, None, "", "x", [], [0], ["x"], {}, {"a": 0}, {"a": [1, "x"]}, {3: [[]]})
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_every_argument_of_our_optimizers_is_named_where_it_is_wrong(kind):
+    for name in ARGUMENTS[kind].model_fields:
+        for value in HOSTILE:
+            try:
+                load({"train_batch_size": 8, "optimizer": {"type": kind, "params": {name: value}}}, 8)
+            except ConfigError as error:
+                assert all(line.startswith("optimizer.params") and name in line for line in error.errors)
 
 
 def test_max_grad_norm_of_any_optimizer():

@@ -258,6 +258,10 @@ def test_a_schedule_of_torch_by_name():
     assert run("StepLR", {"step_size": 2, "gamma": 0.5}, 5, 1.0) == [1, 1, 0.5, 0.5, 0.25]
     scheduler = lr.build_scheduler(optimizer(), "CosineAnnealingLR", {"T_max": 10})
     assert isinstance(scheduler, torch.optim.lr_scheduler.CosineAnnealingLR)
+    opt = optimizer(torch.tensor(0.8))  # trying it on a copy changes nothing here
+    assert lr.build_scheduler(opt, "ExponentialLR", {"gamma": 0.5}).last_epoch == 0
+    assert opt.param_groups[0]["lr"].item() == pytest.approx(0.8) and not opt.state
+    assert lr.build_scheduler(optimizer(), "ReduceLROnPlateau", {"patience": 1e1}).num_bad_epochs == 0
 
 
 def test_the_list_of_schedules():
@@ -290,6 +294,10 @@ WRONG = [
     ),
     ("StepLR", {"size": 3}, ["scheduler.params.size:", "did you mean 'step_size'?"]),
     ("StepLR", {}, ["scheduler.params.step_size:", "StepLR needs it"]),
+    ("CosineAnnealingLR", {"T_max": ""}, ["scheduler.params.T_max: wanted a number, got ''"]),
+    ("StepLR", {"step_size": 9, "gamma": "x"}, ["scheduler.params.gamma: wanted a number, got 'x'"]),
+    ("StepLR", {"step_size": 0}, ["scheduler.params: StepLR did not accept {'step_size': 0}: ZeroDivisionError"]),
+    ("CyclicLR", {"base_lr": 0.1, "max_lr": None}, ["scheduler.params: CyclicLR", "TypeError"]),
     ("OneCycleLR", {"max_lr": 0.1, "total_steps": -1}, ["scheduler.params:", "OneCycleLR", "-1"]),
 ]
 

@@ -87,6 +87,22 @@ def test_a_checkpoint_says_why_it_was_saved():
 
 
 @pytest.mark.ranks(2)
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path):
+    (tmp_path / "file").touch()
+    net = make_net()
+    wrong, good = str(tmp_path / "file" / "alarms"), str(tmp_path / "new" / "alarms")
+    for folders, said in (
+        ((wrong, wrong), f"initialize(): zero.alarm.folder: got '{wrong}', where nothing can be written: Not a"),
+        ((good, wrong), "the ranks do not initialize the same engine"),
+    ):
+        section = {"loss": 6, "action": "checkpoint", "folder": folders[dist.get_rank()]}
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            zero.initialize(model=net, config=config(3, 2, zero={"alarm": section}))
+        assert said in str(caught.value) and "nothing can be written" in str(caught.value)
+        assert not hasattr(next(net.parameters()), "_zero_owner")
+
+
+@pytest.mark.ranks(2)
 def test_a_run_that_goes_on_from_a_checkpoint_decides_alike():
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)

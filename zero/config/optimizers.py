@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from zero.config.values import Betas, Bool, Fraction, NotNegative, Section, choice, integer, refuse
+from zero.config.values import Betas, Bool, Fraction, NotNegative, Parts, Section, choice, integer, refuse
 
 
 class States(Section):
@@ -151,7 +151,7 @@ class MuonParams(Arguments):
     """How the learning rate follows the shape of a matrix, as in torch.optim.Muon."""
     beta2: Fraction | None = None
     """NorMuon: the decay of the mean square of each row of an update, by whose root the row is divided; null: Muon."""
-    split: dict[str, integer(1) | list[integer(1)]] = Field(default_factory=dict)
+    split: Parts = Field(default_factory=dict)
     """Fused projections, by patterns of parameter names: into how many equal parts the rows are cut, or the rows of
     each part."""
     betas: Betas = (0.9, 0.95)

@@ -141,6 +141,7 @@ StepRange = _kind(tuple[Annotated[_Whole, Field(ge=1)], _Whole], "a list of two 
 Int = integer()
 Count = integer(0)
 Positive = integer(1)
+Parts = _kind(dict[str, Positive | list[Positive]], "numbers of parts, or lists of their rows, as {'*.qkv.weight': 3}")
 Steps = _kind(Positive | Annotated[float, AfterValidator(_infinite)], "an integer of at least 1, or inf")
 Number = number()
 NotNegative = number(0)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero.config.monitor_sections import Alarm
 from zero.log import rank_zero
+
+
+def unwritable(section: Alarm) -> list[str]:
+    """Why this rank cannot write into the folder of checkpoints, which is made; empty where it can or there is none."""
+    try:
+        if section.folder is not None:
+            os.makedirs(section.folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=section.folder).close()
+    except OSError as error:
+        return [f"zero.alarm.folder: got {section.folder!r}, where nothing can be written: {error.strerror}"]
+    return []
 
 
 class Alarms:

@@ -29,6 +29,7 @@ from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
 from zero.data import Loader
+from zero.engine.alarm import unwritable
 from zero.engine.arguments import (
     Groups,
     check_places,
@@ -210,6 +211,7 @@ def _wrap(
     limits = Limits.of_section(section)
     what = "the ranks do not initialize the same engine"
     refused = refusals(model, bool(groups), sharding.params or is_enabled(section))
+    refused += unwritable(settings.zero.alarm)
     agree(refused or description(model, groups, settings), mesh.data, device, what)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))

@@ -9,22 +9,25 @@ begins at iteration 0 with a gamma of 0, its first *two* optimizer steps run at 
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero.config.errors import did_you_mean
 from zero.config.values import Bool, Count, NotNegative, Number, Positive, integer
 
 FromMinusOne = integer(-1)
 PerGroup = NotNegative | list[NotNegative]  # a number for all parameter groups, or one for each
+_OF_TORCH = {"int": Number, "float": Number, "bool": Bool}  # by torch's annotations
 PerGroupOrOwn = PerGroup | None  # None: the rates that the groups have
 
 
@@ -329,12 +332,31 @@ def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None 
     params = params or {}
     if lines := schedule_problems(type, params):
         raise ValueError("\n".join(lines))
+    made, optimizer = _class(type), _torch_optimizer(optimizer)
     try:
-        return _class(type)(_torch_optimizer(optimizer), **params)
+        if type not in _OURS:
+            _try(made, optimizer, params)
+        return made(optimizer, **params)
     except ScheduleError as error:
         raise ValueError(f"scheduler.params.{error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"scheduler.params: {type} did not accept {params!r}: {error}") from error
+    except Exception as error:
+        why = f"{error.__class__.__name__}: {error}"
+        raise ValueError(f"scheduler.params: {type} did not accept {params!r}: {why}") from error
+
+
+def _try(made: Callable[..., Any], optimizer: Optimizer, params: Mapping[str, Any]) -> None:
+    """Make a schedule of torch and step it once, for an optimizer like this one that trains nothing.
+
+    Much of what it cannot take shows in its first step, which would be after an update.
+    """
+    groups = [
+        {key: [torch.zeros(1)] if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real one says it again
+        trial = made(Optimizer(groups, dict(optimizer.defaults)), **params)
+        trial.step(*[0.0] * isinstance(trial, ReduceLROnPlateau))
 
 
 def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
@@ -357,7 +379,8 @@ def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
         for parameter in signature
         if parameter.default is inspect.Parameter.empty and parameter.name not in params
     ]
-    types = get_type_hints(cls, include_extras=True) if cls in _OURS.values() else {}
+    types = {each.name: _OF_TORCH.get(getattr(each.annotation, "__name__", each.annotation), Any) for each in signature}
+    types |= get_type_hints(cls, include_extras=True) if cls in _OURS.values() else {}
     for key, value in params.items():
         try:
             _check_value(key, types.get(key, Any), value)
