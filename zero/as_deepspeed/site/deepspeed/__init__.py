@@ -6,7 +6,18 @@ from deepspeed._names import finder
 __version__ = f"0.19.6+zero{_zero.__version__}"
 version = __version__
 
-_PACKAGES = ("accelerator", "checkpoint", "comm", "launcher", "ops", "runtime", "utils")
+_PACKAGES = (
+    "accelerator",
+    "checkpoint",
+    "comm",
+    "compression",
+    "launcher",
+    "moe",
+    "ops",
+    "profiling",
+    "runtime",
+    "utils",
+)
 
 __getattr__ = finder(
     __name__,
@@ -16,6 +27,8 @@ __getattr__ = finder(
         "checkpointing": "zero.checkpointing:",
         "initialize": "deepspeed.runtime.engine",
         "DeepSpeedEngine": "deepspeed.runtime.engine",
+        "DeepSpeedConfig": "deepspeed.runtime.config",
+        "DeepSpeedConfigError": "deepspeed.runtime.config",
         "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer",
         "init_distributed": "deepspeed.comm",
         "get_accelerator": "deepspeed.accelerator",

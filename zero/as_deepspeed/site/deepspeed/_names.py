@@ -22,11 +22,28 @@ def finder(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
             home, colon, other = homes[name].partition(":")
             found = importlib.import_module(home)
             return found if colon and not other else getattr(found, other or name)
-        why = INSTEAD.get(f"{module}.{name}", "docs/deepspeed.md says what there is")
         caller = sys._getframe(1)
         imported = caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
         error = ImportError if imported else AttributeError
-        raise error(f"{module}.{name} is not in zero, which is here as deepspeed: {why}", name=name)
+        raise error(_missing(f"{module}.{name}"), name=name)
 
     find.names = frozenset(homes)
     return find
+
+
+def _missing(name: str) -> str:
+    why = INSTEAD.get(name, "docs/deepspeed.md says what there is")
+    return f"{name} is not in zero, which is here as deepspeed: {why}"
+
+
+class _Missing:
+    """Comes last of the finders: what none of them has of `deepspeed` is an error that says what to use."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        # Whoever only asks, by importlib.util.find_spec, is told as of any other module: None.
+        if name.startswith("deepspeed.") and sys._getframe(2).f_globals["__name__"] != "importlib.util":
+            raise ModuleNotFoundError(_missing(name), name=name)
+
+
+sys.meta_path.append(_Missing)

@@ -12,7 +12,7 @@ from torch import nn
 
 import zero
 from deepspeed._names import finder
-from deepspeed.comm import init_distributed
+from deepspeed.comm import _engines, init_distributed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
 from deepspeed.utils.logging import log_dist
@@ -56,6 +56,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
             given[name] = _fitting(read(given[name]).values, given.get("model"))
     engine, optimizer, loader, scheduler = zero.initialize(**given)
     engine.__class__ = DeepSpeedEngine
+    _engines.add(engine)
     if optimizer is not None:
         optimizer.__class__ = DeepSpeedOptimizer
         if engine.zero_optimization_partition_weights():

@@ -11,5 +11,6 @@ __getattr__ = finder(
         "logging": "deepspeed.utils.logging:",
         "zero_to_fp32": "deepspeed.utils.zero_to_fp32:",
         "RepeatingLoader": "zero",
+        "is_initialized": "deepspeed.comm",
     },
 )

@@ -1,0 +1,71 @@
+"""Helpers of training scripts."""
+
+import gc
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from deepspeed._names import finder
+from deepspeed.accelerator import get_accelerator
+from zero.core.owner import owner_of
+from zero.log import rank
+
+__getattr__ = finder(__name__, {})
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print on rank 0 what memory is in use, and begin a new peak; nothing without `force`."""
+    if not force or rank():
+        return
+    gc.collect()
+    device, host = get_accelerator(), psutil.virtual_memory()
+    asked = {"MA": "memory_allocated", "Max_MA": "max_memory_allocated"}
+    asked |= {"CA": "memory_reserved", "Max_CA": "max_memory_reserved"}
+    used = " ".join(f"{name} {getattr(device, call)() / 2**30:.2f} GB" for name, call in asked.items())
+    print(f"{message}\n{used}\nCPU Virtual Memory: used = {host.used / 2**30:.2f} GB, percent = {host.percent}%")
+    device.reset_peak_memory_stats()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item` on `device`, also what lies in lists, tuples and dicts; in place where `criterion_func` says so."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device)
+        return item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        moved = [move_to_device(value, device, criterion_func) for value in item]
+        return moved if isinstance(item, list) else tuple(moved)
+    return item.to(device) if hasattr(item, "to") else item
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """Clip `.grad` of parameters that no engine has, by the mean norm over all ranks, which is returned.
+
+    Raises ValueError for parameters of an engine, which clips by itself, and for model parallelism.
+    """
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(owner_of(param) is not None for param in params):
+        raise ValueError("clip_grad_norm_ of parameters that an engine has: set gradient_clipping in the JSON instead")
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        raise ValueError("clip_grad_norm_(mpu=...) with model parallelism: not in zero yet")
+    norm = torch.nn.utils.get_total_norm([each.grad for each in params if each.grad is not None], norm_type)
+    if dist.is_initialized():
+        dist.all_reduce(norm)
+        norm /= dist.get_world_size()
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm

@@ -1,0 +1,11 @@
+"""What `engine.offload_states` takes, by name."""
+
+import enum
+
+from deepspeed._names import finder
+from zero.engine.offload import STATES
+
+__getattr__ = finder(__name__, {})
+
+OffloadDeviceEnum = enum.Enum("OffloadDeviceEnum", {each: each for each in ("none", "cpu", "nvme")}, type=str)
+OffloadStateTypeEnum = enum.Enum("OffloadStateTypeEnum", {each: each for each in STATES}, type=str)
