@@ -22,6 +22,8 @@ from models import make_net
 from torch import nn
 
 import zero
+from zero.checkpoint import safe_file
+from zero.checkpoint.model_files import consolidate
 
 TAG = "b"
 
@@ -180,6 +182,32 @@ def test_what_is_seen_before_reading(tmp_path: Path, whole: Path, what: str) -> 
     first.load_checkpoint(whole, tag="a")
     train(first)
     assert same(weights(engine), weights(first))
+
+
+def test_a_file_with_the_header_of_another_is_refused_before_reading(tmp_path: Path, whole: Path) -> None:
+    """Each tensor is where the index says, and has its checksum; the headers are looked at once for each file."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path, engine = file_of(folder / TAG, "masters"), made()
+    data = path.read_bytes()
+    before, looked, contents = weights(engine), [], safe_file.contents
+    for header, text in (
+        (data[:8] + b"\0" * (len(data) - 8), rf"{path.name} is no safetensors file: JSONDecodeError"),
+        (data.replace(b'"I16"', b'"F16"'), rf"header of {path.name} has fp16 \[\d+.* from byte 4096 on as 'master/"),
+    ):
+        path.write_bytes(header[:4096] + data[4096:])
+        for load in (engine.load_checkpoint, lambda where: zero.load_weights(make_net(width=48, blocks=1), where)):
+            with pytest.raises(ValueError, match=text):
+                load(folder)
+        with pytest.raises(ValueError, match=text):
+            consolidate(folder / TAG, tmp_path / "model.safetensors")
+    assert same(weights(engine), before)
+    train(engine)  # nothing is half loaded
+    path.write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safe_file, "contents", lambda path: looked.append(path.name) or contents(path))
+        engine.load_checkpoint(folder)
+    assert sorted(looked) == sorted(each.name for each in (folder / TAG).glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["weights", "masters", "moments"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,28 @@ def test_every_flipped_bit_is_found(tmp_path):
                 assert found[0].startswith((what, "buffer 'seen'"))
             path.write_bytes(whole)
     assert verify(folder) == []
+
+
+def test_every_flipped_bit_of_a_header_is_found(tmp_path):
+    """Its length, its JSON, and some of the spaces behind it, though all tensors are read by the index."""
+    own = [
+        TensorChunk("weight", "a", 0, (2, 2), torch.ones(2, 2)),
+        TensorChunk("buffer", "n", 0, (3,), torch.arange(3)),
+    ]
+    folder = checkpoint(tmp_path, [own])
+    (path,) = folder.glob("*.safetensors")
+    whole = path.read_bytes()
+    text = whole[8 : 8 + int.from_bytes(whole[:8], "little")].rstrip()
+    with path.open("r+b", buffering=0) as file:
+        for bit in [*range(8 * (8 + len(text))), *range(8 * (8 + len(text)), 8 * 4096, 1001)]:
+            place = bit // 8
+            os.pwrite(file.fileno(), bytes([whole[place] ^ 1 << bit % 8]), place)
+            (found,) = verify(folder)
+            assert path.name in found, f"bit {bit % 8} of byte {place}"
+            os.pwrite(file.fileno(), whole[place : place + 1], place)
+    assert verify(folder) == []
+    path.write_bytes(whole.replace(b'"n"', b'"m"'))
+    assert verify(folder) == [f"the header of {path.name} has nothing as 'n', not int64 [3] from byte 4096 on"]
 
 
 def test_every_flipped_bit_of_the_index_is_found(tmp_path):

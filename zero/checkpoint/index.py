@@ -97,13 +97,13 @@ class Parameter:
     group: int | None = None
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """All of them, with what they are."""
+        """All of them, with what they are: "weight", "master", the name of a moment, "scales." and that name."""
         yield "weight", self.weight
         if self.master is not None:
             yield "master", self.master
         yield from self.moments.items()
         for name, stored in self.scales.items():
-            yield f"scales of {name}", stored
+            yield f"scales.{name}", stored
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,20 @@ class Index:
         """How many ranks wrote it."""
         return len(self.ranks)
 
+    def tensors_by_kind(self) -> Iterator[tuple[str, str, Stored]]:
+        """Every tensor, with its kind, as files have it, and its name."""
+        for name, parameter in self.parameters.items():
+            for kind, stored in parameter.tensors():
+                yield kind, name, stored
+        for kind, tensors in (("buffer", self.buffers), ("tensor", self.tensors)):
+            for name, stored in tensors.items():
+                yield kind, name, stored
+
     def stored(self) -> Iterator[tuple[str, Stored]]:
         """Every tensor, with a name for messages."""
-        for name, parameter in self.parameters.items():
-            for what, stored in parameter.tensors():
-                yield f"{what} of '{name}'", stored
-        for name, stored in self.buffers.items():
-            yield f"buffer '{name}'", stored
-        for name, stored in self.tensors.items():
-            yield f"tensor '{name}'", stored
+        for kind, name, stored in self.tensors_by_kind():
+            of = " " if kind in ("buffer", "tensor") else " of "
+            yield f"{kind.replace('.', ' of ')}{of}'{name}'", stored
 
     def problems(self) -> list[str]:
         """What makes it no whole checkpoint, whatever is in the files; empty for one that is."""

@@ -18,6 +18,7 @@ from zero.checkpoint.folder import publish, read_index, sync
 from zero.checkpoint.reader import Reader, grouped
 from zero.checkpoint.safe_file import DTYPES, TensorChunk, write
 from zero.checkpoint.staging import LazyTensor
+from zero.checkpoint.verify import check_headers
 from zero.config.values import Nbytes
 
 NAME = "model.safetensors"
@@ -114,7 +115,8 @@ def consolidate(
 
 
 def model_chunks(reader: Reader, dtype: str) -> list[TensorChunk]:
-    """Parameters and buffers, whole, each read when it is written."""
+    """Parameters and buffers, whole, each read when it is written. Raises Damaged."""
+    check_headers(reader.folder, reader.index)
     chunks = []
     for name, parameter in reader.index.parameters.items():
         stored = parameter.weight

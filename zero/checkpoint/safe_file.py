@@ -12,14 +12,14 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from zero.checkpoint.index import CHUNK, Damaged, Part, Stored
+from zero.checkpoint.index import CHUNK, Damaged, Index, Part, Stored
 from zero.checkpoint.staging import LazyTensor, Staging
 from zero.kernels.crc32 import crc32, crc32_read
 
@@ -43,6 +43,7 @@ _OF_SAFE = {safe: name for name, _, safe in _TABLE}
 _BEHIND = 32 * CHUNK  # bytes after which the kernel is told to begin to write them
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, do not wait; errors stay for fsync to report
 _PAGE = 4096
+_METADATA = {"format": "pt"}
 _LARGEST_HEADER = 100_000_000  # bytes; as in the library
 
 
@@ -65,10 +66,14 @@ class TensorChunk(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a file: that of the tensor where it is all of it, else with the range of elements."""
-        name = self.name if self.kind in ("weight", "buffer", "tensor") else f"{self.kind}/{self.name}"
-        whole = self.values.numel() == math.prod(self.shape)
-        return name if whole else f"{name}[{self.start}:{self.start + self.values.numel()}]"
+        """Its name in a file."""
+        return _key(self.kind, self.name, self.shape, self.start, self.values.numel())
+
+
+def _key(kind: str, name: str, shape: Sequence[int], start: int, numel: int) -> str:
+    """The name of a tensor where a part is all of it, else with the range of elements."""
+    name = name if kind in ("weight", "buffer", "tensor") else f"{kind}/{name}"
+    return name if numel == math.prod(shape) else f"{name}[{start}:{start + numel}]"
 
 
 class Writing:
@@ -159,7 +164,7 @@ def write(
 
 def _header(chunks: Sequence[TensorChunk], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
     """The bytes before the first tensor, and the first byte of each tensor behind them."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, Any] = {"__metadata__": {**_METADATA, **metadata}}
     begins, end = [], 0
     for chunk in chunks:
         values, name = chunk.values, chunk.key
@@ -258,6 +263,37 @@ def contents(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         if stored.parts[0].offset + stored.nbytes > size:
             raise Damaged(f"{path} is cut short: it has {size} bytes, and '{name}' ends behind them")
     return tensors, metadata
+
+
+def header_problem(path: Path, wanted: Mapping[str, Stored]) -> str | None:
+    """What of the header of a checkpoint's file is not as it was saved; `wanted` is of `headers`. Raises OSError."""
+    try:
+        tensors, metadata = contents(path)
+    except Damaged as error:
+        return str(error)
+    if metadata != _METADATA:
+        return f"the header of {path.name} has the metadata {metadata}, not {_METADATA}"
+    for name, stored in wanted.items():
+        if tensors.get(name) != stored:
+            here = _place(tensors[name]) if name in tensors else "nothing"
+            return f"the header of {path.name} has {here} as '{name}', not {_place(stored)}"
+    return None
+
+
+def headers(index: Index, files: Iterable[str]) -> dict[str, dict[str, Stored]]:
+    """What the header of each of these files of a checkpoint has, as `contents` gives it."""
+    found: dict[str, dict[str, Stored]] = {file: {} for file in files}
+    for kind, name, stored in index.tensors_by_kind():
+        for part in stored.parts:
+            if part.file in found:
+                shape = stored.shape if part.numel == stored.numel else (part.numel,)
+                key = _key(kind, name, stored.shape, part.start, part.numel)
+                found[part.file][key] = Stored(stored.dtype, shape, (part._replace(start=0, crc32=None),))
+    return found
+
+
+def _place(stored: Stored) -> str:
+    return f"{stored.dtype} {list(stored.shape)} from byte {stored.parts[0].offset} on"
 
 
 def _entry(path: Path, base: int, entry: dict[str, Any]) -> Stored:

@@ -1,15 +1,15 @@
-"""Whether a checkpoint is whole: every byte that a tensor has against its checksum."""
+"""Whether a checkpoint is whole: headers against the index, and every byte that a tensor has against its checksum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Part, Stored
+from zero.checkpoint.index import CHUNK, ITEMSIZE, Damaged, Index, Part, Stored
 from zero.checkpoint.reader import Reader
-from zero.checkpoint.safe_file import contents
+from zero.checkpoint.safe_file import header_problem, headers
 
 
 def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] = lambda total: id) -> list[str]:
@@ -27,16 +27,36 @@ def verify(folder: str | Path, progress: Callable[[int], Callable[[int], None]] 
         return [f"{folder / folders.INDEX} cannot be read: {error}"]
     moved = progress(sum(index.files.values()))
     problems = index.problems()
-    headers = {}
+    wanted, readable = headers(index, index.files), set()
     for name, nbytes in index.files.items():
-        problem, headers[name] = _file(folder / name, nbytes)
+        try:
+            size = (folder / name).stat().st_size
+            problem = f"{name} has {size} bytes, not {nbytes}"
+            if size == nbytes:
+                problem = header_problem(folder / name, wanted[name])
+            readable.add(name)
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            problem = f"{name} is missing" if gone else f"{name} cannot be read: {error}"
         problems += [problem] if problem else []
     with Reader(folder, index) as reader:
         for what, stored in index.stored():
             for part in stored.parts:
-                if headers.get(part.file) is not None:
-                    problems += _part(reader, what, stored, part, headers[part.file], moved)
+                if part.file in readable:
+                    problems += _part(reader, what, stored, part, moved)
     return problems
+
+
+def check_headers(folder: Path, index: Index, rank: int = 0, world_size: int = 1) -> None:
+    """Raise Damaged where a file does not begin as it was saved: of the files of which this rank looks at its share.
+
+    Reading goes by the index and would not see it. Raises OSError; of files that others wrote no index knows.
+    """
+    mine = sorted(index.files)[rank::world_size]
+    wanted = headers(index, mine)
+    problems = [problem for name in mine if (problem := header_problem(folder / name, wanted[name]))]
+    if problems:
+        raise Damaged(f"checkpoint {folder} is damaged: {'; '.join(problems[:20])}")
 
 
 def rubbish(folder: str | Path) -> list[str]:
@@ -49,25 +69,7 @@ def rubbish(folder: str | Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 
 
-def _file(path: Path, nbytes: int) -> tuple[str | None, Mapping[int, int] | None]:
-    """What is wrong with a file as one, and its tensors as first byte -> bytes, None where nothing can be read."""
-    try:
-        size = path.stat().st_size
-        if size != nbytes:
-            return f"{path.name} has {size} bytes, not {nbytes}", {}
-        entries = contents(path)[0].values()
-        return None, {entry.parts[0].offset: entry.nbytes for entry in entries if entry.nbytes}
-    except FileNotFoundError:
-        return f"{path.name} is missing", None
-    except Damaged as error:
-        return str(error), {}
-    except OSError as error:
-        return f"{path.name} cannot be read: {error}", None
-
-
-def _part(
-    reader: Reader, what: str, stored: Stored, part: Part, header: Mapping[int, int], moved: Callable[[int], None]
-) -> list[str]:
+def _part(reader: Reader, what: str, stored: Stored, part: Part, moved: Callable[[int], None]) -> list[str]:
     size = ITEMSIZE[stored.dtype]
     step = CHUNK // size
     first, more = None, 0
@@ -80,8 +82,6 @@ def _part(
             first, more = (str(error), 0) if first is None else (first, more + 1)
         moved(numel * size)
     problems = [] if first is None else [f"{first}; so are {more} MiB behind them" if more else first]
-    if header and part.numel and header.get(part.offset) != part.numel * size:
-        problems.append(f"{what}: the header of {part.file} knows no such tensor at byte {part.offset}")
     if part.crc32 is None:
         problems.append(f"{what}: {part.file} has no checksums of it")
     return problems

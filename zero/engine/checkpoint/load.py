@@ -17,7 +17,9 @@ from zero.checkpoint.plain import decode
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.saver import Saver
+from zero.checkpoint.verify import check_headers
 from zero.core.access import GatheredParameters
+from zero.core.mesh import Axis
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
@@ -98,7 +100,9 @@ class CheckpointLoader:
             if there is None:
                 return None
             plan = self._fitted(*there, ask)
-            values = _saved_values(plan, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
+            data = self._sharded.mesh.data
+            check_headers(*there, data.rank, data.size)
+            values = _saved_values(plan, data.rank, data.size)
             if values.shared is not None and not load_module_only:
                 check(self._engine, values.shared, load_optimizer_states, load_lr_scheduler_states, str(plan.place))
             return plan
@@ -114,11 +118,12 @@ class CheckpointLoader:
         self._engine._status.half_loaded = None
         return str(plan.place), values.client
 
-    def take_weights(self, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
+    def take_weights(self, look: Callable[[Collection[str], Axis], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._saver.join()
         ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
-        plan = ranks.find(lambda: self._fitted(*look(saved_buffers(self._sharded.module)), ask))
+        buffers, axis = saved_buffers(self._sharded.module), self._sharded.mesh.data
+        plan = ranks.find(lambda: self._fitted(*look(buffers, axis), ask))
         self._take(ranks, plan, False, None)
         self._engine._status.half_loaded = None
         return plan.match

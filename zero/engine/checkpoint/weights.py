@@ -14,6 +14,7 @@ from zero.checkpoint.differences import Ask, Match, Wanted
 from zero.checkpoint.index import Index
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
+from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.deferred_param import DeferredParam
 from zero.core.mesh import Axis, local_device
@@ -52,8 +53,9 @@ def load_weights(
     """
     place = Path(path) if isinstance(path, (str, Path)) else [Path(each) for each in path]
 
-    def look(buffers: Collection[str]) -> tuple[Path, Index]:
+    def look(buffers: Collection[str], axis: Axis) -> tuple[Path, Index]:
         folder, index = weights_at(place)
+        check_headers(folder, index, axis.rank, axis.size)
         return folder, sort_out(index, buffers, rename)
 
     if isinstance(target, Engine):
@@ -69,14 +71,14 @@ def load_weights(
 
 
 @torch.no_grad()
-def _into_module(module: nn.Module, look: Callable[[Collection[str]], tuple[Path, Index]], strict: bool) -> Match:
+def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tuple[Path, Index]], strict: bool) -> Match:
     params = dict(module.named_parameters())
     deferred = [owner.unit for owner in map(owner_of, params.values()) if owner is not None]
     if any(not isinstance(unit, DeferredParam) for unit in deferred):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = deferred[0].mesh.data if deferred else Axis(None, 1, 0, False)
     ranks = CollectiveRead("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
-    plan = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module)), Ask(strict=strict)))
+    plan = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module), axis), Ask(strict=strict)))
 
     def read() -> None:
         with Reader(plan.place, plan.index) as reader:
