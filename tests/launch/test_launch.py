@@ -371,8 +371,8 @@ def test_what_torchs_record_writes_is_the_message(zero, script):
         import os
         from torch.distributed.elastic.multiprocessing.errors import record
         names = ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
-                 "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-        assert [os.environ[name] for name in names] == ["0", "0", "False", "1", "1", "1"]
+                 "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "NODE_RANK", "TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        assert [os.environ[name] for name in names] == ["0", "0", "False", "1", "1", "0", "1"]
         @record
         def main():
             raise ValueError("written by record")

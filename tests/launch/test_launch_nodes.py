@@ -34,7 +34,8 @@ WAIT = BEGIN + "note(f'{rank}.pid', os.getpid())\ntime.sleep(600)\n"
 
 
 def test_unequal_slots_give_the_ranks_of_the_world_and_no_host_ends_before_the_last(launchers, tmp_path):
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "ROLE_RANK")
+    names += ("MASTER_ADDR",)
     text = (
         BEGIN
         + f"""
@@ -51,10 +52,10 @@ if rank == 2:
         assert not eventually(lambda: any(one.poll() is not None for one in nodes.processes.values()), seconds=0.5)
         (tmp_path / "go").touch()
         assert nodes.wait() == [0, 0]
-        assert nodes.out["a"] == "[a rank 0]: 0 0 3 1 0 0 127.0.0.1\n"
+        assert nodes.out["a"] == "[a rank 0]: 0 0 3 1 0 0 0 127.0.0.1\n"
         assert sorted(nodes.out["b"].splitlines()) == [
-            "[b rank 1]: 1 0 3 2 1 1 127.0.0.1",
-            "[b rank 2]: 2 1 3 2 1 2 127.0.0.1",
+            "[b rank 1]: 1 0 3 2 1 1 1 127.0.0.1",
+            "[b rank 2]: 2 1 3 2 1 1 2 127.0.0.1",
         ]
         (warning,) = nodes.said()  # of the first host, for all
         assert warning.startswith("zero run: warning: 3 ranks ran, and none called zero.initialize()")

@@ -21,8 +21,8 @@ FILES = (".deepspeed_env", ".zero_env")
 # What the launcher decides, and the flag for it: a file would be overruled in silence.
 OURS = {
     "RANK": "--node_rank", "LOCAL_RANK": "--include", "WORLD_SIZE": "--num_nodes", "LOCAL_WORLD_SIZE": "--num_gpus",
-    "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port", "CUDA_VISIBLE_DEVICES": "--include",
-    VARIABLE: "the environment of each host's launcher, with --no_ssh",
+    "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port",
+    "CUDA_VISIBLE_DEVICES": "--include", VARIABLE: "the environment of each host's launcher, with --no_ssh",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _COMMENT = re.compile(r"\s+#.*")

@@ -68,6 +68,7 @@ def environment(attempt: Attempt, local: int, run_id: str, max_restarts: int, fo
     return {
         **torchrun,
         "GROUP_RANK": str(attempt.node),
+        "NODE_RANK": str(attempt.node),  # not torchrun's; Lightning and others take the host's number from it
         "GROUP_WORLD_SIZE": str(len(attempt.world.hosts)),
         "ROLE_NAME": "rank",
         "ROLE_RANK": torchrun["RANK"],
