@@ -1,6 +1,7 @@
 """The command `zero`. Nothing heavy is imported before it is needed, so that help comes at once."""
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -11,11 +12,11 @@ from typing import Any
 from zero.launch.args import check as check_args
 from zero.launch.args import checkpoint as checkpoint_args
 from zero.launch.args import config as config_args
+from zero.launch.args import plan as plan_args
 from zero.launch.args import run as run_args
 from zero.launch.args import ssh as ssh_args
 from zero.launch.args import tune as tune_args
 from zero.launch.contract import CLOSED_PIPE
-from zero.plan import command as plan_command
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -69,7 +70,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     ends = "The exit status is 1 when there is a problem. What is installed, and how fast it is, zero report says."
     commands.add_parser("doctor", help=about, description=f"{about}. {ends}", allow_abbrev=False)
     about = "print the memory that a model takes per rank, or the groups of ranks along each axis"
-    plan_command.add_arguments(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
+    plan_args.add_arguments(commands.add_parser("plan", help=about, description=about, allow_abbrev=False))
     checkpoint_args.add_commands(commands)
     return parser, commands
 
@@ -120,6 +121,10 @@ def _command(args: argparse.Namespace) -> int:
         return _COMMANDS.get(args.command, _checkpoint)(args)
     except run_args.LaunchError as error:
         return _refuse(args.command, error)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(args.command, f"{error.strerror}: {error.filename}")
     except KeyboardInterrupt:  # of `run`: before the agent handles signals, and so before anything runs
         return 130
 
@@ -211,6 +216,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.params is None and args.model is None:
+        from zero.plan import command as plan_command
+
         return plan_command.run(args)
     from zero.sizes import command
 

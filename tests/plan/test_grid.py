@@ -116,7 +116,7 @@ def test_the_command_prints_the_groups(capsys):
     [
         (["--world", "16"], "nothing to print: add --params N"),
         (["--world", "16", "--tp", "5", "--groups"], "tp 5 = 5 does not divide the 16 ranks"),
-        (["--world", "16", "--ranks-per-host", "0", "--groups"], "--ranks-per-host: got 0"),
+        (["--world", "16", "--nodes", "3", "--groups"], "--nodes: got 3, wanted a divisor of the 16 ranks"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys, words, text):

@@ -4,6 +4,7 @@ pay, and answers what people ask."""
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -220,11 +221,58 @@ def test_answers_are_those_of_rows(capsys: pytest.CaptureFixture, tmp_path: Path
         (["--groups"], "one of them at a time"),
         (["train:make"], "one of them at a time"),
         (["--trace"], "give a model, as module:function"),
+        (["--params", "1e30"], "number of parameters: got 1e+30, wanted at least 1000 and at most 1e+15, such as 7e9"),
+        (["--params", "nan"], "--params: got 'nan', wanted a number above 0"),
+        (["--layers", "99999999"], "layers: got 99,999,999, wanted at most 1,024"),
+        (
+            ["--width", "1"],
+            "layers: got 1,666,667, wanted at most 1,024, as 2e+07 parameters of width 1 make; give the",
+        ),
+        (["--world", "0"], "--world: got '0', wanted an integer of at least 1 and at most 1,048,576"),
+        (["--world", "2,x"], "--world: got 'x', wanted an integer"),
+        (["--world", "2", "--nodes", "0"], "--nodes: got '0', wanted an integer of at least 1"),
+        (["--world", "3", "--nodes", "2"], "--nodes: got 2, wanted a divisor of the 3 ranks of --world"),
+        (["--world", "3", "--nodes", "2", "--device", "cuda"], "--nodes: got 2, wanted a divisor of the 3 ranks"),
+        (["--world", "2,4", "--nodes", "2"], "--nodes: wants one number of ranks, in --world"),
+        (["--sequence", "0"], "--sequence: got '0', wanted an integer of at least 1"),
+        (["--ask", "nope"], "--ask: got 'nope', wanted one of all, peak"),
+        (["--ask", "peak"], "--ask: wants one number of ranks, in --world"),
+        (["--json"], "--json: wants one number of ranks, in --world"),
+        (["--world", "2", "--ask", "peak", "--json"], "--ask and --json: one of them at a time"),
+        (["--world", "2", "--json", "/dev/null/a.json"], "--json: cannot write '/dev/null/a.json': Not a directory"),
+        (["a" * 500], "one of them at a time"),
     ],
 )
 def test_what_cannot_be_planned_is_said(capsys: pytest.CaptureFixture, words: list[str], text: str) -> None:
-    assert main([*SMALL, *words]) == 2
-    assert text in capsys.readouterr().err
+    try:
+        status = main([*SMALL, *words])
+    except SystemExit as error:  # of argparse
+        status = error.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "") and text in said.err
+
+
+def test_the_deepest_model_is_planned_and_the_work_grows_with_its_layers_only() -> None:
+    shape, small = shape_of(1e15), Shape(3, 12, 25, 17)
+    assert shape.layers == 1024 and shape.numel == pytest.approx(1e15, rel=1e-3)
+    assert small.numel == sum(spec.numel for spec in small.specs("fp32"))
+
+    def calls(layers: int) -> int:
+        found = 0
+
+        def count(*_: Any) -> None:
+            nonlocal found
+            found += 1
+
+        sys.setprofile(count)
+        try:
+            zero.estimate(1e9, ranks=8, layers=layers)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    calls(1)  # imports
+    assert calls(80) < 5 * calls(20)
 
 
 def test_a_large_plan_is_little_work_and_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

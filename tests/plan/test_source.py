@@ -55,7 +55,6 @@ def test_a_function_gives_a_model_and_its_inputs(module: str):
 
 def test_what_is_no_model_is_said(module: str, tmp_path: Path):
     for text, wanted in (
-        ("nothing", "wanted module:function"),
         ("not_there:make", "No module named 'not_there'"),
         (f"{module}:nobody", "has no nobody"),
         (f"{module}:alone", r"have it give \(model, inputs\)"),

@@ -6,6 +6,7 @@ waited for it say why they end, in a few lines. No frame of zero is shown. Mista
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -16,7 +17,9 @@ import pytest
 from launching import ROOT, Launchers
 from mistakes import ARGUMENTS, CHECKPOINTS, CONFIGS, MISTAKES, START, USE
 from nodes import environment
+from test_import import fresh
 
+from zero.__main__ import _parser, main
 from zero.engine.arguments import resolve_config
 from zero.launch.contract import CONFIG, SETS
 
@@ -205,3 +208,67 @@ def test_the_winner_of_several_configurations_is_named(launchers: Launchers, tmp
     file = os.path.join(tmp_path, "zero.json")
     assert f"zero_optimization.stage is 2 by --set of zero run, and not 1 as in {file}" in ended.stderr
     assert f"the configuration is config of initialize(), and not --config {file} --set zero_opt" in ended.stderr
+
+
+PATH = "a" * 500
+LONG = {
+    ("run", PATH): "there is no script 'aaa",
+    ("check", PATH): "there is no script 'aaa",
+    ("tune", PATH): "there is no script 'aaa",
+    ("run", "--config", PATH, "a.py"): "--config: there is no file 'aaa",
+    ("run", "--hostfile", PATH, "a.py"): "File name too long: aaa",
+    ("run", "--env_file", PATH, "a.py"): "File name too long: ",
+    ("run", "--world", "8", "--no_ssh", "a.py"): "--world: got '8', which only the launcher writes; say --num_gpus N",
+    ("ssh", "--hostfile", PATH, "ls"): "File name too long: aaa",
+    ("tune", "--json", PATH, "a.py"): "--json: cannot write 'aaa",
+    ("config", "--default", "--output", PATH): "File name too long",
+    (
+        "config",
+        "--default",
+        "--output",
+        "none/a.json",
+    ): "--output: cannot write 'none/a.json': No such file or directory",
+    ("top", "--once", PATH): "File name too long",
+    ("report", "--run", PATH): "File name too long",
+    ("verify", PATH): "there is no folder aaa",
+    ("consolidate", PATH, "out"): "there is no folder aaa",
+    ("plan", PATH): "wanted module:function",
+}
+
+
+@pytest.mark.parametrize("words", LONG, ids=lambda words: " ".join(words).replace(PATH, "PATH"))
+def test_a_path_that_no_file_can_have(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("")
+    assert main([*words]) == 2
+    assert LONG[words] in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
+
+
+def test_every_number_on_a_command_line_is_looked_at() -> None:
+    """A flag that takes a number says what came and what it wants, whichever command it is of."""
+    seen = []
+    for name, command in _parser()[1].choices.items():
+        for action in command._actions:
+            if action.type is None or action.dest in ("launcher", "launcher_args", "log_level", "space"):
+                continue
+            seen.append((name, action.dest))
+            for text in ("", "x", "nan", "inf", "-1"):
+                with pytest.raises(argparse.ArgumentTypeError, match=f"^got '{text}', wanted (a|an|numbers) "):
+                    action.type(text)
+    assert {("config", "world"), ("config", "memory"), ("plan", "nodes"), ("plan", "sequence"), ("tune", "limit")} < {
+        *seen
+    }
+    assert {("check", "steps"), ("check", "timeout"), ("run", "num_gpus"), ("ssh", "ssh_port")} < {*seen}
+
+
+def test_a_wrong_path_is_found_before_anything_heavy_is_imported() -> None:
+    code = """
+        import json
+        from zero.__main__ import main
+        lines = "verify none", "consolidate none out", "import-deepspeed none out", "plan none"
+        print(json.dumps([main(line.split()) for line in lines]))
+    """
+    assert fresh(code, ("torch", "numpy")) == [2] * 4

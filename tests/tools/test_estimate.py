@@ -209,7 +209,6 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture, tmp_path: A
         (["--params", "5"], "number of parameters: got 5, wanted at least 1000"),
         (["--params", "1e9", "--layers", "99", "--width", "8192"], "give fewer layers, or a smaller width"),
         (["--params", "1e9", "--groups"], "one of them at a time"),
-        (["--params", "1e9", "--layers", "0"], "layers: got 0, wanted an integer of at least 1"),
         (["--params", "1e9", "--tp", "2"], "--tp: the memory is that of data-parallel ranks"),
         (["--params", "1e9", "--config", "no.json"], "there is no file 'no.json'"),
         ([], "add --params N"),

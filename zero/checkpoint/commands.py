@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.model_files import consolidate, size_of
-from zero.checkpoint.verify import rubbish, verify
+
+# What reads tensors imports torch, so each command looks at its arguments before it imports that.
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,14 +34,15 @@ def _refused(problem: object) -> argparse.ArgumentError:
 
 
 def _consolidate(args: argparse.Namespace) -> int:
-    out = Path(args.out)
+    out, folder = Path(args.out), _chosen(args)
+    from zero.checkpoint.model_files import consolidate, size_of
+
     if out.suffix == ".safetensors" and not args.hf and args.max_shard_size is not None:
         raise _refused(f"--max-shard-size is for a folder, and '{out}' is one file; give a folder, or --hf")
     try:
         limit = None if args.max_shard_size is None else size_of(args.max_shard_size, "--max-shard-size")
     except ValueError as error:
         raise _refused(error) from None
-    folder = _chosen(args)
     with bar("consolidating") as progress:
         files = consolidate(folder, out, args.dtype, limit, args.hf, progress)
     for path in files:
@@ -65,6 +67,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _verify_one(folder: Path) -> bool:
+    from zero.checkpoint.verify import rubbish, verify
+
     begin = time.perf_counter()
     with bar(f"verifying {folder.name}") as progress:
         problems = verify(folder, progress)
@@ -86,9 +90,9 @@ def _verify_one(folder: Path) -> bool:
 
 
 def _import(args: argparse.Namespace) -> int:
+    folder = _chosen(args, "*_optim_states.pt")
     from zero.checkpoint.import_deepspeed import import_deepspeed
 
-    folder = _chosen(args, "*_optim_states.pt")
     with bar("importing") as progress:
         target, left = import_deepspeed(folder, Path(args.out), progress)
     for text in left:
@@ -100,7 +104,7 @@ def _import(args: argparse.Namespace) -> int:
 def _chosen(args: argparse.Namespace, marker: str = folders.INDEX) -> Path:
     """The folder of one checkpoint, which has `marker` in it: DIR itself, or the one below it that is named."""
     root, tag, there = Path(args.folder), args.tag, "no whole checkpoint"
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise _refused(f"there is no folder {root}")
     if tag is None and any(root.glob(marker)):
         return root
@@ -111,7 +115,7 @@ def _chosen(args: argparse.Namespace, marker: str = folders.INDEX) -> Path:
             f"{root} has neither {marker}, as a checkpoint, nor {folders.LATEST}, as the folder of a run: "
             f"name a checkpoint with --tag; there is {there}"
         )
-    if not (root / tag).is_dir():
+    if not os.path.isdir(root / tag):
         named = f", which {folders.LATEST} names" if args.tag is None else ""
         raise _refused(f"{root} has no checkpoint '{tag}'{named}; it has {there}")
     return root / tag

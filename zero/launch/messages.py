@@ -1,5 +1,6 @@
 """What the launcher says: errors before anything starts, and lines of its own on stderr."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,18 @@ def text_of(path: str | Path) -> str:
         raise LaunchError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise LaunchError(f"{path}: is not text (byte {error.start} is not UTF-8)") from error
+
+
+def check_writable(path: str, flag: str) -> None:
+    """Raise `LaunchError` where no file can be written, before the work that it is for; a new one is deleted."""
+    new = not os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if new:
+            os.unlink(path)
+    except OSError as error:
+        raise LaunchError(f"{flag}: cannot write {path!r}: {error.strerror}") from error
 
 
 def say(text: str) -> None:

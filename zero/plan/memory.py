@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from zero.plan.formats import ITEMSIZE, Formats, runs, wire_nbytes
-from zero.plan.order import Limits, inside, stay_whole
+from zero.plan.order import Limits, around, stay_whole
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.sharding import Sharding
 from zero.plan.units import UnitPlan
@@ -159,18 +159,16 @@ def in_flight_nbytes(
     # A unit's messages have the time that the next one computes, or the next two where gradients stay anyway.
     width = 3 if replicas > 1 and parts == 1 else 2
     found = [InFlight(0, 0)] * len(units)
+    wide: dict[str, list[int]] = {}  # by anchor, those of several modules, by their places in `trained`
+    for place, index in enumerate(trained):
+        if len({spec.name.rpartition(".")[0] for spec in units[index].params}) > 1:
+            wide.setdefault(units[index].anchor, []).append(place)
     for end, index in enumerate(trained, 1):
         travels, own, early, largest, last = sent[end - 1]
         before = sum(each[0] for each in sent[max(0, end - width) : end - 1])
-        # A unit of several modules around this one has some gradients already.
-        around = [other for other, later in enumerate(trained[end:], end) if _spans(units[later], units[index])]
-        before += sum(sent[other][1] for other in around)
+        # A unit of several modules around or beside this one has some gradients already.
+        outer = (place for path in around(units[index].anchor) for place in wide.get(path, ()))
+        before += sum(sent[place][1] for place in outer if place >= end)
         # The largest comes before the unit's messages begin; that of what runs first comes last, as they do.
         found[index] = InFlight(before + early, before + max(own + largest, travels + last))
     return found
-
-
-def _spans(unit: UnitPlan, within: UnitPlan) -> bool:
-    """Whether a unit has parameters of several modules around or beside `within`."""
-    modules = {spec.name.rpartition(".")[0] for spec in unit.params}
-    return len(modules) > 1 and inside(within.anchor, unit.anchor)

@@ -180,10 +180,15 @@ def in_use_order(anchors: Sequence[str], backward: bool = False) -> list[int]:
         at.setdefault(anchors[unit], []).append(unit)
     order: dict[int, None] = {}
     for unit in units:
-        parts = anchors[unit].split(".")
-        for depth in range(len(parts) + 1):
-            order.update(dict.fromkeys(at.get(".".join(parts[:depth]), ())))
+        for path in around(anchors[unit]):
+            order.update(dict.fromkeys(at.get(path, ())))
     return list(order)
+
+
+def around(path: str) -> list[str]:
+    """The modules that the one at `path` is or lies in, from the root on."""
+    parts = path.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts) + bool(path))]
 
 
 def inside(path: str, anchor: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +16,11 @@ from zero.config import Config, ConfigError, load
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.override import apply
 from zero.config.read import read
+from zero.launch.messages import check_writable
 from zero.memory.available import available_nbytes
+from zero.plan.command import ranks_per_host
 from zero.plan.formats import ITEMSIZE
-from zero.sizes.asks import answer
+from zero.sizes.asks import ASKS, answer
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, Row, estimate
@@ -44,6 +47,7 @@ def plan(given: argparse.Namespace) -> int:
                 f"--{axes[0].replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
                 "zero.shard_size in the configuration"
             )
+        _check(given)
         for line in _lines(given):
             print(line)
     except BrokenPipeError:  # not of the plan
@@ -52,6 +56,20 @@ def plan(given: argparse.Namespace) -> int:
         print(f"zero plan: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
+    if given.ask not in (None, "all", *ASKS):
+        raise ValueError(f"--ask: got {given.ask!r}, wanted one of all, {', '.join(ASKS)}")
+    if given.ask is not None and given.json is not None:
+        raise ValueError("--ask and --json: one of them at a time")
+    ranks_per_host(given)
+    if given.json not in (None, "-"):
+        check_writable(given.json, "--json")
+    for flag in ("ask", "json", "all"):
+        if getattr(given, flag) not in (None, False) and len(given.world or []) != 1:
+            raise ValueError(f"--{flag}: wants one number of ranks, in --world")
 
 
 def _lines(given: argparse.Namespace) -> Iterator[str]:
@@ -93,6 +111,11 @@ class Source:
         if given.model is None:
             self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
         else:
+            if ":" not in given.model and not os.path.isdir(given.model):
+                raise ValueError(
+                    f"model: got {given.model!r}; wanted module:function, such as train:make_model, or a folder with a "
+                    "config.json"
+                )
             from zero.sizes.source import load_model
 
             self.model, self.inputs = load_model(given.model, given.sequence or _SEQUENCE)
@@ -197,14 +220,13 @@ def _settings(given: argparse.Namespace) -> Config:
 
 def _setup(given: argparse.Namespace, source: Source) -> Setup:
     settings = _settings(given)
-    ranks, cost = settings.world_size, source.cost(settings)
+    cost = source.cost(settings)
     if given.device == "measured":
         rates, note = source.rates(settings)
         cost, mirrored = replace(cost, notes=(*cost.notes, note)), _has_gpu()
     else:
         rates, mirrored = _given(given.device), True
-    per_host = -(-ranks // given.nodes) if given.nodes else given.ranks_per_host
-    return Setup(source.model, cost, settings, rates, per_host, mirrored, source.cost)
+    return Setup(source.model, cost, settings, rates, ranks_per_host(given), mirrored, source.cost)
 
 
 def _has_gpu() -> bool:
@@ -217,5 +239,7 @@ def _given(device: str) -> Rates:
     """Of the device with this name."""
     name = _DEVICE if device == "cuda" else device
     if name not in DEVICES:
-        raise ValueError(f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu")
+        raise ValueError(
+            f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
+        )
     return DEVICES[name]

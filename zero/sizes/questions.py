@@ -12,6 +12,7 @@ from typing import Any
 
 from zero.config import ConfigError, load
 from zero.config.override import override
+from zero.launch.messages import check_writable
 from zero.sizes.estimate import GB, Estimate, Row, estimate
 
 _ROOM = 0.6  # of a device's memory: the rest is for activations
@@ -65,12 +66,14 @@ def _write(given: argparse.Namespace) -> int:
             "there is no terminal to ask at; pass --default for the defaults, and --set KEY=VALUE for what shall "
             "differ from them, such as --set zero_optimization.stage=3"
         )
+    if given.output != "-":
+        check_writable(given.output, "--output")
     values: dict[str, Any] = {}
     fixed = {override(values, text) for text in given.set}
     ask = _default if given.default else _ask
-    numel = given.params or ask(Question("parameters of the model, such as 7e9", 1e9, _number))
+    numel = given.params or ask(Question("parameters of the model, such as 7e9", 1e9, _above_zero))
     ranks = given.world or ask(Question("ranks (one for each GPU)", 8, _count))
-    memory = given.memory or ask(Question("GB of memory of one device", 80.0, _number))
+    memory = given.memory or ask(Question("GB of memory of one device", 80.0, _above_zero))
 
     def is_open(*keys: str) -> bool:
         return not any(_same_or_inside(said, key) for said in fixed for key in keys)
@@ -179,6 +182,12 @@ def _number(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise ValueError("wanted a number, such as 7e9 or 0.001")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    if (value := _number(text)) == 0:
+        raise ValueError("wanted a number above 0")
     return value
 
 

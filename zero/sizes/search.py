@@ -189,8 +189,8 @@ class Search:
         whole = (size for size in range(self._samples, 0, -1) if self._samples % size == 0)
         return next((size for size in whole if size <= self.capacity(policy, self._accumulation(size))), 0)
 
-    def row(self, policy: str, micro_batch: int) -> Row:
-        """What so many samples in one forward of one rank take, and whether they fit."""
+    def row(self, policy: str, micro_batch: int, timed: bool = True) -> Row:
+        """What so many samples in one forward of one rank take, and whether they fit; its time only where wanted."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
         state, _, moved = self._state(accumulation)
         on_host = cost.on_host(policy, micro_batch)
@@ -207,7 +207,7 @@ class Search:
             inputs_on_host=on_host,
             peak=max(line.state + line.sample * micro_batch for line in self.lines(policy, accumulation)),
             links=sum_of(*links),
-            step=self._step(policy, micro_batch, accumulation),
+            step=self._step(policy, micro_batch, accumulation) if timed else None,
             sets=_sets(setup, self.choice, policy, micro_batch, accumulation),
         )
         return replace(row, lacks=tuple(_lacks(setup, row)))

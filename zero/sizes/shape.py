@@ -10,6 +10,8 @@ from zero.plan.units import ModuleNode, ParamSpec
 VOCABULARY = 32_000
 _ASPECT = 128  # width / layers of a model whose layers are not given: 7B has 32 of 4096, 70B 80 of 8192
 _STEP = 128  # widths are multiples of it
+_MOST = 1e15  # parameters
+_MOST_LAYERS = 1024  # each is planned by itself
 
 
 class Shape(NamedTuple):
@@ -32,7 +34,8 @@ class Shape(NamedTuple):
     @property
     def numel(self) -> int:
         """Parameters in all."""
-        return sum(spec.numel for spec in self.specs("fp32"))
+        blocks = self.layers * sum(self._block(0).values())
+        return blocks + 2 * self.vocabulary * self.width + self.width
 
     def tree(self) -> ModuleNode:
         """Its modules."""
@@ -66,16 +69,22 @@ def shape_of(numel: float, layers: int | None = None, width: int | None = None) 
     """A shape of `numel` parameters, to within a thousandth where there are a million or more.
 
     layers, width: where they are known; else such that width is about 128 times layers, as it is in large models. The
-    MLPs take what attention, embedding and head leave. Raises ValueError where that is nothing.
+    MLPs take what attention, embedding and head leave. Raises ValueError where that is nothing, and out of bounds.
     """
-    if not math.isfinite(numel) or numel < 1000:
-        raise ValueError(f"number of parameters: got {numel:g}, wanted at least 1000, such as 7e9")
+    if not 1000 <= numel <= _MOST:
+        raise ValueError(
+            f"number of parameters: got {numel:g}, wanted at least 1000 and at most {_MOST:g}, such as 7e9"
+        )
     for name, value in (("layers", layers), ("width", width)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}, wanted an integer of at least 1")
-    if layers is None:
-        by_width = numel / (12 * width**2) if width else (numel / (12 * _ASPECT**2)) ** (1 / 3)
-        layers = max(1, round(by_width))
+    why = "" if layers else f", as {numel:g} parameters of width {width} make; give the layers, or a larger width"
+    if layers is None and width is None:
+        layers = min(_MOST_LAYERS, max(1, round((numel / (12 * _ASPECT**2)) ** (1 / 3))))
+    elif layers is None:
+        layers = max(1, round(numel / (12 * width**2)))
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"layers: got {layers:,}, wanted at most {_MOST_LAYERS:,}{why}")
     if width is None:
         exact = math.sqrt(numel / (12 * layers))
         width = max(1, round(exact / _STEP)) * _STEP if exact >= _STEP else max(1, int(exact))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,14 +28,10 @@ def load_model(text: str, sequence: int, device: torch.device = _META) -> tuple[
     inputs are ids and labels of `sequence` tokens. Raises ValueError where there is no model, and where its inputs are
     not known; ImportError without transformers.
     """
-    if Path(text).is_dir():
+    if os.path.isdir(text):
         model, inputs = _of_folder(Path(text), sequence, device)
-    elif ":" in text:
-        model, inputs = _of_function(text, device)
     else:
-        raise ValueError(
-            f"model: got {text!r}; wanted module:function, such as train:make_model, or a folder with a config.json"
-        )
+        model, inputs = _of_function(text, device)
     return model.to(device).train(), inputs
 
 

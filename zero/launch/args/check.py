@@ -2,12 +2,10 @@
 
 import argparse
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from zero.launch.args.hosts import filled
-from zero.launch.args.run import ConfigFlags, add_config
-from zero.launch.messages import LaunchError
+from zero.launch.args.hosts import above_zero, at_least, filled, ranks_of_host
+from zero.launch.args.run import ConfigFlags, add_config, check_script
 
 _ABOUT = """Run a training script a few steps under each ZeRO stage and in plain torch, and compare what comes out.
 
@@ -35,8 +33,7 @@ class ScriptRequest:
 
     def check(self) -> None:
         """Raise `LaunchError` for what can be known to be wrong before anything starts."""
-        if not Path(self.script).exists():
-            raise LaunchError(f"there is no script {self.script!r}")
+        check_script(self.script, module=False, no_python=False)
         self.config.check()
 
     def command(self) -> list[str]:
@@ -70,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "micro-batches per step (default: 1,2)"
     parser.add_argument("--accumulation", type=_numbers, default=(1, 2), metavar="1,2", help=about)
     about = "seconds that one run may take (default: 600)"
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help=about)
+    parser.add_argument("--timeout", type=above_zero, default=600.0, metavar="S", help=about)
     about = "also with optimizer state and parameters in host memory, stages 1 to 3"
     parser.add_argument("--offload", action="store_true", help=about)
     add_script(parser, steps=3)
@@ -79,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_script(parser: argparse.ArgumentParser, steps: int) -> None:
     """Give `parser` the arguments of `ScriptRequest`."""
     about = "optimizer steps per run (default: %(default)s)"
-    parser.add_argument("--steps", type=int, default=steps, metavar="N", help=about)
+    parser.add_argument("--steps", type=at_least(1), default=steps, metavar="N", help=about)
     about = "processes, as in zero run (default: one per visible GPU)"
-    parser.add_argument("--num_gpus", "--nproc", "--ranks", type=int, metavar="N", help=about)
+    parser.add_argument("--num_gpus", "--nproc", "--ranks", type=ranks_of_host, metavar="N", help=about)
     add_config(parser)
     parser.add_argument("script", help="the training script; the arguments after it are its own")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)

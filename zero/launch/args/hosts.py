@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from dataclasses import dataclass, fields
 from typing import Any
 
 from zero.launch.args.deepspeed import about_launcher
-from zero.launch.hosts.hostfile import DEFAULT
+from zero.launch.hosts.hostfile import DEFAULT, MOST
 from zero.launch.hosts.selection import Choice
 from zero.launch.messages import LaunchError
 
@@ -85,15 +86,29 @@ def filled(kind: type[Any], parsed: argparse.Namespace, **more: Any) -> Any:
     return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind) if field.name in parsed} | more)
 
 
-def at_least(low: int):
-    """A type of argument: integers from `low` on."""
+def at_least(low: int, most: int = 999_999_999):
+    """A type of argument: integers from `low` to `most`."""
 
     def number(text: str) -> int:
-        if not (text.isascii() and text.lstrip("-").isdigit() and len(text) < 10) or int(text) < low:
-            raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least {low}")
+        if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 10) or not low <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least {low} and at most {most:,}")
         return int(text)
 
     return number
+
+
+ranks_of_host = at_least(1, MOST)
+
+
+def above_zero(text: str) -> float:
+    """A type of argument: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number above 0")
+    return value
 
 
 def port(text: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero.launch.args import deepspeed as deepspeed_args
-from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, filled, port
+from zero.launch.args.hosts import ENDS_ALL, HostFlags, at_least, filled, port, ranks_of_host
 from zero.launch.args.hosts import add_arguments as add_host_arguments
 from zero.launch.hosts import cores, selection
 from zero.launch.messages import LaunchError as LaunchError
@@ -35,7 +35,7 @@ class ConfigFlags(NamedTuple):
 
     def check(self) -> None:
         """Raise `LaunchError` for a file that is not there, and for what is no value of a key."""
-        if self.file is not None and not Path(self.file).is_file():
+        if self.file is not None and not os.path.isfile(self.file):
             raise LaunchError(f"--config: there is no file {self.file!r} in {Path.cwd()}")
         for text in self.sets:
             if not all(text.partition("=")):
@@ -102,7 +102,7 @@ def check_script(script: str, module: bool, no_python: bool) -> None:
     elif no_python:
         if shutil.which(script) is None:
             raise LaunchError(f"there is no program {script!r} in PATH or in {Path.cwd()}")
-    elif not Path(script).exists():
+    elif not os.path.exists(script):
         where = "" if os.path.isabs(script) else f" in {Path.cwd()}"
         raise LaunchError(f"there is no script {script!r}{where}")
 
@@ -113,10 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     about = "processes per host; default: one per slot, or per visible GPU, or one on the CPU where there is none"
-    parser.add_argument("--num_gpus", "--num_accelerators", type=at_least(1), metavar="N", help=about)
+    parser.add_argument("--num_gpus", "--num_accelerators", type=ranks_of_host, metavar="N", help=about)
     # As torchrun and accelerate launch spell it.
     same = ("--nproc_per_node", "--nproc-per-node", "--nproc", "--num_processes")
-    parser.add_argument(*same, dest="num_gpus", type=at_least(1), help=argparse.SUPPRESS)
+    parser.add_argument(*same, dest="num_gpus", type=ranks_of_host, help=argparse.SUPPRESS)
     parser.add_argument("--nnodes", dest="num_nodes", type=at_least(1), help=argparse.SUPPRESS)
     add_config(parser)
     about = "the first N hosts of the hostfile (default: all)"

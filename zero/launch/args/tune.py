@@ -2,11 +2,10 @@
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero.launch.args.check import ScriptRequest, add_script, of_script
-from zero.launch.args.hosts import at_least, filled
-from zero.launch.messages import LaunchError
+from zero.launch.args.hosts import above_zero, at_least, filled
+from zero.launch.messages import LaunchError, check_writable
 
 _ABOUT = """Find the fastest configuration of a training script: foretell all, try the best few for some steps each.
 
@@ -33,11 +32,7 @@ class TuneRequest(ScriptRequest):
         super().check()
         if strange := [axis for axis in self.space if axis not in SPACE]:
             raise LaunchError(f"--space: got {strange[0]!r}, wanted some of {', '.join(SPACE)}, with commas")
-        for name in ("steps", "limit", "memory"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise LaunchError(f"--{name}: got {value:g}, wanted a number above 0")
-        if not Path(self.json).absolute().parent.is_dir():
-            raise LaunchError(f"--json: there is no folder {Path(self.json).parent}")
+        check_writable(self.json, "--json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "configurations to try beside the script's own (default: %(default)s)"
     parser.add_argument("--runs", type=at_least(1), default=5, metavar="N", help=about)
     about = "seconds for all runs together (default: %(default)g)"
-    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help=about)
+    parser.add_argument("--limit", type=above_zero, default=600.0, metavar="S", help=about)
     about = "what a rank may take: of the GPU, or of main memory (default: what there is for each)"
-    parser.add_argument("--memory", type=float, metavar="GB", help=about)
+    parser.add_argument("--memory", type=above_zero, metavar="GB", help=about)
     about = "where the best configuration is written (default: %(default)s)"
     parser.add_argument("--json", default="zero.tuned.json", metavar="FILE", help=about)
     add_script(parser, steps=5)

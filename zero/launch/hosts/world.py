@@ -75,12 +75,13 @@ class World:
 
 
 def decode(text: str) -> World:
-    """The world that `World.encode` wrote."""
+    """The world that `World.encode` wrote. Raises LaunchError."""
+    try:
+        hosts = [(name, devices) for name, devices in json.loads(base64.urlsafe_b64decode(text))]
+    except (TypeError, ValueError):
+        raise LaunchError(f"--world: got {text!r}, which only the launcher writes; say --num_gpus N") from None
     return World(
-        tuple(
-            Host(name, numbered(devices) if isinstance(devices, int) else tuple(devices))
-            for name, devices in json.loads(base64.urlsafe_b64decode(text))
-        )
+        tuple(Host(name, numbered(devices) if isinstance(devices, int) else tuple(devices)) for name, devices in hosts)
     )
 
 
