@@ -248,6 +248,11 @@ def test_config_from_a_file_and_from_arguments(tmp_path: Path):
         args = argparse.Namespace(deepspeed_config=given)
         assert zero.initialize(args=args, model=make_net())[0].train_batch_size() == 2
     assert isinstance(parser.parse_args(["--deepspeed_config", "x.json"]).deepspeed_config, str), "as in DeepSpeed"
+    for given in ({"local_rank": 0}, {"zero_config": "no such file"}, [], 3, "flags"):
+        for name in ("config", "config_params"):
+            assert zero.initialize(args=given, model=make_net(), **{name: settings})[0].train_batch_size() == 2
+    with pytest.raises(ValueError, match="got a dict, which is the configuration"):
+        zero.initialize({"local_rank": 0}, make_net())
 
 
 def test_memory_and_configuration_are_printed(caplog):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import zero.utils
+from zero.deepspeed_names import INSTEAD
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "zero" / "as_deepspeed" / "site"
@@ -75,3 +76,40 @@ def test_the_page_has_all_names_of_the_adapter_and_no_others() -> None:
     listed = {name for name, status in STATUS.items() if status != "no"}
     assert everywhere - of_utils - listed == set(), "names that the page lacks"
     assert len(listed) > 80
+
+
+MODULES = """
+import importlib, importlib.util, json, sys
+import zero.as_deepspeed
+said = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        said[name] = [error.name, str(error)]
+print(json.dumps([said, importlib.util.find_spec("deepspeed.inference") is None]))
+"""
+
+
+def test_a_module_that_is_not_here_says_what_to_use() -> None:
+    wanted = {
+        "deepspeed.inference.v2.modules": "deepspeed.inference",
+        "deepspeed.module_inject": "deepspeed.module_inject",
+        "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator.abstract_accelerator",
+        "deepspeed.comm.torch": "deepspeed.comm.torch",
+        "deepspeed.moe.sharded_moe": "deepspeed.moe.sharded_moe",
+        "deepspeed.runtime.domino.transformer": "deepspeed.runtime.domino",
+        "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero.mics",
+        "deepspeed.utils.nvtx": "deepspeed.utils.nvtx",
+    }
+    asked = json.dumps([*wanted, "deepspeed.runtime.of_nobody", "of_nobody", "deepspeed.compression.helper"])
+    done = subprocess.run([sys.executable, "-c", MODULES, asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    said, unseen = json.loads(done.stdout.splitlines()[-1])
+    for name, missing in wanted.items():
+        assert said.pop(name) == [missing, f"{missing} is not in zero, which is here as deepspeed: {INSTEAD[missing]}"]
+    page = "is not in zero, which is here as deepspeed: docs/deepspeed.md says what there is"
+    assert said == {
+        "deepspeed.runtime.of_nobody": ["deepspeed.runtime.of_nobody", f"deepspeed.runtime.of_nobody {page}"],
+        "of_nobody": ["of_nobody", "No module named 'of_nobody'"],
+    }
+    assert unseen, "who only asks is told that it is not there"

@@ -103,10 +103,13 @@ def _with_sets(file: str | None, sets: list[str]) -> dict[str, Any]:
 _KINDS = {"model": nn.Module, "optimizer": torch.optim.Optimizer, "configuration": (Mapping, str, PathLike)}
 
 
-def check_places(args: Any, model: Any, optimizer: Any, model_parameters: Any) -> None:
-    """Raise ValueError for arguments of `initialize` that stand in each other's places, and where there is no model."""
+def check_places(args: Any, model: Any, optimizer: Any, model_parameters: Any, configured: bool) -> None:
+    """Raise ValueError for arguments of `initialize` that stand in each other's places, and where there is no model.
+
+    configured: there is a `config`; then a mapping in `args` is none, scripts give their arguments so.
+    """
     taken = {
-        "`args`, the first argument, is the script's parsed command line": (args, ()),
+        "`args`, the first argument, is the script's parsed command line": (args, ("configuration",) if configured else ()),
         "`model` is a torch.nn.Module": (model, ("model",)),
         "`optimizer` is an optimizer or a callable": (optimizer, ("optimizer", "configuration")),
         "`model_parameters` is model.parameters() or parameter groups": (model_parameters, ()),

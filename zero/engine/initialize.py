@@ -97,7 +97,7 @@ def initialize(
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
     Raises ValueError (`ConfigError` for the JSON) for whatever does not fit.
     """
-    check_places(args, model, optimizer, model_parameters)
+    check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
     data = data_ranks(mesh_param, device_mesh, mpu)

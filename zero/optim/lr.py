@@ -12,6 +12,7 @@ import abc
 import copy
 import inspect
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,7 +116,9 @@ class Schedule(abc.ABC):
 
 
 class _Warmup(Schedule):
-    """What schedules with a warm-up have in common."""
+    """What schedules with a warm-up have in common; DeepSpeed's names of its rates, where it has rates."""
+
+    min_lrs, max_lrs = (property(operator.attrgetter(name)) for name in ("warmup_min_lr", "warmup_max_lr"))
 
     def _gamma(self, iteration: int) -> float:
         """How much of the way from min to max has been gone: 0 up to iteration 0, 1 from the end of the warm-up on."""
@@ -238,6 +241,13 @@ class OneCycle(Schedule):
     cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: Number = 0.0
     last_batch_iteration: FromMinusOne = -1
+
+    min_lrs, max_lrs = (property(operator.attrgetter(name)) for name in ("cycle_min_lr", "cycle_max_lr"))
+
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle in which the rate rises."""
+        return self.cycle_first_step_size / (self.cycle_first_step_size + self.cycle_second_step_size)
 
     def _lrs(self, iteration: int) -> list[float]:
         after = self._iterations_after(iteration)

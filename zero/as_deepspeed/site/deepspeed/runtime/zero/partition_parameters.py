@@ -1,5 +1,6 @@
 """Parameters that are cut, by DeepSpeed's names. Importing this gives `torch.nn.Parameter` the names `ds_...`."""
 
+import contextlib
 import enum
 import inspect
 import logging
@@ -15,9 +16,10 @@ from torch import nn
 import zero
 from deepspeed._names import finder
 from deepspeed.accelerator import get_accelerator as get_accelerator
-from deepspeed.comm import init_distributed
+from deepspeed.comm import _engines, init_distributed
 from zero.config.read import read
 from zero.core.access import LostWrite
+from zero.core.deferred_param import DeferredParam
 from zero.core.owner import Owner, is_released, owner_of
 from zero.log import log_once
 
@@ -64,7 +66,8 @@ def _dtype(values: dict[str, Any]) -> torch.dtype | None:
 class GatheredParameters(zero.GatheredParameters):
     """`zero.GatheredParameters`, in which a change that is lost is a warning, once for each place, as in DeepSpeed.
 
-    Programs merge and unmerge adapters in such a block. Where parameters are not cut, the change stays.
+    Programs merge and unmerge adapters in such a block. Where parameters are not cut, the change stays. With
+    `zero_optimization.enable_sanity_checks` in the JSON of their engine it is an error.
     """
 
     def __exit__(
@@ -73,6 +76,9 @@ class GatheredParameters(zero.GatheredParameters):
         try:
             super().__exit__(kind, error, trace)
         except LostWrite as lost:
+            strict = [each._sharded for each in _engines if each._sharded and each.is_sanity_checks_enabled()]
+            if any(unit in sharded.units for sharded in strict for unit in self._units):
+                raise
             if lost.cut:
                 caller = sys._getframe(1)
                 log_once(logging.WARNING, f"{caller.f_code.co_filename}:{caller.f_lineno}: {lost}")
@@ -122,6 +128,21 @@ def _numel_here(param: nn.Parameter) -> Any:
     return lambda: -(-param.numel() // ranks)
 
 
+def _shard(param: nn.Parameter) -> torch.Tensor:
+    """A copy of what this rank keeps of it, flat: [n], n may be 0. Writing to it changes nothing."""
+    owner = owner_of(param)
+    unit = owner.unit
+    unit.settle()
+    if problem := unit.absence():
+        raise problem
+    if unit.shard is None:
+        raise AttributeError("ds_tensor: the parameter is being built, and is whole on every rank", name="ds_tensor")
+    part = unit.plan.layout.fragment(unit.plan.params[owner.index].name, unit.masters.window)
+    built = isinstance(unit, DeferredParam)  # its shard lies there, and nothing else
+    with torch.no_grad(), contextlib.nullcontext() if built else unit.acquired():
+        return unit.shard.narrow(0, part.at, part.numel).clone()
+
+
 # What each is of a parameter, or what to use instead.
 _ATTRIBUTES = {
     "ds_id": lambda param: id(param),
@@ -131,7 +152,7 @@ _ATTRIBUTES = {
     "ds_persist": lambda param: owner_of(param).unit.persistent,
     "ds_active_sub_modules": lambda param: set(),
     "partition_numel": _numel_here,
-    "ds_tensor": "deepspeed.utils.safe_get_local_fp32_param(param)",
+    "ds_tensor": _shard,
     "all_gather": "deepspeed.zero.GatheredParameters(param)",
     "partition": "deepspeed.zero.GatheredParameters(param), which cuts it on leaving",
 }
