@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -113,3 +115,50 @@ def streamed(where: str, own: bool) -> None:
 @pytest.mark.parametrize("where", ["3, host", *longer("0", "1", "2", "3", "1, host")])
 def test_each_weight_comes_whole_and_once(where: str) -> None:
     streamed(where, own=True)
+
+
+def taken(where: str) -> None:
+    """A consumer writes into all that it gets; an engine of the same weights that nobody asks says what is right."""
+    torch.manual_seed(7)
+    model = TiedNet(Block, Block)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    settings = config(WHERE[where]["stage"], world, zero_optimization=WHERE[where])
+    engine, twin = (zero.initialize(model=one, config=settings)[0] for one in (model, copy.deepcopy(model)))
+    before = {name: tensor.clone() for name, tensor in engine.module_state_dict().items()}
+
+    def scale(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mul_(2)
+
+    for stream in (
+        lambda: engine.stream_weights(),
+        lambda: engine.stream_weights(torch.float32),
+        lambda: engine.stream_weights(merge=scale),
+        lambda: engine.weight_updates(None),
+    ):
+        alive: list[weakref.ref[Any]] = []
+        for item in stream():
+            tensor = item[-1]
+            alive = [*(each for each in alive if each() is not None), weakref.ref(tensor.untyped_storage())]
+            assert len(alive) <= 2
+            tensor.zero_()
+            tensor.numpy().fill(3)  # of which torch knows nothing
+            for change in (engine.step, lambda: engine.load_module_state_dict(before)):
+                with pytest.raises(RuntimeError, match=r"inside a loop over engine\.stream_weights\(\)"):
+                    change()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in engine.module_state_dict().items())
+    for one in (engine, twin):
+        step(one, 0)
+    wanted = twin.module_state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.module_state_dict().items())
+    for one in (engine, twin):
+        one.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["0", "3", *longer("1", "2", "1, host", "3, host")])
+def test_what_is_given_is_the_callers_and_no_step_goes_between(where: str) -> None:
+    taken(where)
+
+
+def test_so_it_is_on_one_rank() -> None:
+    taken("3")

@@ -11,7 +11,7 @@ class Status:
     step_applied: whether the last step changed parameters. not_finite: steps of this engine with a loss of inf or NaN.
     half_updated: why the weights are those of no step; only `destroy()` is left then.
     half_loaded: the same after a load that was broken off; another load repairs it.
-    generating: inside `gathered_for_generation`.
+    generating: inside `gathered_for_generation`. streams: loops over weights that go out, which have not ended.
     """
 
     def __init__(self, optimizer: ZeroOptimizer | None) -> None:
@@ -21,6 +21,7 @@ class Status:
         self.half_updated: str | None = None
         self.half_loaded: str | None = None
         self.destroyed = self.generating = False
+        self.streams = 0
         self._optimizer = optimizer
 
     def check(self, loading: bool = False) -> None:
@@ -35,6 +36,19 @@ class Status:
             raise RuntimeError(self.half_loaded)
         if optimizer is not None and optimizer.away:
             raise RuntimeError("the engine's states are offloaded; call reload_states() first")
+
+    def check_outside(self, caller: str) -> None:
+        """Raise RuntimeError where `caller` would change the weights that somebody is reading."""
+        if self.generating:
+            raise RuntimeError(
+                f"{caller} inside engine.gathered_for_generation(), which holds all parameters whole; call it after "
+                "the block has ended"
+            )
+        if self.streams:
+            raise RuntimeError(
+                f"{caller} inside a loop over engine.stream_weights() or engine.weight_updates(), whose weights would "
+                "be of two steps; call it after the loop has ended"
+            )
 
     def check_not_destroyed(self) -> None:
         """Raise RuntimeError after `destroy()`."""

@@ -204,11 +204,7 @@ class TrainingStep:
     def step(self, scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
         """See `Engine.step`."""
         self._status.check()
-        if self._status.generating:
-            raise RuntimeError(
-                "step() inside engine.gathered_for_generation(), which holds all parameters whole; call it after the "
-                "block has ended"
-            )
+        self._status.check_outside("step()")
         self._sharded.check_parameters()
         if self._optimizer is None:
             raise RuntimeError("step() needs an optimizer: give `optimizer` in the JSON or to initialize()")

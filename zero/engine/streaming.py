@@ -18,6 +18,7 @@ from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.engine.status import Status
 
 Merge = Callable[[str, torch.Tensor], "torch.Tensor | tuple[str, torch.Tensor] | None"]
 T = TypeVar("T")
@@ -40,8 +41,8 @@ def unit_by_unit(state: Mapping[str, Any], widest_first: bool = False) -> dict[s
 def walk(values: Mapping[str, torch.Tensor], sharded: ShardedModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers whole, as the model computes with them, while one unit is gathered at a time.
 
-    values: the module's own, in the order of `unit_by_unit`. A collective: all ranks must go to the end. A tensor that
-    is kept keeps its memory, so that of a consumer who still has the last one, two units are alive.
+    values: the module's own, in the order of `unit_by_unit`. A collective: all ranks must go to the end. A tensor may
+    be the live one, and is to be read only; one that is kept keeps the memory of its unit.
     """
     for unit, items in itertools.groupby(values.items(), key=lambda item: unit_to_gather(item[1], sharded)):
         with GatheredParameters(() if unit is None else unit.params):
@@ -49,32 +50,41 @@ def walk(values: Mapping[str, torch.Tensor], sharded: ShardedModule) -> Iterator
                 yield name, value.detach()
 
 
-def to_the_end(items: Iterable[T], wanted: bool = True) -> Iterator[T]:
-    """Yield the items of a collective, where they are `wanted`.
+def to_the_end(items: Iterable[T], status: Status, wanted: bool = True) -> Iterator[T]:
+    """Yield the items of a collective, where they are `wanted`; while it goes on, `status` lets no step change them.
 
     Where the caller ends before, by an exception too, the rest goes on: other ranks wait for messages of this one.
     """
-    for item in items:
-        if wanted:
-            try:
-                yield item
-            except GeneratorExit:
-                wanted = False
+    status.streams += 1
+    try:
+        for item in items:
+            if wanted:
+                try:
+                    yield item
+                except GeneratorExit:
+                    wanted = False
+            item = None  # one that the caller has let go of is not alive beside the next
+    finally:
+        status.streams -= 1
 
 
 @torch.no_grad()
 def merged(
     values: Mapping[str, torch.Tensor], sharded: ShardedModule, merge: Merge | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`walk` with what `merge` makes of each tensor, in `dtype` where it is floating."""
+    """`walk` with copies that are the caller's, or what `merge` makes of each, in `dtype` where it is floating."""
     for name, tensor in walk(values, sharded):
+        converts = dtype not in (None, tensor.dtype) and tensor.is_floating_point()
+        # Its own in any case: whoever quantises what he was given, in place, must not change what trains.
+        tensor = tensor.to(dtype) if converts and merge is None else tensor.clone()
         made = (name, tensor)
         if merge is not None:
             made = merge(name, tensor)
             made = (name, made) if isinstance(made, torch.Tensor) else made
+        tensor = None  # where it was merged into another, it goes
         if made is not None:
             yield made[0], made[1].to(dtype) if dtype is not None and made[1].is_floating_point() else made[1]
-        made = tensor = None  # the next unit is gathered behind this
+        made = None  # the next unit is gathered behind this
 
 
 def choose(state: Mapping[str, T], patterns: str | Collection[str] | None) -> dict[str, T]:

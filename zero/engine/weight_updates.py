@@ -64,7 +64,7 @@ class WeightUpdates:
         state = unit_by_unit(self._sharded.module.state_dict(keep_vars=True))
         values = {name: value for name, value in state.items() if self._code(owner_of(value), codes) != _NOTHING}
         here = not rank0_only or self._sharded.mesh.data.rank == 0
-        return to_the_end(self._found(values, asked, codes), here)
+        return to_the_end(self._found(values, asked, codes), self._status, here)
 
     def _begin(self) -> None:
         units = self._sharded.units
@@ -100,7 +100,7 @@ class WeightUpdates:
         for name, tensor in walk(values, self._sharded):
             owner = owner_of(values[name])
             if self._code(owner, codes) == _ALL:
-                yield WeightUpdate(name, None, tensor)
+                yield WeightUpdate(name, None, tensor.clone())
                 continue
             if at is not owner.unit:
                 at, marks = owner.unit, _marks(owner.unit, [changes[owner.unit.index].steps for changes in asked])
@@ -130,12 +130,12 @@ def _marks(unit: Unit, parts: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _difference(name: str, tensor: torch.Tensor, marks: torch.Tensor) -> WeightUpdate | None:
-    """What is marked of a tensor, in the fewest bytes; None where nothing is."""
+    """What is marked of a tensor, copied, in the fewest bytes; None where nothing is."""
     indices = unpack(marks, tensor.numel()).nonzero().view(-1)
     changed = len(indices)
     if not changed:
         return None
     if changed > _MOST * tensor.numel():
-        return WeightUpdate(name, None, tensor)
+        return WeightUpdate(name, None, tensor.clone())
     fewer = 4 * changed <= len(marks) and tensor.numel() <= _LAST_INDEX
     return WeightUpdate(name, indices.int() if fewer else marks.clone(), tensor.reshape(-1)[indices])

@@ -99,6 +99,7 @@ class Weights:
         names.
         """
         self._status.check()
+        self._status.check_outside("load_module_state_dict()")
         if custom_load_fn is not None:
             with GatheredParameters(self._sharded.module.parameters(), modifier_rank=0):
                 custom_load_fn(src=state_dict, dst=self._sharded.module)
@@ -134,10 +135,11 @@ class Weights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor) of the module's state_dict, buffers first, while one unit is gathered at a time.
 
-        A tensor is what the model computes with, on its device, with any `dtype` given where it is floating. It is to
-        be read only, until the next step; to keep one costs its memory, so at most two units are alive in a loop.
-        Tied weights come once, by the first of their names. A collective: all ranks must go through it, and one that
-        leaves the loop, by an exception too, gathers on with the others.
+        A tensor is a copy of what the model computes with, on its device, in `dtype` where one is given and it is
+        floating; it may be written, and kept, which costs its memory. In a loop one unit and two tensors are alive,
+        with `merge` a third. Tied weights come once, by the first of their names. A collective: all ranks must go
+        through it, and one that leaves the loop, by an exception too, gathers on with the others. `step()` and loads
+        inside the loop raise.
 
         names: those wanted, or patterns of fnmatch, such as "model.layers.*"; default all.
         merge: called on all ranks with each name and tensor; returns a tensor in its place, a name and a tensor, or
@@ -148,7 +150,7 @@ class Weights:
         self._status.check()
         values = unit_by_unit(choose(self._named_state(False), names))
         here = not rank0_only or self._sharded.mesh.data.rank == 0
-        return to_the_end(merged(values, self._sharded, merge, dtype), here)
+        return to_the_end(merged(values, self._sharded, merge, dtype), self._status, here)
 
     def save_16bit_model(
         self,

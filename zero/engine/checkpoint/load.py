@@ -100,9 +100,7 @@ class CheckpointLoader:
             if there is None:
                 return None
             plan = self._fitted(*there, ask)
-            data = self._sharded.mesh.data
-            check_headers(*there, data.rank, data.size)
-            values = _saved_values(plan, data.rank, data.size)
+            values = _saved_values(plan, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
             if values.shared is not None and not load_module_only:
                 check(self._engine, values.shared, load_optimizer_states, load_lr_scheduler_states, str(plan.place))
             return plan
@@ -144,6 +142,7 @@ class CheckpointLoader:
     def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
         """Raises RuntimeError where no load may begin, ValueError where the engine cannot take what is there."""
         self._engine._status.check(loading=True)
+        self._engine._status.check_outside("loading")
         if self._optimizer is not None:
             self._optimizer.settle()
         self._sharded.check_parameters()
@@ -238,8 +237,9 @@ def _state_dict(reader: Reader) -> dict[str, torch.Tensor]:
 
 
 def _saved_values(plan: LoadPlan, rank: int, world_size: int) -> Values:
-    """Read them; at another world size than the saved one, new ranks get random numbers of their own."""
+    """Read them, behind this rank's share of the headers; of more ranks new ones get random numbers of their own."""
     index = plan.index
+    check_headers(plan.place, index, rank, world_size)
     with Reader(plan.place, index) as reader:
 
         def value(what: str, plain: Any) -> Any:
