@@ -109,7 +109,7 @@ def check_places(args: Any, model: Any, optimizer: Any, model_parameters: Any, c
     configured: there is a `config`; then a mapping in `args` is none, scripts give their arguments so.
     """
     taken = {
-        "`args`, the first argument, is the script's parsed command line": (args, ("configuration",) if configured else ()),
+        "`args`, the first argument, is the script's parsed command line": (args, ("configuration",) * configured),
         "`model` is a torch.nn.Module": (model, ("model",)),
         "`optimizer` is an optimizer or a callable": (optimizer, ("optimizer", "configuration")),
         "`model_parameters` is model.parameters() or parameter groups": (model_parameters, ()),
