@@ -40,7 +40,9 @@ READERS: Readers = {
     "clone": lambda t: t.clone(),
     "move": lambda t: t.to("cpu"),
     "convert": lambda t: t.float(),
-    "data": lambda t: t.data,
+    "data": lambda t: t.data + 1,
+    "write into its data": lambda t: t.data.normal_(),
+    "replace its data": lambda t: setattr(t, "data", torch.zeros(t.shape)),
     "stack": lambda t: torch.stack([torch.zeros(t.shape), t]),
     "foreach": lambda t: torch._foreach_add([t], 1.0),
     "sum": lambda t: t.sum(),
@@ -185,6 +187,35 @@ def arranged() -> list[str]:
 
 def test_what_is_arranged_of_it_has_its_shape_and_no_values(pool: Any) -> None:
     assert pool.run(2, arranged) == [[], []]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("built", [False, True])
+def test_data_that_is_assigned_back_unchanged_changes_nothing(built: bool) -> None:
+    """Heads of masked language models pad their bias so; whatever else is assigned is an error."""
+    module, end = made(built)
+    param, other = module.get_parameter(NAME), module.get_parameter("blocks.0.up.weight")
+    kept, pad = param.data, nn.functional.pad
+    for same in (kept, pad(param.data, (0, 0), "constant", 0), param.data.contiguous(), param.detach()):
+        param.data = same
+    wrong: Readers = {
+        "padded": lambda p: setattr(p, "data", pad(p.data, (0, 1))),
+        "cut off": lambda p: setattr(p, "data", pad(p.data, (0, -1))),
+        "of another": lambda p: setattr(p, "data", other.data),
+        "turned twice": lambda p: setattr(p, "data", p.data.transpose(0, 1).transpose(0, 1)),
+        "written in place": lambda p: p.data.zero_(),
+        "written in part": lambda p: p.data[:1].zero_(),
+        "copied from": lambda p: torch.zeros(p.shape).copy_(p.data),
+    }
+    for name, assign in wrong.items():
+        assert f"'{NAME}' " in (text := said_by(assign, param)), f"{name}: {text}"
+    with zero.GatheredParameters(param, modifier_rank=0):
+        assert torch.equal(param, make_net().get_parameter(NAME))
+        nn.init.ones_(param)
+    assert f"'{NAME}' " in said_by(lambda: setattr(param, "data", kept))  # which plain torch may have copied before
+    with zero.GatheredParameters(param):
+        assert torch.equal(param, torch.ones_like(param))
+    end()
 
 
 def whole_where_they_are() -> list[str]:

@@ -40,7 +40,7 @@ READERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "compare": lambda p: p == p,
     "item": lambda p: p.tolist(),
     "numpy": lambda p: p.numpy(),
-    "data": lambda p: p.data,
+    "data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
     "pointer": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
     "print": repr,

@@ -6,9 +6,9 @@ may still hold views of the freed buffer; their version counter, which they shar
 moved on at release and set back when the memory is, so that a backward that reaches them too early raises
 instead of crashing.
 
-`detach()`, and so `state_dict()`, gives a placeholder of it, which answers the same questions and has no values: much
-code takes a state_dict for its names, shapes and dtypes alone, or splits and joins its tensors before only one rank
-saves them.
+`detach()` and `.data`, and so `state_dict()`, give a placeholder of it, which answers the same questions and has no
+values: much code takes a state_dict for its names, shapes and dtypes alone, or splits and joins its tensors before only
+one rank saves them, or pads `.data` by nothing and assigns it back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import copy
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ _METADATA = _QUERIES | frozenset(
         Tensor._post_accumulate_grad_hooks.__set__,
     }
 )
-_DETACH = frozenset({Tensor.detach, torch.detach})
+_DETACH = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})
+_ASSIGN = Tensor.data.__set__
 # What puts values elsewhere and reads none: of placeholders, it gives placeholders.
 _ARRANGE = frozenset(
     {
@@ -107,6 +109,8 @@ class Released:
             return _gradients(*args, **kwargs)
         if func is torch.autograd.backward and not _among((args, {**kwargs, "inputs": None}), Released):
             return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
+        if func == _ASSIGN and isinstance(args[1], Placeholder) and args[1].has_values_of(args[0]):
+            return None
         # At this moment of the step they may be gathered; each parameter that was is a plain one.
         wanted = _among((args, kwargs), Released)
         gathered = bool(wanted) and wanted[0]._zero_owner.ensure_all_gathered(wanted)
@@ -117,7 +121,9 @@ class Released:
         if away is not None:
             raise RuntimeError(f"parameter '{name}': {away}")
         if func in _DETACH:
-            return Placeholder.of(wanted[0], name, wanted[0].device)
+            made = Placeholder.of(wanted[0], name, wanted[0].device)
+            made.source = weakref.ref(wanted[0]), _version(wanted[0])
+            return made
         raise RuntimeError(
             f"parameter '{name}' is released; read it inside zero.GatheredParameters(...), or in a method given to "
             "zero.register_forward_method(module, name); engine.module_state_dict() has the weights whole"
@@ -157,11 +163,13 @@ class Placeholder(Tensor):
 
     It is on the meta device for whoever asks torch's C++ code, which then finds no memory to read.
 
-    parameter: its name; shown: what questions are answered of.
+    parameter: its name; shown: what questions are answered of;
+    source: the parameter, and the version of its values, whose whole this is; None: it is a part, or arranged.
     """
 
     parameter: str
     shown: Tensor
+    source: tuple[weakref.ref[Tensor], int] | None = None
 
     @classmethod
     def of(cls, like: Tensor, name: str, device: torch.device) -> Placeholder:
@@ -170,12 +178,17 @@ class Placeholder(Tensor):
         made.parameter, made.shown = name, absent(like.shape, like.dtype, device)
         return made
 
+    def has_values_of(self, param: Tensor) -> bool:
+        """Whether assigning this to the data of `param`, which is released, changes nothing."""
+        return self.source is not None and self.source[0]() is param and self.source[1] == _version(param)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer for metadata; raise RuntimeError, naming the parameter, for everything that reads or writes values."""
         first = args[0] if args else None
         if isinstance(first, Placeholder):
-            if func in _DETACH:
+            by_nothing = func is torch.nn.functional.pad and not any(args[1])
+            if func in _DETACH or by_nothing or (func is Tensor.contiguous and len(args) == 1 and not kwargs):
                 return first
             if func is Tensor.untyped_storage:
                 return NoStorage(id(first), first.shown.nbytes)
@@ -190,7 +203,7 @@ class Placeholder(Tensor):
             return cls.of(made, name, device) if isinstance(made, Tensor) else [cls.of(x, name, device) for x in made]
         parameter = ours[0].parameter if ours else "?"
         raise RuntimeError(
-            f"parameter '{parameter}' was released when detach() or state_dict() gave this, which has "
+            f"parameter '{parameter}' was released when detach(), .data or state_dict() gave this, which has "
             "its shape and dtype and no values; call that inside zero.GatheredParameters(...); "
             "engine.module_state_dict() has the weights whole"
         )
@@ -214,6 +227,11 @@ def released_class(kind: type, mixin: type[Released]) -> type:
     """The class that a parameter of class `kind` has while it is released."""
     name = f"Released{kind.__name__}" if kind is torch.nn.Parameter else kind.__name__  # by which libraries tell theirs
     return type(name, (mixin, kind), {"__module__": __name__, "__doc__": mixin.__doc__})
+
+
+def _version(param: Any) -> int:
+    """Of the values that are away."""
+    return param._zero_owner.unit.buffer.versions[param._zero_owner.index]
 
 
 def _among(values: Any, kind: type) -> list[Any]:
