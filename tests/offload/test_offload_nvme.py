@@ -160,8 +160,9 @@ def refused(folder: str, kind: str, params: dict[str, Any], group: dict[str, Any
 
 def test_state_that_no_file_foresaw_is_refused(pool: Pool, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    said = pool.run(1, refused, folder, "RMSprop", {"lr": 1e-3}, {})[0]
-    assert "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch" in said
+    for kind, more in (("RMSprop", {}), ("AdamW", {"torch_adam": True})):
+        said = pool.run(1, refused, folder, kind, {"lr": 1e-3, **more}, {})[0]
+        assert "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch" in said
     said = pool.run(1, refused, folder, "SGD", {"lr": 1e-3}, {})[0]
     assert said.startswith("later: ")
     assert "0 were reserved" in said and "SGD's momentum" in said
