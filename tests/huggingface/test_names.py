@@ -97,6 +97,7 @@ def test_a_module_that_is_not_here_says_what_to_use() -> None:
         "deepspeed.module_inject": "deepspeed.module_inject",
         "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator.abstract_accelerator",
         "deepspeed.comm.torch": "deepspeed.comm.torch",
+        "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler.profiler",
         "deepspeed.moe.sharded_moe": "deepspeed.moe.sharded_moe",
         "deepspeed.runtime.domino.transformer": "deepspeed.runtime.domino",
         "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero.mics",
@@ -113,3 +114,43 @@ def test_a_module_that_is_not_here_says_what_to_use() -> None:
         "of_nobody": ["of_nobody", "No module named 'of_nobody'"],
     }
     assert unseen, "who only asks is told that it is not there"
+
+
+# What DeepSpeed's own tests import, beside what the page's test asks for.
+KINDS = """
+import json
+import zero.as_deepspeed
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.checkpoint.utils import get_model_ckpt_name_for_rank
+from deepspeed.git_version_info import torch_info
+from deepspeed.ops import __compatible_ops__, op_builder
+from deepspeed.utils.torch import required_torch_version
+
+class Pipe(PipelineModule):
+    def __init__(self):
+        super().__init__(layers=[])
+
+said = {}
+for made in (MoE, LayerSpec, Pipe, get_model_ckpt_name_for_rank, op_builder.FusedAdamBuilder().load):
+    try:
+        made()
+    except NotImplementedError as error:
+        said[made.__name__] = str(error)
+builders = op_builder.CPUAdamBuilder, op_builder.FusedLambBuilder, op_builder.InferenceBuilder
+there = [builder().is_compatible() for builder in builders]
+torch = [required_torch_version(2.0), required_torch_version("2.10", "99.0"), required_torch_version(99)]
+torch.append(torch_info["version"])
+print(json.dumps([said, there, torch]))
+"""
+
+
+def test_what_is_refused_can_be_imported_and_says_what_to_use_where_it_is_made() -> None:
+    done = subprocess.run([sys.executable, "-c", KINDS], cwd=ROOT, capture_output=True, text=True, check=True)
+    said, there, versions = json.loads(done.stdout.splitlines()[-1])
+    names = ["moe.layer.MoE", "pipe.LayerSpec", "pipe.PipelineModule", "checkpoint.utils.get_model_ckpt_name_for_rank"]
+    for text, name in zip(said.values(), [f"deepspeed.{name}" for name in names], strict=False):
+        assert text == f"{name} is not in zero, which is here as deepspeed: {INSTEAD[name]}"
+    assert said["load"].startswith("FusedAdamBuilder.load(): zero, which is here as deepspeed, has no such module")
+    assert there == [True, True, False]
+    assert versions == [True, tuple(map(int, versions[3].split("."))) >= (2, 10), False, versions[3]]

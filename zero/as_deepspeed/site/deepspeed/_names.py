@@ -3,32 +3,44 @@
 import dis
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero.deepspeed_names import INSTEAD
 
 
-def finder(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def finder(module: str, homes: Mapping[str, str], refused: Sequence[str] = ()) -> Callable[[str], Any]:
     """The `__getattr__` of `module`.
 
     homes: name -> the module in which it has the same name; "module:" for that module itself, "module:other" for
-    another name there. Raises AttributeError for every other name, which says what to use where that is known;
-    ImportError in `from module import name`, where Python drops the text of the former.
+    another name there. refused: classes and functions that programs import, or subclass, without using them; calling
+    one raises NotImplementedError that says what to use. Raises AttributeError for every other name, which says what to
+    use where that is known; ImportError in `from module import name`, where Python drops the text of the former.
     """
+
+    classes = {name: type(name, (_Refused,), {"__module__": module, "_name": f"{module}.{name}"}) for name in refused}
 
     def find(name: str) -> Any:
         if name in homes:
             home, colon, other = homes[name].partition(":")
             found = importlib.import_module(home)
             return found if colon and not other else getattr(found, other or name)
+        if name in classes:
+            return classes[name]
         caller = sys._getframe(1)
         imported = caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]
         error = ImportError if imported else AttributeError
         raise error(_missing(f"{module}.{name}"), name=name)
 
-    find.names = frozenset(homes)
+    find.names = frozenset((*homes, *refused))
     return find
+
+
+class _Refused:
+    _name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(_missing(cls._name))
 
 
 def _missing(name: str) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from deepspeed._names import finder
 
-__getattr__ = finder(__name__, {})
+__getattr__ = finder(__name__, {}, refused=("get_model_ckpt_name_for_rank",))
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -2,4 +2,4 @@
 
 from deepspeed._names import finder
 
-__getattr__ = finder(__name__, {"utils": "deepspeed.moe.utils:"})
+__getattr__ = finder(__name__, {name: f"deepspeed.moe.{name}:" for name in ("layer", "utils")})

@@ -4,6 +4,8 @@ from collections import defaultdict
 
 from deepspeed._names import finder
 
-__compatible_ops__ = defaultdict(bool, {"async_io": True, "cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True})
+_KERNELS = ("async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion")
+__compatible_ops__ = defaultdict(bool, dict.fromkeys(_KERNELS, True))
 
-__getattr__ = finder(__name__, {name: f"deepspeed.ops.{name}:" for name in ("adam", "adagrad", "lamb", "lion", "aio")})
+_NAMES = ("adam", "adagrad", "aio", "lamb", "lion", "op_builder")
+__getattr__ = finder(__name__, {name: f"deepspeed.ops.{name}:" for name in _NAMES})

@@ -2,5 +2,5 @@
 
 from deepspeed._names import finder
 
-_NAMES = ("base_optimizer", "config", "engine", "lr_schedules", "utils", "zero")
+_NAMES = ("base_optimizer", "bf16_optimizer", "config", "engine", "fp16", "lr_schedules", "utils", "zero")
 __getattr__ = finder(__name__, {name: f"deepspeed.runtime.{name}:" for name in _NAMES})

@@ -11,6 +11,9 @@ from zero.optim.lr import schedule_problems
 
 __getattr__ = finder(__name__, {"DeepSpeedConfigError": "zero.config:ConfigError"})
 
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adagrad", "adam", "adamw", "lamb"
+LION_OPTIMIZER, MUON_OPTIMIZER = "lion", "muon"
+
 
 class DeepSpeedConfig:
     """The keys of the JSON as attributes, batch sizes completed; `zero_config` is its section `zero_optimization`.

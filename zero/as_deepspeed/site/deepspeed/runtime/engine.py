@@ -4,7 +4,7 @@ import functools
 import inspect
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import nn
 import zero
 from deepspeed._names import finder
 from deepspeed.comm import _engines, init_distributed
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+from deepspeed.runtime.base_optimizer import kind
 from deepspeed.runtime.zero.partition_parameters import ParameterOffload
 from deepspeed.utils.logging import log_dist
 from zero.config.read import read
@@ -31,6 +32,8 @@ _SCRIPT = Path(__file__).parents[2] / "bin" / "zero_to_fp32.py"
 
 class DeepSpeedEngine(zero.Engine):
     """The engine of zero; beside its checkpoints lies the script that DeepSpeed puts there."""
+
+    sparse_tensor_module_names: Collection[str] = frozenset()  # gradients are dense
 
     @functools.wraps(zero.Engine.save_checkpoint)
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +61,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple:
     engine.__class__ = DeepSpeedEngine
     _engines.add(engine)
     if optimizer is not None:
-        optimizer.__class__ = DeepSpeedOptimizer
+        optimizer.__class__ = kind(engine)
         if engine.zero_optimization_partition_weights():
             optimizer.parameter_offload = ParameterOffload()
     log_dist(f"DeepSpeed info: zero {zero.__version__}, stage {engine.zero_optimization_stage()}", ranks=[0])

@@ -2,14 +2,4 @@
 
 from deepspeed._names import finder
 
-__getattr__ = finder(__name__, {})
-
-
-class AsyncIOBuilder:
-    """Has nothing to build."""
-
-    NAME = "async_io"
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether it works on this machine."""
-        return True
+__getattr__ = finder(__name__, {"AsyncIOBuilder": "deepspeed.ops.op_builder"})
