@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from models import config, make_net, share
 import zero
 from zero.log import logger
 from zero.monitor.monitor import _Writer
+from zero.show.run import read
 from zero.watchdog.hang_report import Phase
 from zero.watchdog.rank_status import RankStatus
 
@@ -78,6 +80,54 @@ def test_every_rank_writes_its_steps():
         assert run["plan"] == {kind: steps[0]["bytes"][kind] for kind in ("parameters", "optimizer")}
     net = make_net()
     assert sum(unit["numel"] for unit in run["units"]) == sum(param.numel() for param in net.parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_second_engine_writes_beside_the_first(tmp_path, monkeypatch, locks):
+    rank, said = dist.get_rank(), []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(listener)
+    if not locks:  # as on some file systems
+        monkeypatch.setattr(fcntl, "lockf", lambda *args: os.close(-1))
+    path, beside = tmp_path / "run", tmp_path / "run-2"
+    first, _ = train(path, 1)
+    second, _ = train(path, 2)
+    first.destroy()
+    again, _ = train(path, 3)  # goes on
+    second.destroy()
+    again.destroy()
+    logger.removeHandler(listener)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "run-2"]
+    kinds = [line["event"] for line in lines(path, rank) if line["event"] != "warning"]
+    assert kinds == ["start", "step", "end", "start", "step", "step", "step", "end"]
+    assert [line["event"] for line in lines(beside, rank)] == ["start", "step", "step", "end"]
+    text = f"zero.report: another engine or job writes into {path}; this one writes into {beside}"
+    assert said == ([text] if rank == 0 else [])
+    assert [len(read(folder).ranks) for folder in (path, beside)] == [2, 2]
+
+
+def test_a_second_job_writes_beside_the_first(tmp_path):
+    """And where it ends, whatever it left, the next goes on in its files."""
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    path = tmp_path / "run"
+    path.mkdir()
+    job = subprocess.Popen(
+        [sys.executable, "-c", code, path / "rank-0.jsonl"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    job.stdout.readline()
+    engines = [train(path, 1)[0]]
+    job.kill()
+    job.communicate()
+    engines.append(train(path, 2)[0])
+    wants = [sys.executable, "-c", code.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB"), path / "rank-0.jsonl"]
+    assert b"BlockingIOError" in subprocess.run(wants, input=b"", capture_output=True).stderr, "it has the lock now"
+    for engine in engines:
+        engine.destroy()
+    assert [sum(line["event"] == "step" for line in lines(tmp_path / name)) for name in ("run", "run-2")] == [2, 1]
 
 
 def test_what_is_warned_of_is_there_and_how_it_ended(tmp_path):

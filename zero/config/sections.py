@@ -221,7 +221,8 @@ class Zero(Section):
     checkpoint: Saving = absent(Saving)
     """How `save_checkpoint` saves, and what it keeps."""
     report: str | None = None
-    """A folder that every rank writes what it does into while the run goes on; see docs/monitors.md."""
+    """A folder that every rank writes what it does into while the run goes on, or, where another engine does so, one
+    beside it (DIR-2); see docs/monitors.md."""
     unit_norms: Every = False
     """The norms of each unit's gradient, parameters and update: true for each step, or every n steps."""
     alarm: Alarm = absent(Alarm)

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.optimizers import MuonParams
 from zero.config.read import read
+from zero.core import comm
 from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
@@ -48,6 +49,7 @@ from zero.engine.precision import make_loss_scaler
 from zero.engine.run_facts import run_facts
 from zero.launch.contract import INITIALIZED
 from zero.log import rank_zero, set_level
+from zero.monitor.run_folder import free_number
 from zero.monitor.sinks import check_installed
 from zero.optim.lr import schedule_problems
 from zero.optim.make import make_shard_optimizer, optimizer_type_problems, shard_optimizer_of
@@ -91,7 +93,7 @@ def initialize(
     is not taken over. One that torch does not have needs `zero_allow_untested_optimizer`. lr_scheduler: an object bound
     to that optimizer, or a callable of the optimizer that is returned.
     training_data: a dataset, from which each rank's loader of micro-batches is made.
-    mesh_param or device_mesh: the data-parallel ranks: torch's DeviceMesh of one dimension, or of two, replicas and
+    mesh_param, device_mesh: the data-parallel ranks: torch's DeviceMesh of one dimension, or of two, replicas and
     then shards (HSDP); or the sizes, (replicas, shards) or `{"dp_replicate": 2, "dp_shard": 4}`, over all ranks.
     mpu: Megatron's object, whose data-parallel group is taken; instead of a mesh.
     dist_init_required: False where the caller has made the process group, or has none because it trains alone.
@@ -172,6 +174,8 @@ def _make_engine(
             if zero_optimizer is not None:
                 sharded.reducer.divisor = settings.predivide
                 zero_optimizer.bind(sharded, settings.gradient_factor)
+            number = free_number(zero.report, mesh.global_rank)
+            number = int(comm.gather_scalars(torch.tensor([number], device=device), mesh.data, "run folder")[0])
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
     except BaseException:
         recomputing.undo()
@@ -180,7 +184,7 @@ def _make_engine(
         mesh.watchdog.close()
         raise
     engine._progress.log_start()
-    engine.monitor.open(settings, lambda: run_facts(engine))
+    engine.monitor.open(settings, lambda: run_facts(engine), number)
     return engine
 
 

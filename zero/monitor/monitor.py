@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import queue
 import sys
 import threading
@@ -14,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero.config import Config
-from zero.log import logger
-from zero.monitor.run_folder import RunFolder
+from zero.log import logger, rank_zero
+from zero.monitor.run_folder import RunFolder, numbered
 from zero.monitor.sinks import SINKS, Sink
 from zero.monitor.step_report import Event, Line, Told
 from zero.show.at_end import make_page
@@ -46,10 +47,17 @@ class Monitor:
         """Whether there is a sink that has not failed."""
         return bool(self._writer.sinks)
 
-    def open(self, config: Config, run: Callable[[], Mapping[str, Any]]) -> None:
-        """Open what the JSON asks for; what fails is warned of and left out. `run` makes what stands in run.json."""
-        folder, put = config.zero.report, self._writer.queue.put
-        if folder is not None:
+    def open(self, config: Config, run: Callable[[], Mapping[str, Any]], number: int) -> None:
+        """Open what the JSON asks for; what fails is warned of and left out.
+
+        `run` makes what stands in run.json; `number`, of the run folder, is one for all ranks.
+        """
+        given, put = config.zero.report, self._writer.queue.put
+        if given is not None:
+            folder = numbered(given, number)
+            if number > 1:
+                text = "zero.report: another engine or job writes into %s; this one writes into %s"
+                rank_zero(logging.WARNING, text, given, folder)
             self._make("zero.report", lambda: RunFolder(folder, self._rank, run(), put))
             if self._rank == 0 and self.enabled:
                 self.at_end.append(functools.partial(make_page, folder))

@@ -7,6 +7,7 @@ DIR/run.json        by rank 0 at the start: {"time": seconds since 1970, "config
                     "plan": {kind: bytes per rank at the end of a step}}
 DIR/rank-N.jsonl    by each rank: one JSON object on a line, flushed with it, so that SIGKILL loses at most one. In a
                     run that goes on with the same folder its lines follow those that are there, after another "start".
+                    While one goes on, another engine, or job, that is given DIR writes into DIR-2, and so on.
                     Numbers that are not finite are null; what is not known is left out. "time" is seconds since 1970.
 
 Each line has "event":
@@ -26,6 +27,9 @@ A run without "end" was killed, or still goes on.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -34,6 +38,37 @@ from typing import Any
 
 from zero.log import logger
 from zero.monitor.step_report import Line, Told
+
+
+def free_number(folder: str | Path | None, rank: int) -> int:
+    """Of DIR, DIR-2, DIR-3, ... (`numbered`) the first into which nobody writes, as far as that is known; 1 of None.
+
+    The first rank's counts for all, whose folders may differ, or be None.
+    """
+    if folder is None:
+        return 1
+    return next(number for number in itertools.count(1) if not _is_written(numbered(folder, number), rank))
+
+
+def numbered(folder: str | Path, number: int) -> Path:
+    """DIR itself for 1, and else DIR-number beside it."""
+    path = Path(folder)
+    return path if number == 1 else path.with_name(f"{path.name}-{number}")
+
+
+def _is_written(path: Path, rank: int) -> bool:
+    # Locks are those of processes, which children do not inherit, and of a killed run none is left. So those of this
+    # process are looked for otherwise, and first: to close a file that it has locked would end the lock.
+    if any(isinstance(each, RunFolder) and each.path.resolve() == path.resolve() for each in logger.handlers):
+        return True
+    try:
+        with (path / f"rank-{rank}.jsonl").open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or its file system has no locks; what is wrong is said when it is opened
+        return False
+    return False
 
 
 class RunFolder(logging.Handler):
@@ -51,6 +86,8 @@ class RunFolder(logging.Handler):
         if rank == 0:
             (self.path / "run.json").write_text(json.dumps(run, indent=1, allow_nan=False, default=str))
         self._file = (self.path / f"rank-{rank}.jsonl").open("a")
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         tell(Line("start"))
         logger.addHandler(self)
 

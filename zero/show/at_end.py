@@ -13,7 +13,7 @@ from zero.show.run import read
 _PATIENCE = 30.0  # seconds that the end of a run waits for it; 10,000 steps take some two
 
 
-def make_page(folder: str) -> None:
+def make_page(folder: Path) -> None:
     """Have DIR/report.html made. A run that has failed does not wait for it; what goes wrong is one line of the log.
 
     To be called when the last line of rank 0, with how the run ended, is written.
@@ -21,7 +21,7 @@ def make_page(folder: str) -> None:
     if importlib.util.find_spec("bokeh") is None:
         logger.info("zero.report: pip install 'zero[report]', and zero report --run %s makes a page of it", folder)
         return
-    path = Path(folder).resolve()
+    path = folder.resolve()
     process = subprocess.Popen(
         [sys.executable, "-m", "zero", "report", "--run", str(path)],
         cwd=Path(__file__).parents[2],  # where this zero is found, whatever the script's folder has
