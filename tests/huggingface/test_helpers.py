@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from types import SimpleNamespace
@@ -146,7 +147,7 @@ def of_configs() -> list[Any]:
 
         zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         adam = {"type": "AdamW", "params": {"lr": 1.0}}
-        made = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": zero, "optimizer": adam})
+        made = copy.copy(DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": zero, "optimizer": adam}))
         mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 4)
         sizes = [DeepSpeedConfig({"train_batch_size": 8}, each).train_micro_batch_size_per_gpu for each in (None, mpu)]
         with pytest.raises(DeepSpeedConfigError, match=r"zero_optimization\.stage: got 5"):

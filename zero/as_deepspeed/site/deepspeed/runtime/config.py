@@ -37,8 +37,10 @@ class DeepSpeedConfig:
 
     def __getattr__(self, name: str) -> Any:
         """Look the key up, or `SECTION_enabled` of a section; optimizer and scheduler have `_name` and `_params`."""
-        section, _, key = name.rpartition("_")
-        keys = {"enabled": "enabled", "name": "type", "params": "params"}
-        if name.startswith("_") or hasattr(self._config, name) or key not in keys or not hasattr(self._config, section):
+        section, _, last = name.rpartition("_")
+        key = {"enabled": "enabled", "name": "type", "params": "params"}.get(last)
+        if name.startswith("_"):  # of copies, which ask before there is anything
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name)
+        if key is None or hasattr(self._config, name) or not hasattr(self._config, section):
             return getattr(self._config, name)
-        return getattr(getattr(self._config, section), keys[key], None)
+        return getattr(getattr(self._config, section), key, None)
