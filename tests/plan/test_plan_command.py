@@ -4,6 +4,7 @@ pay, and answers what people ask."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from dataclasses import replace
@@ -31,19 +32,25 @@ SMALL = ["plan", "--params", "2e7", "--sequence", "64", "--device", "a100"]
 
 
 def printed(capsys: pytest.CaptureFixture, *words: str) -> str:
+    """What is printed, lines that were cut in one."""
     assert main([*SMALL, *words]) == 0
-    return capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    return re.sub(r"\n {4}(?=\S)", " ", text)
 
 
 def test_the_table_names_what_is_best(capsys: pytest.CaptureFixture) -> None:
     text = printed(capsys, "--world", "16", "--nodes", "2")
-    rows = [line for line in text.splitlines() if line.startswith("stage ")]
+    rows = [line for line in text.splitlines() if re.match(r"[0-3](,.*)?  ", line)]
     assert len(rows) == (len(CHOICES) + 4) * len(POLICIES), "the best of each choice, HSDP and hpZ, and each policy"
-    first = rows[0].split("  ")[0]
-    assert f"fastest that fits: {first}" in text
+    assert re.search(r"^stage +micro-batch  s/step +tokens/s +peak", text, re.MULTILINE)
+    first, size, *_ = re.split("  +", rows[0])
+    assert f"fastest that fits: stage {first}, micro-batch {size}; " in text
     assert "largest micro-batch: " in text and "longest sequence: " in text and "twice the ranks pays" in text
     whole = printed(capsys, "--world", "16", "--nodes", "2", "--all")
-    assert len([line for line in whole.splitlines() if line.startswith("stage ")]) > 2 * len(rows)
+    assert len([line for line in whole.splitlines() if re.match(r"[0-3](,.*)?  ", line)]) > 4 * len(rows)
+    heads = {name for line in whole.splitlines() if line.startswith("stage  ") for name in re.split("  +", line)}
+    assert {"peak", "host", "drive", "parameters", "activations", "in host", "host link", "drive link"} < heads
 
 
 def test_speed_is_shown_in_a_unit_in_which_it_is_not_nothing(
@@ -56,11 +63,28 @@ def test_speed_is_shown_in_a_unit_in_which_it_is_not_nothing(
 
 
 def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", "--params", "1e12", "--world", "8", "--device", "a100", "--json"]) == 2
+    large = ["plan", "--params", "1e12", "--device", "a100"]
+    assert main([*large, "--world", "8", "--json"]) == 2
     said = capsys.readouterr()
-    assert "nothing fits; the least has stage 3" in said.out
-    assert "device: " in said.out and "of which parameters 2,000.0" in said.out
+    verdict = "nothing fits; the least has stage 3, optimizer and parameters on host, recompute host, micro-batch"
+    assert said.out.startswith(verdict) and "host: 2,031.0 GB of 256.0" in said.out.splitlines()[1]
+    assert re.search(r"^0 +1 +- +device  16,638\b", said.out, re.MULTILINE)
+    assert max(map(len, said.out.splitlines())) <= 100
     assert "--json: nothing fits, so there is no configuration to write" in said.err
+    assert main([*large, "--world", "4,8"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(verdict) and said.out.count(": nothing fits; ") == 2
+
+
+def test_the_longest_names_stay_within_the_width(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    places = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme", "nvme_path": "/x"}}
+    batches = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 128}
+    section = {"zero_optimization": {"stage": 3, **places}, "zero": {"shard_size": 1024}}
+    path.write_text(json.dumps({**batches, **section, "bf16": {"enabled": True}}))
+    for words in ("--all", "--ask=all"):
+        printed(capsys, "--world", "2048", "--config", str(path), words)
+    assert max(map(len, str(zero.estimate(1e12, path, 2048)).splitlines())) <= 100
 
 
 ROWS = [(Choice(2),), *longer((Choice(3, "cpu", "cpu"),), (Choice(1, "cpu"),), (Choice(3, shard_size=1),))]
@@ -121,7 +145,7 @@ def test_a_model_of_ones_own_is_planned(
     assert main([*words, "--device", "a100"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{numel:,} parameters of Net, in fp32; samples of 5 tokens")
-    assert "stage 3, recompute full, micro-batch 2" in text
+    assert re.search(r"^3, recompute full +2 ", text, re.MULTILINE)
     assert main(words) == 0
     assert capsys.readouterr().out == f"{zero.estimate(make_net(blocks=4), path, 2)}\n"
     assert main([*words, "--trace"]) == 0
@@ -165,6 +189,7 @@ def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> N
     path.write_text(json.dumps({"train_batch_size": 512, "bf16": {"enabled": True}}))
     text = printed(capsys, "--world", "8,64,512", "--ranks-per-host", "4", "--config", str(path))
     rows = [line.split() for line in text.splitlines() if line.split()[0] in ("8", "64", "512")]
+    assert all(f"\n  {ranks}: stage " in text for ranks in (8, 64, 512)), "the best of each"
     waits = [float(row[5].rstrip("%")) for row in rows]
     assert len(rows) == 3 and waits == sorted(waits) and waits[-1] > 50, "a small model on many ranks communicates"
     assert text.splitlines()[-1].startswith(f"more ranks pay up to 8: on 64, {rows[1][5]} of a step")
@@ -205,7 +230,9 @@ def test_answers_are_those_of_rows(capsys: pytest.CaptureFixture, tmp_path: Path
     peaks = {}
     for name in ("recompute", "precision", "keep", "units"):
         lines = answered(capsys, name, tmp_path, **three).splitlines()
-        peaks[name] = [float(line.split(" peak ")[1].split()[0]) for line in lines if " peak " in line]
+        head = next(index for index, line in enumerate(lines) if "peak GB" in line)
+        end = lines[head].index("peak GB") + len("peak GB")
+        peaks[name] = [float(line[:end].split()[-1]) for line in lines[head + 1 :] if line.endswith("  yes")]
     none, selective, full, host = peaks["recompute"][1:]
     assert host < full < selective < none == peaks["recompute"][0]
     assert peaks["precision"][3] > 1.5 * peaks["precision"][1], "fp32 takes more than bf16"

@@ -14,6 +14,7 @@ from zero.recompute.policy import Cost, choose
 from zero.sizes.choice import DEVICE, HOST
 from zero.sizes.cost import LOSS, POLICIES
 from zero.sizes.estimate import GB, STEP, Row
+from zero.sizes.lines import gigabytes, table_lines
 from zero.sizes.search import Line, Search, Setup, pattern_of
 from zero.sizes.table import longest, tokens, waits
 
@@ -48,16 +49,17 @@ Answer = Iterator[str]
 
 
 def _compared(case: Case, rows: Mapping[str, Row]) -> Answer:
-    """A line for each, beside the row that was asked about."""
-    width = max(map(len, ["as it is", *rows])) + 1
-    for label, row in {"as it is": case.row, **rows}.items():
-        off = f" ({row.peak / case.row.peak - 1:+.0%})" if row is not case.row else ""
-        fits = "; ".join(row.lacks) or "fits"
-        speed = tokens(case.setup, row)
-        yield (
-            f"  {label:<{width}} peak {row.peak / GB:9,.2f} GB{off:<8} {row.links.sent / GB:9,.2f} GB sent "
-            f"{row.step.step:9,.3f} s {speed:9,.0f} tokens/s  {fits}"
-        )
+    """A line for each, beside the row that was asked about; what does not fit has the name of what is too little."""
+    rows = {"as it is": case.row, **rows}
+    columns = {
+        "peak GB": [gigabytes(row.peak) for row in rows.values()],
+        "": [f"{row.peak / case.row.peak - 1:+.0%}" if row is not case.row else "" for row in rows.values()],
+        "GB sent": [gigabytes(row.links.sent) for row in rows.values()],
+        "s/step": [f"{row.step.step:,.3f}" for row in rows.values()],
+        "tokens/s": [f"{tokens(case.setup, row):,.0f}" for row in rows.values()],
+        "fits": [", ".join(lack.partition(":")[0] for lack in row.lacks) or "yes" for row in rows.values()],
+    }
+    yield from table_lines("", [f"  {label}" for label in rows], columns)
 
 
 def _best(rows: Mapping[str, Row]) -> str:

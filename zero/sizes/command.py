@@ -7,8 +7,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,11 @@ from zero.sizes.asks import ASKS, answer
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, Row, estimate
+from zero.sizes.lines import wrapped
 from zero.sizes.rates import DEVICES, Rates, measured
 from zero.sizes.search import Search, Setup, candidates
 from zero.sizes.shape import Shape, shape_of
-from zero.sizes.table import name_of, over_worlds, smallest, summary, table
+from zero.sizes.table import name_of, nothing_fits, over_worlds, smallest, summary, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +51,7 @@ def plan(given: argparse.Namespace) -> int:
             )
         _check(given)
         for line in _lines(given):
-            print(line)
+            print(line if line.startswith("{") else wrapped(line))
     except BrokenPipeError:  # not of the plan
         raise
     except (ConfigError, ImportError, OSError, RuntimeError, ValueError) as error:
@@ -85,11 +87,20 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
         return
     setup = _setup(given, source)
     numel = sum(spec.numel for unit in setup.units for spec in unit.params)
+    found = _found(given, setup, worlds)
+    first = [next(found)]
+    if first[0].startswith("nothing fits"):
+        yield first.pop()
     name = str(setup.model) if source.inputs is None else f"{numel:,} parameters of {type(setup.model).__name__}"
     yield f"{name}, in {setup.settings.compute_dtype}; samples of {setup.cost.sequence:,} tokens"
     speed = f"{setup.speed / 1e12:,.1f} TFLOP/s" if setup.speed >= 1e12 else f"{setup.speed / 1e9:,.1f} GFLOP/s"
     yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {speed} reached"
     yield from setup.cost.notes
+    yield from chain(first, found)
+
+
+def _found(given: argparse.Namespace, setup: Setup, worlds: Sequence[int]) -> Iterator[str]:
+    """What the search says; the verdict first where nothing fits."""
     if not worlds:
         yield from smallest(setup)
     elif len(worlds) > 1:
@@ -186,11 +197,16 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
         yield name_of(best)
         yield from answer(given.ask, setup, best)
         return
-    yield f"GB (1e9 bytes) at most on each of {setup.ranks:,} ranks, {setup.per_host} to a host; GB sent in a step"
+    if best.lacks:
+        yield nothing_fits(rows)
+    yield f"GB (1e9 bytes) at most on each of {setup.ranks:,} ranks, {setup.per_host} to a host"
+    if rows[-1].lacks:
+        yield "In place of tokens/s stands what a row has too little of."
     yield from table(setup, rows, given.all)
-    yield f"{len(rows)} rows"
-    yield from summary(setup, rows)
-    if given.json:
+    yield f"{len(rows)} rows" + ("" if given.all else "; --all prints them, with the GB of each kind and on each link")
+    if not best.lacks:
+        yield from summary(setup, rows)
+    if given.json is not None:
         yield from _written(given.json, setup, best)
 
 

@@ -19,6 +19,7 @@ from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
 from zero.sizes.cost import LOSS
+from zero.sizes.lines import gigabytes, table_lines, wrapped
 from zero.sizes.links import Links
 from zero.sizes.shape import Shape, shape_of
 from zero.sizes.timeline import Prediction
@@ -106,7 +107,7 @@ class Row:
 class Estimate:
     """Rows for all choices of stage and placement, and `configured`, the one that the configuration makes.
 
-    what: the model in words; notes: what was assumed. `print` shows a table in GB (1e9 bytes).
+    what: the model in words; notes: what was assumed. `print` shows tables in GB (1e9 bytes).
     """
 
     what: str
@@ -116,15 +117,16 @@ class Estimate:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        kinds = [*_STATE, "device", "host", "drive"]
-        width = max(len(str(row.choice)) for row in self.rows) + 2
-        lines = [f"GB (1e9 bytes) on each of {self.ranks:,} ranks, without activations; {self.what}", ""]
-        lines.append(f"{'stage':<{width}}" + "".join(f"{kind:>12}" for kind in kinds))
-        for row in self.rows:
-            mark = "* " if row is self.configured else "  "
-            cells = [*row.device[: len(_STATE)], row.device.total, row.host.memory, row.host.files]
-            lines.append(f"{mark + str(row.choice):<{width}}" + "".join(f"{cell / GB:12,.2f}" for cell in cells))
-        return "\n".join([*lines, "", *self.notes])
+        labels = [f"{'* ' if row is self.configured else '  '}{row.choice}" for row in self.rows]
+        kinds = {
+            "device": [row.device.total for row in self.rows],
+            "host": [row.host.memory for row in self.rows],
+            "drive": [row.host.files for row in self.rows],
+            **{kind: [getattr(row.device, kind) for row in self.rows] for kind in _STATE},
+        }
+        texts = {kind: [gigabytes(nbytes) for nbytes in each] for kind, each in kinds.items()}
+        first = f"GB (1e9 bytes) on each of {self.ranks:,} ranks, without activations; {self.what}"
+        return wrapped("\n".join([first, "", *table_lines("stage", labels, texts), "", *self.notes]))
 
 
 def estimate(
@@ -167,7 +169,8 @@ def estimate(
     for choice in dict.fromkeys([*choices, own]):
         scheme = scheme_of(units, settings, choice, settings.gradient_accumulation_steps, device != "cpu")
         rows[choice] = state_row(units, settings, formats, scheme, choice)
-    what += f", in {settings.compute_dtype} with {settings.optimizer.type if settings.optimizer else 'Adam'}"
+    dtypes = " and ".join(dict.fromkeys(unit.dtype for unit in units)) or settings.compute_dtype
+    what += f", in {dtypes} with {settings.optimizer.type if settings.optimizer else 'Adam'}"
     return Estimate(what, ranks, tuple(rows.values()), rows[own], tuple(notes))
 
 

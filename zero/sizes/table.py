@@ -4,47 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES
-from zero.sizes.estimate import GB, Row
+from zero.sizes.estimate import Row
+from zero.sizes.lines import gigabytes, table_lines
 from zero.sizes.search import Search, Setup, candidates, pace_of
 
 MOST_RANKS = 1 << 16  # beyond which no smaller share is looked for
 _PAYS = 1.5  # times the speed for twice the ranks
-_WIDTH = 11
 
 
 def name_of(row: Row) -> str:
     """A row in words."""
-    again = "" if row.policy == "none" else f", recompute {row.policy}"
-    steps = f" x {row.accumulation}" if row.accumulation > 1 else ""
-    return f"stage {row.choice}{again}, micro-batch {row.micro_batch}{steps}"
+    return f"stage {row.choice}{_again(row)}, micro-batch {_size(row)}"
 
 
-def table(setup: Setup, rows: Sequence[Row], whole: bool = False) -> list[str]:
-    """The rows, in their order; the best of each choice and policy only, unless the `whole` is wanted."""
+def _again(row: Row) -> str:
+    return "" if row.policy == "none" else f", recompute {row.policy}"
+
+
+def _size(row: Row) -> str:
+    return f"{row.micro_batch}" + (f" x {row.accumulation}" if row.accumulation > 1 else "")
+
+
+def table(setup: Setup, rows: Sequence[Row], whole: bool = False) -> Iterator[str]:
+    """The rows, in their order; without `whole` the best of each choice and policy, as far as one table holds it.
+
+    In place of the speed of what does not fit stands what there is too little of.
+    """
     shown = rows if whole else list({(row.choice, row.policy): row for row in reversed(rows)}.values())[::-1]
     cells = [_cells(setup, row) for row in shown]
-    there = [name for name in cells[0] if any(line[name] for line in cells)]
-    labels = [name_of(row) for row in shown]
-    width = max(map(len, labels)) + 1
-    lines = [" " * width + "".join(f"{name:>{_WIDTH + 1}}" for name in there)]
-    for row, label, line in zip(shown, labels, cells, strict=True):
-        text = "".join(f" {line[name]:{_WIDTH},.{0 if name == 'tokens/s' else 2}f}" for name in there)
-        lines.append(f"{label:<{width}}{text}  {'; '.join(row.lacks)}".rstrip())
-    return lines
+    columns = {name: [line[name] for line in cells] for name in cells[0]}
+    there = {name: texts for name, texts in columns.items() if {*texts} != {gigabytes(0)}}
+    yield from table_lines("stage", [f"{row.choice}{_again(row)}" for row in shown], there, whole)
 
 
-def _cells(setup: Setup, row: Row) -> dict[str, float]:
+def _cells(setup: Setup, row: Row) -> dict[str, str]:
     """Seconds, tokens, and GB: the most at once, by kind, on the host and the drive, and on each link in a step."""
-    nbytes = {"peak": row.peak, **row.device._asdict(), "host": row.host.memory + row.inputs_on_host}
-    nbytes |= {"drive": row.host.files}
+    nbytes = {"peak": row.peak, "host": row.host.memory + row.inputs_on_host, "drive": row.host.files}
+    nbytes |= row.device._asdict()
     nbytes |= dict(zip(("in host", "to hosts", "host link", "drive link"), row.links, strict=True))
-    gigabytes = {name: each / GB for name, each in nbytes.items()}
-    return {"s/step": row.step.step, "tokens/s": tokens(setup, row), **gigabytes}
+    speed = {"s/step": f"{row.step.step:,.2f}", "tokens/s": f"{tokens(setup, row):,.0f}"}
+    if row.lacks:
+        speed = {"s/step": "-", "tokens/s": row.lacks[0].partition(":")[0]}
+    return {"micro-batch": _size(row), **speed} | {name: gigabytes(each) for name, each in nbytes.items()}
 
 
 def tokens(setup: Setup, row: Row) -> float:
@@ -69,10 +75,6 @@ def waits(setup: Setup, row: Row) -> Waits:
 def summary(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
     """The fastest that fits, the largest micro-batch, the longest sequence, and whether more ranks pay."""
     fitting = [row for row in rows if not row.lacks]
-    if not fitting:
-        least = min(rows, key=lambda row: row.peak)
-        yield f"nothing fits; the least has {name_of(least)}: {'; '.join(least.lacks)}"
-        return
     best = fitting[0]
     each = tokens(setup, best)
     yield (
@@ -84,6 +86,12 @@ def summary(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
     length, choice, policy = longest(setup, {row.choice for row in fitting})
     yield f"longest sequence: {length:,} tokens at micro-batch 1, with stage {choice}, recompute {policy}"
     yield pays(setup, best)
+
+
+def nothing_fits(rows: Sequence[Row]) -> str:
+    """The verdict where none of these fits, with what the one that takes least has too little of."""
+    least = min(rows, key=lambda row: row.peak)
+    return f"nothing fits; the least has {name_of(least)}: {'; '.join(least.lacks)}"
 
 
 def longest(setup: Setup, choices: Sequence[Choice], policies: Sequence[str] = POLICIES) -> tuple[int, Choice, str]:
@@ -111,20 +119,24 @@ def pays(setup: Setup, row: Row) -> str:
 
 def over_worlds(setup: Setup, worlds: Sequence[int]) -> Iterator[str]:
     """The best row of each number of ranks, with the share of communication, and up to where more ranks pay."""
-    speeds: list[tuple[int, float, Waits]] = []
-    yield f"{'ranks':>7} {'s/step':>10} {'tokens/s':>14} {'GB sent':>9} {'messages':>9} {'waits':>7}  best"
-    for ranks in worlds:
-        here = setup.on(ranks)
-        best = candidates(here)[0]
-        if best.lacks:
-            yield f"{ranks:>7,} nothing fits; {'; '.join(best.lacks)}"
-            continue
-        cost, speed = waits(here, best), ranks * tokens(here, best)
-        speeds.append((ranks, speed, cost))
-        yield (
-            f"{ranks:>7,} {best.step.step:>10,.3f} {speed:>14,.0f} {best.links.sent / GB:>9,.2f} {cost.busy:>9.0%} "
-            f"{cost.longer:>7.0%}  {name_of(best)}"
-        )
+    setups = [setup.on(ranks) for ranks in worlds]
+    rows = [candidates(each)[0] for each in setups]
+    if all(row.lacks for row in rows):
+        yield nothing_fits(rows)
+    there = [(each, row) for each, row in zip(setups, rows, strict=True) if not row.lacks]
+    speeds = [(each.ranks, each.ranks * tokens(each, row), waits(each, row)) for each, row in there]
+    columns = {
+        "s/step": [f"{row.step.step:,.3f}" for _, row in there],
+        "tokens/s": [f"{speed:,.0f}" for _, speed, _ in speeds],
+        "GB sent": [gigabytes(row.links.sent) for _, row in there],
+        "messages": [f"{cost.busy:.0%}" for *_, cost in speeds],
+        "waits": [f"{cost.longer:.0%}" for *_, cost in speeds],
+    }
+    if there:
+        yield from table_lines("ranks", [f"{ranks:,}" for ranks, *_ in speeds], columns)
+    yield "the best of each:"
+    for ranks, row in zip(worlds, rows, strict=True):
+        yield f"  {ranks:,}: " + (f"nothing fits; {'; '.join(row.lacks)}" if row.lacks else name_of(row))
     if len(speeds) > 1:
         yield verdict(speeds)
 
@@ -153,19 +165,21 @@ def smallest(setup: Setup) -> Iterator[str]:
         return not searches.setdefault((ranks, choice), Search(at, choice)).row(policy, size, timed=False).lacks
 
     searches: dict[tuple[int, Choice], Search] = {}
+    columns: dict[str, list[str]] = {policy: [] for policy in POLICIES}
+    for choice, policy in product(CHOICES, POLICIES):
+        low, high = 0, 1
+        while high <= MOST_RANKS and not fits(choice, policy, high):
+            low, high = high, 2 * high
+        power = high
+        while high - low > 1 and high <= MOST_RANKS:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(choice, policy, middle) else (middle, high)
+        columns[policy].append(f"{high:,} ({power:,})" if high <= MOST_RANKS else "never")
+    never = [choice for choice, cell in zip(CHOICES, columns["none"], strict=True) if cell == "never"]
+    if {*chain(*columns.values())} == {"never"}:
+        yield nothing_fits([searches[MOST_RANKS, choice].row("full", size, timed=False) for choice in CHOICES])
     yield f"ranks at least for micro-batch {size}, and in brackets a power of two, by what is recomputed"
-    yield f"{'':<43}" + "".join(f"{policy:>16}" for policy in POLICIES)
-    for choice in CHOICES:
-        cells = []
-        for policy in POLICIES:
-            low, high = 0, 1
-            while high <= MOST_RANKS and not fits(choice, policy, high):
-                low, high = high, 2 * high
-            power = high
-            while high - low > 1 and high <= MOST_RANKS:
-                middle = (low + high) // 2
-                low, high = (low, middle) if fits(choice, policy, middle) else (middle, high)
-            cells.append(f"{high:,} ({power:,})" if high <= MOST_RANKS else "never")
-        yield f"{f'stage {choice}':<43}" + "".join(f"{cell:>16}" for cell in cells)
-        if cells[0] == "never":
-            yield f"    {'; '.join(searches[MOST_RANKS, choice].row('none', size).lacks)} on {MOST_RANKS:,} ranks"
+    yield from table_lines("", [f"stage {choice}" for choice in CHOICES], columns)
+    for choice in never:
+        lacks = "; ".join(searches[MOST_RANKS, choice].row("none", size, timed=False).lacks)
+        yield f"stage {choice}, none: {lacks} on {MOST_RANKS:,} ranks"
