@@ -64,6 +64,31 @@ def test_programs_that_are_missing_are_notes_that_say_how_to_get_them(monkeypatc
     assert "nvcc" not in states(doctor.programs(gpus=False))
 
 
+def test_a_program_that_does_not_run_is_a_note_with_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    texts = {
+        "c++": "#!/bin/sh\nexit 0",
+        "nvcc": "#!/no/such/interpreter",
+        "ssh": "#!/bin/sh\nsleep 60 & wait",
+        "mpirun": "#!/bin/sh\necho mpirun: libmpi.so.40: cannot open shared object file >&2; exit 127",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(doctor, "_TRY_SECONDS", 0.3)
+    found = states(doctor.programs(gpus=True))
+    assert found["C++ compiler"] == (OK, str(tmp_path / "c++"))
+    assert {name: state for name, (state, _) in found.items()} == {"C++ compiler": OK} | dict.fromkeys(
+        ("nvcc", "ssh", "mpirun"), NOTE
+    )
+    assert "exit status 127: mpirun: libmpi.so.40: cannot open shared object file" in found["mpirun"][1]
+    assert "`" + str(tmp_path / "ssh") + " -V` has not ended after 0.3 s" in found["ssh"][1]
+    assert "No such file or directory" in found["nvcc"][1]
+
+
 def test_a_port_that_is_taken_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("", 0))

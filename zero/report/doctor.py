@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from zero.report.facts import Facts, gather
 
 GIB = 2**30
 _SECONDS = 180  # for the ranks to start, talk and end
+_TRY_SECONDS = 10  # for a program to say its version
 _LEAST_SHARED, _LEAST_DISK, _LITTLE_DISK, _LEAST_FILES = GIB, GIB, 10 * GIB, 4096
 _COMPILERS = ("c++", "g++", "clang++")
 
@@ -71,20 +73,43 @@ def programs(gpus: bool) -> Iterator[Finding]:
     chosen = os.environ.get("CXX", "").split()[:1]
     compiler = next(filter(None, map(shutil.which, [*chosen, *_COMPILERS])), None)
     how = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"
-    yield _program("C++ compiler", compiler, "builds the CPU kernels when zero is installed from source", how)
+    yield _program(
+        "C++ compiler", compiler, "--version", "builds the CPU kernels when zero is installed from source", how
+    )
     if gpus:
         folder = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
         nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{folder}/bin")
         how = "install the CUDA toolkit, or say in CUDA_HOME where it is"
-        yield _program("nvcc", nvcc, "builds the CUDA kernels when zero is installed from source", how)
+        yield _program("nvcc", nvcc, "--version", "builds the CUDA kernels when zero is installed from source", how)
     how = "apt-get install openssh-client or dnf install openssh-clients"
-    yield _program("ssh", shutil.which("ssh"), "`zero run --hostfile` starts ranks on other hosts by it", how)
+    yield _program("ssh", shutil.which("ssh"), "-V", "`zero run --hostfile` starts ranks on other hosts by it", how)
     how = "apt-get install openmpi-bin or dnf install openmpi, or load the module of your cluster"
-    yield _program("mpirun", shutil.which("mpirun"), "only `zero run --launcher openmpi` and its kin need it", how)
+    use = "only `zero run --launcher openmpi` and its kin need it"
+    yield _program("mpirun", shutil.which("mpirun"), "--version", use, how)
 
 
-def _program(name: str, found: str | None, use: str, how: str) -> Finding:
-    return Finding(name, OK, found) if found else Finding(name, NOTE, f"not found; {use}. To get it: {how}")
+def _program(name: str, found: str | None, flag: str, use: str, how: str) -> Finding:
+    """flag: with which it ends at once, and well if it runs here at all."""
+    if found is None:
+        return Finding(name, NOTE, f"not found; {use}. To get it: {how}")
+    why = _failure([found, flag])
+    text = f"{found} does not run: {why}; {use}. To get it whole: {how}"
+    return Finding(name, NOTE, text) if why else Finding(name, OK, found)
+
+
+def _failure(command: list[str]) -> str:
+    """How the end of a command that should end at once was not a good one, with the last it wrote; "" if it was."""
+    with tempfile.TemporaryFile() as output:  # no pipe: what the command has started may hold that, and go on
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        try:
+            status = subprocess.run(command, **streams, timeout=_TRY_SECONDS, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return f"`{shlex.join(command)}` has not ended after {_TRY_SECONDS} s"
+        except OSError as error:
+            return str(error.strerror)
+        output.seek(0)
+        said = [line for line in output.read().decode(errors="replace").splitlines() if any(map(str.isalnum, line))]
+    return f"exit status {status}: {said[-1].strip() if said else 'it wrote nothing'}" if status else ""
 
 
 def network() -> Iterator[Finding]:
