@@ -179,7 +179,7 @@ def environment_after(given: dict[str, str], **arguments: object) -> dict[str, s
     try:
         zero.init_distributed(**arguments)
         return {name: os.environ.get(name) for name in WHO}
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     finally:
         for name in (*given, *WHO):
@@ -206,6 +206,13 @@ def test_alone_in_an_allocation() -> None:
 
 def test_a_group_that_should_be_there_is_missed() -> None:
     assert "call torch.distributed.init_process_group first" in environment_after({}, dist_init_required=False)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_without_a_gpu_is_an_error_that_says_what_to_take(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = environment_after(TORCHRUN, dist_backend=backend)
+    assert f"{backend!r}): NCCL wants a GPU for each rank, and torch sees none here; leave the argument out" in said
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -47,7 +47,8 @@ def init_distributed(
     init_method, rank, world_size: as of `torch.distributed.init_process_group`, for a process that no launcher has
     started.
     dist_init_required: False where the caller has made the group. verbose, config: not used.
-    Raises ValueError when the environment is only half set, RuntimeError when there should be a group and is none.
+    Raises ValueError when the environment is only half set, and for NCCL without a GPU; RuntimeError when there should
+    be a group and is none.
     """
     if dist.is_initialized():
         _adopt(auto_mpi_discovery)
@@ -89,6 +90,15 @@ def refuse_alone(port: int = PORT) -> None:
         )
 
 
+def refuse_nccl(backend: str | None) -> None:
+    """Raise ValueError where NCCL is asked for and this process sees no GPU."""
+    if "nccl" in (backend or "") and local_device().type == "cpu":
+        raise ValueError(
+            f"init_distributed(dist_backend={backend!r}): NCCL wants a GPU for each rank, and torch sees none here; "
+            "leave the argument out, which takes NCCL where there are GPUs and else gloo, or say 'gloo'"
+        )
+
+
 def _before_meetings() -> tuple[dict[str, str], int]:
     """The environment without the port of an earlier group of this process, and how many such groups it has met for."""
     environment = dict(os.environ)
@@ -115,6 +125,7 @@ def _complete(found: Launched, port: int | None) -> None:
 
 def _join(backend: str | None, timeout: timedelta, **explicit: Any) -> None:
     device = local_device()
+    refuse_nccl(backend)
     if backend is None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_gpu = device.type == "cuda" and ranks_here <= torch.cuda.device_count()

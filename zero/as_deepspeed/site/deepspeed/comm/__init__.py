@@ -10,6 +10,7 @@ import torch.distributed as _dist
 
 import zero as _zero
 from deepspeed._names import finder as _finder
+from zero.core.joining import refuse_nccl as _refuse_nccl
 
 _find = _finder(__name__, {})
 _engines: Any = weakref.WeakSet()  # those that deepspeed.initialize has made
@@ -31,6 +32,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     """`zero.init_distributed`, and also a process alone has a group afterwards, as programs for DeepSpeed expect."""
     _zero.init_distributed(dist_backend, *args, **kwargs)
     if not _dist.is_initialized():
+        _refuse_nccl(dist_backend)
         _dist.init_process_group(dist_backend or "gloo", store=_dist.HashStore(), rank=0, world_size=1)
     _tell_accelerate()
 
