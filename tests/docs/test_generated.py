@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import zero
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -34,6 +38,30 @@ def test_the_figures_are_what_their_script_draws(tmp_path: Path) -> None:
         assert path.read_text() == (tmp_path / path.name).read_text(), "python docs/figures/draw.py draws it anew"
 
 
+def test_each_argument_of_a_docstring_is_an_item_of_its_own() -> None:
+    pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
+    lines = (zero.init_distributed.__doc__ or "").split("\n    ")
+    runpy.run_path(str(DOCS / "conf.py"))["as_restructured_text"](None, "", "", zero.init_distributed, None, lines)
+    items = re.findall("^- ``(.*?)``", "\n".join(lines), re.MULTILINE)
+    assert {"distributed_port", "timeout", "init_method, rank, world_size", "verbose, config"} <= set(items)
+    ended = lines.index("") < lines.index(next(line for line in lines if line.startswith("Raises")))
+    assert ended, "what is raised belongs to no argument"
+
+
+def inside_of_others(page: str) -> list[str]:
+    """The names of arguments in the text of an item of another argument."""
+    items = re.findall(r"<li><p><code[^>]*>(.*?)</code>(: .*?)</p></li>", page, re.DOTALL)
+    texts = [(re.sub("<[^>]*>", "", name), html.unescape(re.sub("<[^>]*>", "", text))) for name, text in items]
+    known = {name for names, _ in texts for name in names.split(", ")}
+    assert len(known) > 60
+    return [
+        f"{at}: {name}"
+        for at, text in texts
+        for name in re.findall(r"[.;]\s(?:\w+ or )?(\w+):\s", text)
+        if name in known
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "lightning")),
@@ -52,4 +80,5 @@ def test_the_pages_build_without_a_warning_or_a_network(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     api = (tmp_path / "api.html").read_text()
+    assert not inside_of_others(api)
     assert all(f'id="zero.{name}"' in api for name in ("initialize", "Engine.step", "Init", "lightning.ZeroStrategy"))
