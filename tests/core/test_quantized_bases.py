@@ -6,6 +6,8 @@ The short cases are of a stand-in for bitsandbytes (tests/packed.py), the long o
 from __future__ import annotations
 
 import importlib.util
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,18 @@ def test_the_plan_of_what_is_not_quantised_yet_is_that_of_what_is() -> None:
             empty = Net(form)
         pending = zero.estimate(empty, config(3, 2), 2).configured.device
         assert pending == zero.estimate(Net(form).to("cpu"), config(3, 2), 2).configured.device
+
+
+def test_the_log_counts_weights_by_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    mixed = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False).bfloat16().requires_grad_(False), nn.Linear(WIDTH, 1))
+    with caplog.at_level(logging.INFO, logger="zero"):
+        for model in (Net("nf4").to("cpu"), mixed):
+            zero.initialize(model=model, config=config(0, 1))[0].destroy()
+    said = [line for line in caplog.messages if line.startswith("stage 0")]
+    packed = re.search(r" ([\d,]+) parameters \(.*?([\d,]+) in nf4", said[0])
+    assert packed[2] == f"{2 * 2 * 2 * WIDTH * WIDTH:,}", "as many as before they were packed"
+    assert f"{WIDTH * WIDTH + WIDTH + 1:,} parameters ({WIDTH * WIDTH:,} in bf16, {WIDTH + 1:,} in fp32)" in said[1]
+    assert ", in bf16 and fp32 with " in zero.estimate(mixed, config(0, 1)).what
 
 
 # --- out and in ---------------------------------------------------------------------------------------------

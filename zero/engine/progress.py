@@ -7,8 +7,8 @@ import logging
 import math
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,7 +17,9 @@ import psutil
 import torch
 
 from zero.config import Config
+from zero.core.quantized import format_of
 from zero.core.sharded_module import ShardedModule
+from zero.core.unit import Unit
 from zero.engine.status import Status
 from zero.engine.step_record import mean_loss
 from zero.kernels import cuda
@@ -30,6 +32,7 @@ from zero.monitor.taps import Stamp, ended, now, seconds
 from zero.optim.muon_groups import rules_line
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.formats import ITEMSIZE
 from zero.plan.memory import StateBytes
 from zero.watchdog.rank_status import Collective
 
@@ -38,6 +41,19 @@ _MEMORY_EVERY = 1.0  # seconds between two looks at the memory, for the monitors
 _WAITING = "waiting for "  # in whatever phase it was
 _WAITS = _WAITING + "updates"
 _DIRECTIONS = {"gather": "gathers", "reduce": "reductions", "replica gather": "reductions"}
+
+
+def _numbers(units: Sequence[Unit]) -> str:
+    """How many parameters there are, and of each dtype or packed format how many."""
+    kinds: Counter[str] = Counter()
+    for unit in units:
+        dtype = unit.plan.dtype
+        for spec, param in zip(unit.plan.params, unit.params, strict=True):
+            form = format_of(param)
+            kinds[form or dtype] += spec.numel * (2 * ITEMSIZE[dtype] if form in ("nf4", "fp4") else 1)
+    each = [f"{numel:,} in {kind}" for kind, numel in kinds.items()]
+    text = f"{sum(kinds.values()):,} parameters"
+    return f"{text} in {next(iter(kinds))}" if len(kinds) == 1 else f"{text} ({', '.join(each) or 'none'})"
 
 
 @dataclass
@@ -122,7 +138,6 @@ class Progress:
         config, sharded, device = self._config, self._sharded, self._device
         dtype = config.compute_dtype
         formats = sharded.numerics.formats
-        numel = sum(spec.numel for unit in sharded.units for spec in unit.plan.params)
         compiled = isa() if device.type == "cpu" else "CUDA" if cuda.kernels(device) else "torch"
         kept = f", masters as {formats.master}" if dtype != "fp32" else ""
         kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
@@ -135,7 +150,7 @@ class Progress:
         rank_zero(
             logging.INFO,
             f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
-            f"{numel:,} parameters in {dtype}, {len(sharded.units)} units, "
+            f"{_numbers(sharded.units)}, {len(sharded.units)} units, "
             f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest, {compiled} kernels{kept}",
         )
         if self._optimizer is not None and self._optimizer.host_threads:
