@@ -118,10 +118,10 @@ def open_files(folder: Path) -> Files:
 def _only_zero(folder: Path, names: Sequence[str]) -> None:
     layers = [name for name in names if name.startswith(("layer_", "expp_"))]
     if layers:
-        raise ValueError(f"{folder} has {layers[0]}: checkpoints of pipelines and of experts are not read")
+        raise ValueError(f"{folder} has {layers[0]}: checkpoints of pipelines and of experts are not read yet")
     parallel = [match[0] for match in map(_MODEL.fullmatch, names) if match and int(match[2])]
     if parallel:
-        raise ValueError(f"{folder} has {parallel[0]}: checkpoints of tensor parallelism are not read")
+        raise ValueError(f"{folder} has {parallel[0]}: checkpoints of tensor parallelism are not read yet")
     if not any(map(_OPTIM.fullmatch, names)):
         raise ValueError(
             f"{folder} has no files zero_pp_rank_*_optim_states.pt, so it is no checkpoint of ZeRO 1, 2 or 3"

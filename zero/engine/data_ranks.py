@@ -135,5 +135,5 @@ def _sizes(value: Any, name: str, world: int) -> int:
     except GridError as error:
         raise ConfigError([f"{name}: {error}"]) from None
     if grid.size(*DATA) != world:
-        raise ValueError(f"{name}: got {value!r}; only the axes {' and '.join(DATA)} can be larger than 1")
+        raise ValueError(f"{name}: got {value!r}; only the axes {' and '.join(DATA)} can be larger than 1 yet")
     return grid.size("dp_shard")

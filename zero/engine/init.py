@@ -22,7 +22,7 @@ from zero.engine.check.assigned import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.plan.sharding import Sharding
 
-_DATA_PARALLEL = "only data parallelism is built; leave it out"
+_DATA_PARALLEL = "other parallelism than of data is not there yet; leave it out"
 _QUANTIZED = "what travels in 8 bits the configuration of the engine says: zero_optimization.zero_quantized_weights"
 
 
