@@ -274,6 +274,16 @@ def test_csv_makes_its_folder(tmp_path):
     assert Path(tmp_path, "new", "DeepSpeedJobName").is_dir()
 
 
+def test_make_train_installs_tensorboard_which_the_page_switches_on():
+    """`make` installs the extras that its Makefile names, with the versions of constraints.txt."""
+    root = Path(__file__).parents[2]
+    (extras,) = re.findall(r'install .*--editable "\.\[(.*)\]" >', (root / "Makefile").read_text())
+    project = (root / "pyproject.toml").read_text()
+    wanted = "".join(re.search(rf"^{extra} = (\[.*?\])$", project, re.M | re.S)[1] for extra in extras.split(","))
+    assert '"tensorboard>=' in wanted
+    assert "\ntensorboard==" in (root / "constraints.txt").read_text()
+
+
 @pytest.mark.long
 def test_tensorboard_reads_its_files(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'zero[monitors]'")
