@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
-VOCABULARY = "0123456789+="
 CONFIG = {
     **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto"),
     "gradient_clipping": "auto",
@@ -36,25 +35,19 @@ def filled(number: int, **more: Any) -> dict[str, Any]:
 def script(title: str) -> str:
     """The script of one section of docs/huggingface.md."""
     section = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    return re.findall(r"```python[^\n]*\n(.*?)```", section, re.DOTALL)[0]
 
 
 def make_model(folder: Path) -> None:
-    """A tiny random language model and its tokenizer, one token for each character of VOCABULARY."""
+    """A tiny random language model and its tokenizer, one token for each character of sums, as the page makes it."""
     import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *VOCABULARY])}
-    tokens = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes, **heads, **ids)).save_pretrained(folder)
+    argv, sys.argv = sys.argv, ["tiny.py", str(folder)]
+    try:
+        exec(script("A tiny model, offline"), {})
+    finally:
+        sys.argv = argv
 
 
 @contextlib.contextmanager
