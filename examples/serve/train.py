@@ -74,7 +74,7 @@ def serve() -> None:
             name, _, kind = key.rpartition(":")
             if kind == "values":
                 zero.WeightUpdate(name, tensors.get(f"{name}:where"), values).apply_to(weights[name])
-        print(checksum(weights), model.generate(b"The quick", 20).decode(errors="replace"), flush=True)
+        print(checksum(weights), model.generate(b"The quick", 20), flush=True)  # as a bytes literal: one line, ASCII
 
 
 def train(engine: Any, steps: int, random: torch.Generator) -> None:
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
                 if theirs != checksum(ours):
                     raise SystemExit(f"step {since}: the server has other weights")
                 nbytes = sum(tensor.nbytes for tensor in tensors.values())
-                print(f"step {since}: {nbytes} bytes; the server says {text!r}", flush=True)
+                print(f"step {since}: {nbytes} bytes; the server says {text}", flush=True)
     if server is not None:
         server.communicate()
     engine.destroy()

@@ -5,6 +5,7 @@ And the server of the third has the weights of the trainer after each message, o
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -77,7 +78,8 @@ def test_windows_are_masked_as_bert_masks() -> None:
 @pytest.mark.long
 def test_a_server_gets_all_weights_and_then_what_has_changed(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(2, run_script, str(tmp_path), [SERVE, "--rounds", "2"], free_port())[0]
-    found = re.findall(r"step (\d+): (\d+) bytes; the server says '(.*)'", said)
+    found = re.findall(r"step (\d+): (\d+) bytes; the server says (b'.*')", said)
     assert [int(step) for step, _, _ in found] == [2, 4, 6]
+    assert all(ast.literal_eval(text)[:9] == b"The quick" for _, _, text in found), "whatever bytes it says"
     whole, *parts = (int(nbytes) for _, nbytes, _ in found)
     assert all(0 < nbytes < 0.7 * whole for nbytes in parts)
