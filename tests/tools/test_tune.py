@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from launching import ROOT, Launchers
 
 from zero.config import load
+from zero.engine.tune import script
 from zero.engine.tune.script import Tried, Tuned, _next, _ordered
 from zero.launch.args import tune
 from zero.launch.messages import LaunchError
@@ -142,10 +144,10 @@ def test_what_the_plan_holds_for_alike_goes_by_the_number_of_calls() -> None:
 
 def test_the_best_of_each_group_comes_first_then_the_group_that_is_fastest() -> None:
     rows = [row(group, size, 1.0) for group in "0123" for size in (4, 2)]
-    runs, order = [Tried({"name": "own"}, [9.0])], []
+    runs, order = [Tried({"name": "own"}, [[9.0]])], []
     while (found := _next(rows, runs)) is not None:
         order.append((found["group"], found["micro_batch"]))
-        runs.append(Tried(found, [1.0 if found["group"] == "1" else 2.0]))
+        runs.append(Tried(found, [[1.0 if found["group"] == "1" else 2.0]]))
     assert order == [("0", 4), ("1", 4), ("2", 4), ("1", 2), ("0", 2), ("2", 2), ("3", 4), ("3", 2)]
 
 
@@ -163,9 +165,9 @@ def test_what_cannot_fit_is_not_tried() -> None:
 def test_the_table_says_what_was_tried_and_why_the_fastest_is() -> None:
     own, fast, near, dead = row("2", 4, 0.2), row("1", 8, 0.1, sent=5e5), row("0", 8, 0.1), row("3", 8, 0.1)
     runs = [
-        Tried(own, [0.408, 0.408, 0.408]),
-        Tried(fast, [0.1, 0.102, 0.12], 2_000_000),
-        Tried(near, [0.105, 0.105]),
+        Tried(own, [[0.408, 0.408, 0.408]]),
+        Tried(fast, [[0.1, 0.102, 0.12]], 2_000_000),
+        Tried(near, [[0.105, 0.105]]),
         Tried(dead, why="out of memory"),
     ]
     text = str(Tuned(runs, [own, fast, near, dead, row("3", 9, 1.0, lacks=["memory"])], {}, 61.4))
@@ -177,6 +179,49 @@ def test_the_table_says_what_was_tried_and_why_the_fastest_is() -> None:
     assert "It sends 0.5 MB in a step (own: 1.0), and computes 8 samples at once (own: 4)." in lines
     assert lines[-1] == "Within the spread of its steps: stage 0, 8 x 1."
     assert "own configuration is the fastest" in str(Tuned([runs[0], runs[3]], [own], {}, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [
+        (
+            [[0.1, 0.11, 0.12], [0.1, 0.1, 0.1]],
+            [[0.1, 0.1, 0.11], [0.099, 0.099, 0.099]],
+            "no difference that the runs",
+        ),
+        ([[0.24, 0.24, 0.25], [0.1, 0.1, 0.1]], [[0.1, 0.1, 0.1], [0.098, 0.099, 0.1]], "no difference that the runs"),
+        ([[0.2, 0.2, 0.21], [0.2, 0.21, 0.22]], [[0.1, 0.1, 0.1], [0.1, 0.11, 0.11]], "stage 2, 4 x 1 takes 50% of"),
+        ([[0.1, 0.1, 0.1]], [[0.2, 0.2, 0.2]], "own configuration is the fastest"),
+    ],
+    ids=["equal", "slow first run", "twice as fast", "own is faster"],
+)
+def test_what_runs_cannot_tell_apart_is_no_difference(own: Any, other: Any, said: str) -> None:
+    runs = [Tried(row("0", 4, 0.1), own), Tried(row("2", 4, 0.1), other)]
+    tuned = Tuned(runs, [], {}, 1.0)
+    assert said in str(tuned)
+    assert (tuned.best is runs[1]) == ("takes" in said)
+
+
+def test_the_first_run_is_not_the_only_one_of_the_scripts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is slow in the first run: at the end own and fastest have their turn once more."""
+    own, *rows = (row(group, 4, 1.0, sets={"zero_optimization.stage": int(group)}) for group in "012")
+    order = []
+
+    def tried(request: Any, ranks: Any, row: Any, *more: Any) -> Tried:
+        order.append((row["group"], row["sets"]))
+        seconds = 0.24 if len(order) == 1 else {"0": 0.1, "1": 0.11, "2": 0.1}[row["group"]]
+        return Tried(row, [[seconds] * 3])
+
+    def first(*given: Any) -> Any:
+        return tried(None, None, {**own, "sets": {}}), rows, {"train_batch_size": 4}
+
+    monkeypatch.setattr(script, "ScriptRuns", MagicMock())
+    monkeypatch.setattr(script, "_own_run", first)
+    monkeypatch.setattr(script, "try_row", tried)
+    tuned = script.tune(MagicMock(runs=2, limit=100.0))
+    stage = "zero_optimization.stage"
+    assert order == [("0", {}), ("1", {stage: 1}), ("2", {stage: 2}), ("0", {}), ("2", {stage: 2})]
+    assert tuned.best is tuned.runs[0] and tuned.config == {"train_batch_size": 4}
 
 
 def test_a_wrong_command_line_says_what_is_wanted(tmp_path: Path) -> None:

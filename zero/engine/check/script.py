@@ -1,30 +1,26 @@
-"""`zero check`: runs a script once per variant through our launcher, and compares what the runs recorded."""
+"""`zero check`: runs a script once per variant, and compares what the runs recorded."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import functools
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tqdm import tqdm
 
 from zero.core.released import UNCLIPPED
 from zero.engine.check.assigned import environment
 from zero.engine.check.compare import Failed, compare_runs
 from zero.engine.check.recording import Outcome, load
-from zero.engine.check.runs import Run
+from zero.engine.check.runs import Kind, Run, check_counts, engine_runs
+from zero.engine.script_runs import ScriptRuns, why_not
 from zero.launch.args.check import CheckRequest
 
 _TAIL = 15  # lines of a run's output that are shown when it failed
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-_GRACE = 20  # seconds for the launcher to end its ranks
 
 
 def run(request: CheckRequest) -> int:
@@ -33,20 +29,23 @@ def run(request: CheckRequest) -> int:
         say(f"{', '.join(request.stray_options)} behind the script: given to it; options of zero check go before it")
     for line in _clips(Path(request.script)):
         say(f"{request.script}:{line}: {UNCLIPPED}")
-    with tempfile.TemporaryDirectory(prefix="zero-check-") as folder:
-        train = functools.partial(_outcome, request, Path(folder))
+    check_counts(request.steps, request.stages, request.accumulations)
+    with tempfile.TemporaryDirectory(prefix="zero-check-") as folder, ScriptRuns(request, Path(folder)) as ranks:
+        trainer = _Trainer(request, ranks, Path(folder))
         try:
-            report = compare_runs(request.steps, request.stages, request.accumulations, request.offload, train)
+            report = compare_runs(request.steps, request.stages, request.accumulations, request.offload, trainer.train)
         except Failed:
             say("there is nothing to compare with, since plain torch does not run the script")
             return 1
+        finally:
+            trainer.bar.close()
     print(report, flush=True)
     return 0 if report.ok else 1
 
 
 def say(text: str) -> None:
     """One line of the check's own, on stderr."""
-    print(f"zero check: {text}", file=sys.stderr, flush=True)
+    tqdm.write(f"zero check: {text}", file=sys.stderr)  # above a bar
 
 
 def _clips(script: Path) -> list[int]:
@@ -60,70 +59,52 @@ def _clips(script: Path) -> list[int]:
     return sorted(line for (owner, _, name), line in names if name in _CLIPPING and owner in ("", "torch.nn.", "nn."))
 
 
-def _outcome(request: CheckRequest, folder: Path, one: Run, lead: Outcome | None) -> Outcome:
-    """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
-    folder, begin = folder / one.kind.value, time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
-    folder.mkdir()
-    assignment = environment(one, folder, lead.folder if lead is not None else None)
-    status, output = launch(request.command(), assignment, request.timeout)
-    outcome = load(folder) if status == 0 else None
-    seconds = time.monotonic() - begin
-    if outcome is not None:
-        say(f"{one.name}: {seconds:.1f} s")
-        return outcome
-    why, tail = (
-        why_not(folder, one.steps, status, f"{request.timeout:g} s (--timeout)"),
-        "\n".join(output.splitlines()[-_TAIL:]),
-    )
-    say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
-    raise Failed(why)
+class _Trainer:
+    """Carries out the runs of a check, and says how far it is: a bar on a terminal, a line for each run elsewhere."""
 
+    def __init__(self, request: CheckRequest, ranks: ScriptRuns, folder: Path) -> None:
+        self._request = request
+        self._ranks = ranks
+        self._folder = folder
+        self._followed: set[int] = set()  # accumulations in which plain torch has followed a stage
+        stages = len(list(engine_runs(request.stages, 1, request.steps, request.offload)))
+        # For each accumulation plain torch alone, nudged, and beside one of the stages, which mostly are alike.
+        self._done, self._total = 0, len(request.accumulations) * (stages + 3)
+        say(f"some {self._total} runs of {request.script}, once the ranks have imported torch and zero")
+        ranks.met()
+        self._begin = time.monotonic()
+        self.bar = tqdm(total=self._total, desc="zero check", unit="run", leave=False, disable=None)
 
-def launch(words: Sequence[str], assignment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
-    """Run `zero` with these words and variables: the exit status, None when the time was over, and all it printed."""
-    command = [sys.executable, "-m", "zero", *words]
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        # A session of its own, so that Ctrl-C comes here first and the launcher is asked to end once.
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **assignment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        status: int | None = None
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _end(process)
-        output.seek(0)
-        return status, output.read()
+    def train(self, one: Run, lead: Outcome | None) -> Outcome:
+        """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
+        folder, begin = self._folder / one.kind.value, time.monotonic()
+        shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
+        folder.mkdir()
+        variables = environment(one, folder, lead.folder if lead is not None else None)
+        status, output = self._ranks.run(variables, folder, self._request.timeout)
+        outcome = load(folder) if status == 0 else None
+        seconds = time.monotonic() - begin
+        self._count(one)
+        if outcome is not None:
+            say(f"{one.name}: {seconds:.1f} s{self._left()}")
+            return outcome
+        why = why_not(folder, one.steps, status, f"{self._request.timeout:g} s (--timeout)")
+        tail = "\n".join(output.splitlines()[-_TAIL:])
+        say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
+        raise Failed(why)
 
+    def _count(self, one: Run) -> None:
+        if one.kind is Kind.BESIDE and one.accumulation in self._followed:
+            self._total += 1  # one more than planned, which differs from those before
+            self.bar.total = self._total
+        self._followed |= {one.accumulation} if one.kind is Kind.BESIDE else set()
+        self._done += 1
+        self.bar.update()
 
-def _end(process: subprocess.Popen) -> None:
-    """End a launcher that still runs; it ends its ranks."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def why_not(folder: Path, wanted: int, status: int | None, limit: str) -> str:
-    """Why a run has nothing to show, of which so many steps were wanted; `limit`: seconds, and where they come from."""
-    if status is None:
-        return f"not done after {limit}"
-    if status != 0:
-        return f"exit status {status}"
-    steps = folder / "steps.txt"
-    if not steps.exists():
-        return "the script ended without a call of zero.initialize"
-    return f"the script ended after {steps.read_text()} of {wanted} optimizer steps; --steps says how many are wanted"
+    def _left(self) -> str:
+        """Where there is no bar, how far this is."""
+        more = self._total - self._done
+        if not self.bar.disable or more <= 0:
+            return ""
+        seconds = (time.monotonic() - self._begin) / self._done * more
+        return f" ({self._done} of some {self._total} runs, {seconds:.0f} s left)"

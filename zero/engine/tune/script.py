@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config.override import apply
-from zero.engine.check.script import launch, why_not
+from zero.engine.script_runs import ScriptRuns, why_not
 from zero.engine.tune.trial import OUT_OF_MEMORY, WARMUP, Trial
 from zero.launch.args.tune import TuneRequest
 from zero.log import logger
@@ -31,13 +32,13 @@ class Untunable(ValueError):
 
 @dataclass(frozen=True)
 class Tried:
-    """One run, and its row of the plan, see `TriedRun`; of the script's own the row may have a name alone.
+    """A row of the plan and its runs, see `TriedRun`; of the script's own the row may have a name alone.
 
-    seconds: of each measured step, empty where the run did not come so far; then `why` says the reason.
+    seconds: of each measured step of each run, empty where none came so far; then `why` says the reason.
     """
 
     row: Mapping[str, Any]
-    seconds: Sequence[float] = ()
+    seconds: Sequence[Sequence[float]] = ()
     memory: int = 0
     why: str = ""
 
@@ -48,14 +49,24 @@ class Tried:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
-        return statistics.median(self.seconds) if self.seconds else float("inf")
+        """Seconds of a step in the fastest run: what disturbs one makes it slower."""
+        return min(map(statistics.median, self.seconds), default=math.inf)
 
     @property
-    def spread(self) -> float:
-        """Half of the middle half of the steps, as a share of the median."""
-        low, _, high = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else (0.0, 0.0, 0.0)
-        return (high - low) / 2 / self.median
+    def span(self) -> tuple[float, float]:
+        """From the fastest to the slowest run the seconds of a step: the median, less and more its spread.
+
+        The spread of a run is half of the middle half of its steps.
+        """
+        ends = []
+        for run in self.seconds:
+            low, _, high = statistics.quantiles(run, n=4) if len(run) > 1 else (0.0, 0.0, 0.0)
+            ends += [statistics.median(run) - (high - low) / 2, statistics.median(run) + (high - low) / 2]
+        return (min(ends), max(ends)) if ends else (math.inf, math.inf)
+
+    def again(self, other: Tried) -> Tried:
+        """With the runs of `other`, too."""
+        return replace(self, seconds=[*self.seconds, *other.seconds], memory=max(self.memory, other.memory))
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,15 @@ class Tuned:
     seconds: float
 
     @property
-    def best(self) -> Tried:
-        """The fastest."""
+    def fastest(self) -> Tried:
+        """That of the fastest run."""
         return min(self.runs, key=lambda run: run.median)
+
+    @property
+    def best(self) -> Tried:
+        """The fastest, where each of its runs is faster than each of the script's own, by more than their spread."""
+        own, fastest = self.runs[0], self.fastest
+        return fastest if fastest.span[1] < own.span[0] or not own.seconds else own
 
     def __str__(self) -> str:
         width = max(len(run.name) for run in self.runs) + 2
@@ -81,19 +98,23 @@ class Tuned:
             if "sent" in run.row:
                 cells[0], cells[3] = _ms(run.row["seconds"]), f"{run.row['bytes'] / _MB:,.0f}"
             if run.seconds:
-                cells[1], cells[2] = _ms(run.median), f"{100 * run.spread:.0f}"
+                low, high = run.span
+                cells[1], cells[2] = _ms(run.median), f"{50 * (high - low) / run.median:.0f}"
                 cells[4] = f"{run.memory / _MB:,.0f}"
             mark = "* " if run is self.best else "  "
             lines.append(f"{mark + run.name:<{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {run.why}")
         fit = sum(not row["lacks"] for row in self.rows)
-        lines += ["", f"{len(self.runs)} runs in {self.seconds:.0f} s; {fit} of {len(self.rows)} planned ones fit."]
+        count = sum(max(1, len(run.seconds)) for run in self.runs)
+        lines += ["", f"{count} runs in {self.seconds:.0f} s; {fit} of {len(self.rows)} planned ones fit."]
         return "\n".join([*lines, *self._reasons()]).rstrip()
 
     def _reasons(self) -> Iterator[str]:
-        """Why the fastest is."""
-        own, best = self.runs[0], self.best
-        if best is own:
+        """Why the best is."""
+        own, best, fastest = self.runs[0], self.best, self.fastest
+        if fastest is own:
             yield "The script's own configuration is the fastest of them."
+        elif best is own:
+            yield f"The script's own stays: to {fastest.name} there is no difference that the runs can tell."
         elif own.seconds:
             yield f"{best.name} takes {best.median / own.median:.0%} of the time of the script's own, {own.name}."
         else:
@@ -103,7 +124,7 @@ class Tuned:
             each, earlier = (run.row["micro_batch"] for run in (best, own))
             more = f"and computes {each} samples at once (own: {earlier})"
             yield f"It sends {sent:,.1f} MB in a step (own: {before:,.1f}), {more}."
-        near = [run.name for run in self.runs if run is not best and run.median < best.median * (1 + best.spread)]
+        near = [run.name for run in self.runs if run not in (best, fastest) and run.span[0] <= best.span[1]]
         if near:
             yield f"Within the spread of its steps: {'; '.join(near)}."
 
@@ -122,41 +143,68 @@ def run(request: TuneRequest) -> int:
 
 
 def tune(request: TuneRequest) -> Tuned:
-    """Run the script as it is, then as the plan of that run says. Raises `Untunable`."""
+    """Run the script as it is, then as the plan of that run says. Raises `Untunable`.
+
+    At the end the script's own configuration and the fastest run once more: the first runs of all may be slower.
+    """
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="zero-tune-") as name:
-        own, rows, config = _own_run(request, Path(name))
+    with tempfile.TemporaryDirectory(prefix="zero-tune-") as name, ScriptRuns(request, Path(name)) as ranks:
+        folders = (Path(name, str(number)) for number in itertools.count())
+        ranks.met()
+        before = time.monotonic()
+        own, rows, config = _own_run(request, ranks, next(folders))
         runs = [own]
-        longest = time.monotonic() - begin
-        while len(runs) <= request.runs and (row := _next(rows, runs)) is not None:
+        longest = time.monotonic() - before
+
+        def timed(row: Mapping[str, Any], more: int) -> Tried | None:
+            """A run; None where with `more` behind it the time would not do."""
+            nonlocal longest
             before = time.monotonic()
-            if before + longest > begin + request.limit:
-                break
-            runs.append(try_row(request, row, Path(name, str(len(runs))), begin + request.limit - before))
+            if before + (1 + more) * longest > begin + request.limit:
+                return None
+            found = try_row(request, ranks, row, next(folders), begin + request.limit - before)
             longest = max(longest, time.monotonic() - before)
+            return found
+
+        closing = 2 if own.seconds else 0
+        while len(runs) <= request.runs and (row := _next(rows, runs)) is not None:
+            if (found := timed(row, closing)) is None:
+                break
+            runs.append(found)
+        at = min(range(len(runs)), key=lambda number: runs[number].median)
+        turns = [(0, {**own.row, "sets": {}}, 1), (at, runs[at].row, 0)] if at and own.seconds else []
+        for number, row, more in turns:
+            if (found := timed(row, more)) is not None:
+                runs[number] = runs[number].again(found)
     if not any(run.seconds for run in runs):
         raise Untunable(f"no run came to its {WARMUP + request.steps} steps; the script's own was {runs[0].why}")
-    best = min(runs, key=lambda run: run.median)
-    sets = best.row.get("sets", {}) if best is not runs[0] else {}
-    return Tuned(runs, rows, apply(config, sets), time.monotonic() - begin)
+    tuned = Tuned(runs, rows, config, time.monotonic() - begin)
+    return replace(tuned, config=apply(config, tuned.best.row.get("sets", {}) if tuned.best is not runs[0] else {}))
 
 
-def _own_run(request: TuneRequest, folder: Path) -> tuple[Tried, list[Mapping[str, Any]], dict[str, Any]]:
+def _own_run(
+    request: TuneRequest, ranks: ScriptRuns, folder: Path
+) -> tuple[Tried, list[Mapping[str, Any]], dict[str, Any]]:
     """Run the script as it is: that run, the rows of its plan in the order to try them, and its configuration."""
-    own = try_row(request, {"name": "the script's own"}, folder / "0", request.limit, request.space)
-    plan = _plan(folder / "0", own)
+    own = try_row(request, ranks, {"name": "the script's own"}, folder, request.limit, request.space)
+    plan = _plan(folder, own)
     rows = _ordered(plan["rows"])
     found = next((row for row in rows if row["name"] == plan["own"]), {"name": plan["own"]})
     return replace(own, row=found), rows, plan["config"]
 
 
 def try_row(
-    request: TuneRequest, row: Mapping[str, Any], folder: Path, left: float, space: Sequence[str] | None = None
+    request: TuneRequest,
+    ranks: ScriptRuns,
+    row: Mapping[str, Any],
+    folder: Path,
+    left: float,
+    space: Sequence[str] | None = None,
 ) -> Tried:
     """Run the script under a row of the plan, for `left` seconds at most; `space`: of what it is to make a plan."""
     trial = Trial(row.get("sets", {}), request.steps, request.memory and request.memory * 1e9, space)
     folder.mkdir()
-    status, output = launch(request.command(), trial.environment(folder), left)
+    status, output = ranks.run(trial.environment(folder), folder, left)
     found = _tried(folder, row, trial, status, output, left)
     logger.info("%s: %s", found.name, found.why or f"{1e3 * found.median:.1f} ms")
     return found
@@ -192,7 +240,7 @@ def _tried(
     if samples != wanted:
         why = f"the script gives {samples} samples at once, and not {wanted}: its loader does not ask the configuration"
         return Tried(row, why=why)
-    return Tried(row, ranks[0]["seconds"], memory)
+    return Tried(row, [ranks[0]["seconds"]], memory)
 
 
 def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ The script runs once for each line of the table, and some times more in plain to
 by their last bit, which shows what rounding does, and beside each run of a stage that differs from those before. There
 it takes each step from the weights of that run, so differences do not grow from step to step.
 It runs as it is, with stage and accumulation of its config replaced, until it has taken the steps; then it is ended.
+Each run is a process of its own, forked from one of its rank that has imported torch and zero.
 Its output is shown only when it fails. It must seed its random numbers, and must not depend on the time or on earlier
 runs. The micro-batch stays what the config says, and the global batch follows the accumulation. The exit status is 0
 when all is well, and 1 when a run differs or fails."""
@@ -36,11 +37,11 @@ class ScriptRequest:
         check_script(self.script, module=False, no_python=False)
         self.config.check()
 
-    def command(self) -> list[str]:
-        """The arguments of the launcher for one run."""
+    def command(self, *program: str) -> list[str]:
+        """The arguments of a launcher; `program`: what runs the script, whose words come behind it."""
         ranks = [] if self.num_gpus is None else ["--num_gpus", str(self.num_gpus)]
         # This machine only, also where there is a hostfile that zero run would take by itself.
-        return ["run", "--hostfile", "", *ranks, *self.config.words(), "--", self.script, *self.script_args]
+        return ["run", "--hostfile", "", *ranks, *self.config.words(), "--", *program, self.script, *self.script_args]
 
 
 @dataclass(frozen=True, kw_only=True)
