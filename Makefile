@@ -3,7 +3,7 @@
 # make test-long   the long ones: hundreds of kills, all pairs of checkpoints, real hosts, restarts
 # make docs    the pages of docs/ and the API reference, into out/docs; needs no network and opens nothing
 # make nodes   the programs that tests over real hosts, under MPI and in a browser run, where they may be installed
-# make suites  what Accelerate and Transformers test of DeepSpeed, over zero; SUITES is the folder of their source trees
+# make suites  what Accelerate, Transformers and DeepSpeed test of DeepSpeed, over zero; SUITES is the folder of their source trees
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed

@@ -1,16 +1,14 @@
-"""A plugin of pytest for the libraries' own tests: marks for GPUs are off where there is none; outcomes in a file."""
+"""A plugin of pytest for the libraries' own tests: marks for GPUs are off where there is none."""
 
 from __future__ import annotations
 
-import json
-import os
 import unittest
 from typing import Any
 
 import accelerate.test_utils.testing as accelerate_marks
-import pytest
 import torch
 import transformers.testing_utils as transformers_marks
+from outcomes import pytest_runtest_logreport as pytest_runtest_logreport
 
 _FOR_GPUS = {
     accelerate_marks: ("require_non_cpu", "require_multi_device"),
@@ -39,17 +37,3 @@ def pytest_configure() -> None:
             getattr(module, name)  # an AttributeError here: the library has it no longer
             setattr(module, name, _as_it_is)
     transformers_marks.backend_device_count = lambda device: 2
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """One line of JSON for each test, or two where what follows the test fails, too; they stay if a later one hangs."""
-    if report.when != "call" and report.passed:
-        return
-    why = report.longrepr[2] if report.skipped else getattr(report.longrepr, "reprcrash", None) or report.longrepr or ""
-    case = {
-        "test": report.nodeid.split("::", 1)[1],
-        "outcome": report.outcome,
-        "why": str(getattr(why, "message", why)),
-    }
-    with open(os.environ["ZERO_SUITES_OUTCOMES"], "a") as file:
-        file.write(json.dumps(case) + "\n")
