@@ -11,6 +11,7 @@ import pytest
 import run_folders
 
 from zero.__main__ import main
+from zero.show.page import _curves
 from zero.show.pays import exposed, pays
 from zero.show.run import read
 
@@ -99,6 +100,19 @@ def test_a_folder_that_is_none_is_refused_with_what_was_wanted(tmp_path: Path, c
         assert '"zero": {"report": "DIR"}' in said and str(tmp_path) in said
     assert main(["report", "--out", "page.html"]) == 2
     assert "--run DIR" in capsys.readouterr().err
+
+
+def test_a_line_of_zeros_is_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    run_folders.write(tmp_path, range(1, 4))
+    zeros = [
+        run_folders.step(at) | {"sent": 0, "phases": {"forward": 0.03, "other": 0.0}, "norm": 0.0} for at in (1, 2)
+    ]
+    (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(step) + "\n" for step in zeros))
+    sections = {section.title: section for section in _curves(read(tmp_path))}
+    assert "Bytes sent in a step" not in sections
+    assert [words.split(":")[0] for words in sections["Time of a step by phase"].words] == ["forward"]
+    assert "Norm of the gradient" in sections, "there a zero says something"
 
 
 def test_thinning_keeps_every_spike_and_says_so() -> None:

@@ -34,10 +34,9 @@ def _import() -> None:
     gc.disable()  # nothing of it is garbage
     import torch._dynamo  # noqa: F401 - as the first optimizer of torch's does
 
-    import zero
+    from zero.engine import initialize  # noqa: F401 - which imports the engine
     from zero.engine.check import assigned  # noqa: F401
 
-    zero.initialize  # noqa: B018 - which imports the engine
     gc.freeze()  # pages that no run writes to need no copy
     gc.enable()
 

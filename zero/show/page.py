@@ -143,14 +143,14 @@ def _curves(run: Run) -> list[Section]:
         charts.append(("Model FLOPs utilization (MFU)", "% of the peak", {"MFU": lambda step: 100 * mfu(step)}))
     charts += [
         (_MEMORY, "MiB on rank 0", _named(steps, "bytes", 1 / MIB)),
-        ("Time of a step by phase", "ms on rank 0", _named(steps, "phases", 1e3)),
-        ("Bytes sent in a step", "MiB by rank 0", {"sent": lambda step: step["sent"] / MIB}),
+        (_PHASES, "ms on rank 0", _named(steps, "phases", 1e3)),
+        (_SENT, "MiB by rank 0", {"sent": lambda step: step["sent"] / MIB}),
     ]
     charts += [(f"Logged: {name}", name, {name: value}) for name, value in logged.items()]
     return _drawn(run, steps, charts)
 
 
-_MEMORY = "Memory by kind"
+_MEMORY, _PHASES, _SENT = _AMOUNTS = ("Memory by kind", "Time of a step by phase", "Bytes sent in a step")
 
 
 def _named(steps: Sequence[Event], field: str, scale: float) -> dict[str, Callable[[Event], float]]:
@@ -162,6 +162,11 @@ def _drawn(run: Run, steps: Sequence[Event], charts: Sequence[tuple[str, str, Ma
     from zero.show.charts import POINTS, line_chart
 
     found = [(title, what, _lines(steps, series)) for title, what, series in charts]
+    # Of these a line of zeros says nothing; a loss or a learning rate of zero does.
+    found = [
+        (title, what, [line for line in lines if title not in _AMOUNTS or (line.y != 0).any()])
+        for title, what, lines in found
+    ]
     most = max(2, POINTS // max(1, sum(len(lines) for *_, lines in found)))
     some = [steps[at] for at in sorted({*range(0, len(steps), max(1, len(steps) // _SAMPLED)), len(steps) - 1})]
     sections = []

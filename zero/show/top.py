@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-from zero.show.run import NoRunFolder, Rank, read
+from zero.show.run import Event, NoRunFolder, Rank, read
 
 _NEWEST = 2**16  # bytes of each file that are read
 HEAD = ("rank", "step", "loss", "rate", "ms/step", "phase", "waits", "memory", "last line")
+_COUNTS = ("samples", "tokens")
 _STEPS = 20  # newest steps, over which rate and time are taken
 
 
 def rows(folder: str) -> list[list[str]]:
-    """A row of texts for each rank, under the names of the head. Raises NoRunFolder and OSError."""
-    return [_row(rank) for rank in read(folder, newest=_NEWEST).ranks]
+    """A row of texts for each rank, under the names of the head; of several, first one of all of them together.
+
+    Rank 0 writes loss, samples and tokens of all ranks: those are the first row's, and its own rate is what the others
+    leave of it; its own loss nobody writes. Raises NoRunFolder and OSError.
+    """
+    first, *others = read(folder, newest=_NEWEST).ranks
+    if first.number or not others:
+        return [_row(rank, rank.steps()) for rank in (first, *others)]
+    steps = first.steps()
+    job = dict(zip(HEAD, _row(first, steps), strict=True)) | {"rank": "all", "phase": "", "waits": "", "memory": ""}
+    own = [_own(step, theirs) for step, *theirs in _together(steps, [rank.steps() for rank in others])]
+    return [list(job.values()), _row(first, own), *(_row(rank, rank.steps()) for rank in others)]
+
+
+def _together(steps: Sequence[Event], others: Sequence[Sequence[Event]]) -> Iterator[tuple[Event | None, ...]]:
+    """Each of rank 0's steps with that of each other rank; None where one has not written it."""
+    known = [{step["step"]: step for step in theirs} for theirs in others]
+    return ((step, *(theirs.get(step["step"]) for theirs in known)) for step in steps)
+
+
+def _own(step: Event, others: Sequence[Event | None]) -> Event:
+    """What is rank 0's of its step; without samples and tokens where that is not known."""
+    whole = None not in others
+    counts = {what: step[what] - sum(each[what] for each in others) if whole else None for what in _COUNTS}
+    return {**step, **counts, "loss": None}
 
 
 def run(folder: str, once: bool) -> int:
@@ -35,19 +60,20 @@ def run(folder: str, once: bool) -> int:
     return 2
 
 
-def _row(rank: Rank) -> list[str]:
-    steps = rank.steps()[-_STEPS:]
+def _row(rank: Rank, steps: Sequence[Event]) -> list[str]:
+    steps = steps[-_STEPS:]
     last = steps[-1] if steps else {}
     now = rank.last("phase", "end", "start")
     seconds = sum(step["seconds"] for step in steps)
     memory = rank.last("step", having="bytes").get("bytes")
     what = "tokens" if last.get("tokens") else "samples"
+    done = [step[what] for step in steps if step[what] is not None]
     newest = max((event["time"] for event in rank.events if "time" in event), default=None)
     texts = {
         "rank": str(rank.number),
         "step": f"{last['step']:,}" if last else "",
         "loss": f"{last['loss']:.4g}" if last.get("loss") is not None else "",
-        "rate": f"{sum(step[what] for step in steps) / seconds:,.0f} {what}/s" if seconds else "",
+        "rate": f"{sum(done) / seconds:,.0f} {what}/s" if seconds and len(done) == len(steps) else "",
         "ms/step": f"{1e3 * seconds / len(steps):,.0f}" if steps else "",
         "phase": ", waits for ".join(filter(None, (now.get("status") or now.get("phase", "start"), now.get("waits")))),
         "waits": f"{last['waits'] / last['seconds']:.0%}" if last.get("waits") is not None and last["seconds"] else "",

@@ -1,0 +1,76 @@
+"""The promise: the runs of a script share rank processes and nothing else, and `zero check` says how many are left."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from zero.engine import script_rank
+from zero.engine.check import script
+from zero.engine.check.recording import Outcome
+from zero.engine.check.runs import Kind, Run
+from zero.engine.script_runs import ScriptRuns
+from zero.launch.args.check import add_arguments, request
+
+FORKED = """
+    import os, random, sys, time
+    assert not hasattr(sys, "seen"), "of another run"
+    sys.seen = what = os.environ["WHAT"]
+    print(what, os.getppid(), random.random(), __name__, sys.argv, sys.path[0] == os.path.dirname(__file__), flush=True)
+    if what == "fail" and os.environ["RANK"] == "1":
+        sys.exit(3)
+    if what != "end":
+        time.sleep(600)
+"""
+RANK_PROCESS = f"""
+    import importlib.util
+    spec = importlib.util.spec_from_file_location("rank", {script_rank.__file__!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module._import = lambda: None  # nothing here is about torch
+    module.main()
+"""
+
+
+def test_rank_processes_stay_and_runs_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    program, path = tmp_path / "program.py", tmp_path / "script.py"
+    program.write_text(textwrap.dedent(RANK_PROCESS))
+    path.write_text(textwrap.dedent(FORKED))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = request(parser.parse_args(["--nproc", "2", str(path), "3"]))
+    monkeypatch.setattr(script_rank, "__file__", str(program))
+    found = {}
+    with ScriptRuns(given, tmp_path) as ranks:
+        for number, (what, seconds) in enumerate((("end", 60.0), ("fail", 60.0), ("hang", 0.1), ("end", 60.0))):
+            (folder := tmp_path / f"run{number}").mkdir()
+            found[number] = ranks.run({"WHAT": what}, folder, seconds)
+    assert [status for status, _ in found.values()] == [0, 3, None, 0], found
+    lines = [sorted(text.splitlines()) for _, text in found.values()]
+    assert all(line.endswith(f" __main__ [{str(path)!r}, '3'] True") for line in lines[0] + lines[3])
+    first, last = ([line.split()[:3] for line in lines[number]] for number in (0, 3))
+    assert {pid for _, pid, _ in first} == {pid for _, pid, _ in last} and len({pid for _, pid, _ in first}) == 2
+    assert len({drawn for _, _, drawn in first + last}) == 4  # of a script that sets no seed
+
+
+def test_a_check_says_how_long_it_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = request(parser.parse_args(["--stages", "0,3", "script.py"]))
+    ranks = MagicMock()
+    ranks.run.return_value = (0, "")
+    outcome = Outcome([], [], [], None, "fp32")
+    monkeypatch.setattr(script, "load", lambda folder: outcome)
+    trainer = script._Trainer(given, ranks, tmp_path)
+    beside = [Run(Kind.BESIDE, 1, 3, stage) for stage in (0, 3)]
+    for run in (Run(Kind.PLAIN, 1, 3), *beside):
+        trainer.train(run, None)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("zero check: some 10 runs of script.py")
+    assert said[1].startswith("zero check: plain torch, accumulation 1: 0.0 s (1 of some 10 runs, ")
+    assert "(3 of some 11 runs, " in said[3] and said[3].endswith(" s left)")
