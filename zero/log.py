@@ -1,4 +1,4 @@
-"""The logger of the package, and messages that only rank 0 logs.
+"""The logger of the package, messages that only rank 0 logs, and counts in words.
 
 The rank is read from the environment (`RANK`), so that this works before torch is imported; and so is the level
 (`ZERO_LOG`, which `zero run -q` sets), which goes before the `log_level` of the JSON.
@@ -86,6 +86,11 @@ def _said(level: int, message: str) -> None:
 def log_once(level: int, message: str) -> None:
     """Log `message` on rank 0, once in the life of this process however often it is asked for."""
     _said(level, message)
+
+
+def counted(count: int, one: str) -> str:
+    """A count with its noun: "1 rank", "2,000 steps"."""
+    return f"{count:,} {one}{'s' * (count != 1)}"
 
 
 def set_level(name: str) -> None:

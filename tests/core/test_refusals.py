@@ -231,4 +231,4 @@ def test_channels_last_is_given_up_and_said_once(caplog: Any) -> None:
     plain = convolutions(torch.contiguous_format)
     assert "channels_last" not in caplog.text
     assert torch.equal(convolutions(torch.channels_last), plain)
-    assert caplog.text.count("2 parameter(s) in channels_last, the first '0.weight', become contiguous") == 1
+    assert caplog.text.count("2 parameters in channels_last, the first '0.weight': made contiguous") == 1

@@ -262,7 +262,7 @@ def test_memory_and_configuration_are_printed(caplog):
         engine.backward(engine(*batch(0, 2)))
         engine.step()
     lines = [record.getMessage() for record in caplog.records]
-    assert "stage 0 on 1 rank(s), " in lines[0]
+    assert "stage 0 on 1 rank, " in lines[0]
     assert f"{sum(p.numel() for p in engine.parameters()):,} parameters in fp32, 4 units" in lines[0]
     assert '"stage":' in next(line for line in lines if line.startswith("configuration: "))
     assert lines[-1].startswith("model state on rank 0 (MiB) | parameters: 0.0 | gradients: 0.0 | optimizer: 0.0")

@@ -75,7 +75,7 @@ def test_a_line_every_so_many_steps_and_one_at_the_end():
     assert not any(row["scale"] or row["skipped"] or row["bad"] for row in rows)
     assert "mom" not in "".join(lines)
     assert re.fullmatch(
-        r"4 step\(s\), 8 samples in [\d.]+ s: forward \d+%, backward \d+%, step \d+%, other \d+%", lines[-1]
+        r"4 steps, 8 samples in [\d.]+ s: forward \d+%, backward \d+%, step \d+%, other \d+%", lines[-1]
     )
 
 
@@ -201,7 +201,7 @@ def test_an_engine_that_is_dropped_says_its_last_line_too():
         del engine
         gc.collect()
 
-    assert said(run)[-1].startswith("1 step(s), 2 samples in ")
+    assert said(run)[-1].startswith("1 step, 2 samples in ")
 
 
 def test_a_progress_bar_is_not_torn(monkeypatch):

@@ -94,6 +94,6 @@ def test_the_log_says_which_rule_each_gets(caplog):
         engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, optimizer={"type": "Muon", "params": {}}))
     engine.destroy()
     assert (
-        "Muon updates 6 parameter(s): 3 x blocks.*.up.weight, 3 x blocks.*.down.weight; AdamW updates 17 parameter(s): "
+        "Muon updates 6 parameters: 3 x blocks.*.up.weight, 3 x blocks.*.down.weight; AdamW updates 17 parameters: "
         "embed.weight, 3 x blocks.*.norm.weight, " in caplog.text
     )

@@ -209,7 +209,7 @@ def test_too_little_memory_is_told_with_the_table(monkeypatch: pytest.MonkeyPatc
     check_room(TABLE, 1000 * MIB, 2)
     with pytest.raises(RuntimeError, match="too little host memory") as caught:
         check_room(TABLE, 1000 * MIB + 1, 2)
-    for part in (TABLE, "needs 1,000.0 MiB", "2 rank(s) on this host", "nvme", "8bit", "ratio", "more hosts"):
+    for part in (TABLE, "needs 1,000.0 MiB", "2 ranks on this host", "nvme", "8bit", "ratio", "more hosts"):
         assert part in str(caught.value)
 
 

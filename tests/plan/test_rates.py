@@ -200,5 +200,5 @@ def test_a_model_is_measured_on_ranks_of_its_own(slow: str) -> None:
 
 @pytest.mark.long
 def test_ranks_that_cannot_measure_say_why() -> None:
-    with pytest.raises(RuntimeError, match=r"2 rank\(s\):\n(.|\n)*KeyError: 'fp7'"):
+    with pytest.raises(RuntimeError, match=r"2 ranks:\n(.|\n)*KeyError: 'fp7'"):
         measured(2, "fp7", 64)

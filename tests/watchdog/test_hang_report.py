@@ -75,7 +75,7 @@ def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_counted() 
     text = hang_report(seen, WAITS)
     assert "rank 1: waiting for the same" in text
     assert "rank 2: not heard of for 3 s, stopped or dead (when last heard: waiting for the gather" in text
-    assert text.endswith("2 rank(s): never heard of")
+    assert text.endswith("2 ranks: never heard of")
     assert wanted(seen, WAITS) == (2,)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from zero.log import rank_zero
+from zero.log import counted, rank_zero
 
 
 class Dealt(NamedTuple):
@@ -115,8 +115,9 @@ class Partition:
             return (at.seen[0] * was.world_size // self.world_size,)
         if was.workers != self.workers:
             _warn(
-                f"{was.workers} worker(s) read the iterable dataset, now {self.workers} do: in pass {at.epoch} samples "
-                "may come twice, and others not at all, unless the dataset deals out its items to the workers in turn"
+                f"{counted(was.workers, 'worker')} read the iterable dataset, now {self.workers} do: in pass "
+                f"{at.epoch} samples may come twice, and others not at all, unless the dataset deals out its "
+                "items to the workers in turn"
             )
             total = sum(at.seen)
             return tuple((total + self.workers - 1 - worker) // self.workers for worker in range(self.workers))

@@ -48,7 +48,7 @@ from zero.engine.loader import make_loader
 from zero.engine.precision import make_loss_scaler
 from zero.engine.run_facts import run_facts
 from zero.launch.contract import INITIALIZED
-from zero.log import rank_zero, set_level
+from zero.log import counted, rank_zero, set_level
 from zero.monitor.run_folder import free_number
 from zero.monitor.sinks import check_installed
 from zero.optim.lr import schedule_problems
@@ -220,8 +220,8 @@ def _wrap(
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
     if names := in_channels_last(model):
-        text = "%d parameter(s) in channels_last, the first '%s', become contiguous; inputs may stay"
-        rank_zero(logging.WARNING, text, len(names), names[0])
+        text = "%s in channels_last, the first '%s': made contiguous; inputs may stay"
+        rank_zero(logging.WARNING, text, counted(len(names), "parameter"), names[0])
     reclaim(model)
     recomputing.apply(model)
     fused = shard_optimizer is not None and shard_optimizer.factor_on_device

@@ -24,7 +24,7 @@ from zero.engine.status import Status
 from zero.engine.step_record import mean_loss
 from zero.kernels import cuda
 from zero.kernels.native import isa
-from zero.log import logger, rank_zero
+from zero.log import counted, logger, rank_zero
 from zero.memory.host_bytes import HostBytes
 from zero.monitor.monitor import Monitor
 from zero.monitor.step_report import StepReport, unit_norms
@@ -142,7 +142,7 @@ class Progress:
         kept = f", masters as {formats.master}" if dtype != "fp32" else ""
         kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
         mesh = sharded.mesh
-        ranks = f"{mesh.data.size} rank(s)"
+        ranks = counted(mesh.data.size, "rank")
         if mesh.shard.size > 1 and mesh.replica.size > 1:
             ranks += f" ({mesh.replica.size} replicas of {mesh.shard.size} shards)"
         elif mesh.secondary is not None:
@@ -150,11 +150,13 @@ class Progress:
         rank_zero(
             logging.INFO,
             f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
-            f"{_numbers(sharded.units)}, {len(sharded.units)} units, "
+            f"{_numbers(sharded.units)}, {counted(len(sharded.units), 'unit')}, "
             f"{self.state_nbytes().total / MIB:.1f} MiB of model state per rank at rest, {compiled} kernels{kept}",
         )
         if self._optimizer is not None and self._optimizer.host_threads:
-            rank_zero(logging.INFO, "the host updates with %d thread(s) on each rank", self._optimizer.host_threads)
+            rank_zero(
+                logging.INFO, "the host updates with %s on each rank", counted(self._optimizer.host_threads, "thread")
+            )
         if self._optimizer is not None:
             names = {param: name for name, param in sharded.module.named_parameters()}
             if rules := rules_line(self._optimizer.param_groups, names):
@@ -327,7 +329,7 @@ def _log_end(tally: Tally) -> None:
     seconds = time.perf_counter() - tally.since
     shares = f": {_shares(tally.seconds, seconds)}" if tally.seconds else ""
     took = f"{seconds:.1f} s" if seconds < 600 else str(timedelta(seconds=round(seconds)))
-    logger.info("%s", f"{tally.steps:,} step(s), {tally.samples:,} samples in {took}{shares}")
+    logger.info("%s", f"{counted(tally.steps, 'step')}, {counted(tally.samples, 'sample')} in {took}{shares}")
 
 
 def _shares(spent: Mapping[str, float], whole: float) -> str:

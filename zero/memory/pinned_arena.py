@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from zero.kernels.cuda import pin_host
-from zero.log import log_once
+from zero.log import counted, log_once
 from zero.memory.available import available_nbytes, cores
 from zero.memory.host_bytes import MIB, PAGE
 from zero.plan.layout import round_up
@@ -128,7 +128,7 @@ def check_room(table_text: str, needed: int, ranks_on_host: int) -> None:
         return
     raise RuntimeError(
         f"too little host memory: each rank needs {needed / MIB:,.1f} MiB and may take {have / MIB:,.1f} MiB, with "
-        f"{ranks_on_host} rank(s) on this host. One rank keeps:\n{table_text}\n"
+        f"{counted(ranks_on_host, 'rank')} on this host. One rank keeps:\n{table_text}\n"
         "Keep optimizer state in files (offload_optimizer.device 'nvme'), in fewer bytes (optimizer.params.zero, "
         "'master': 'remainder' and 'moments': '8bit') or partly on the device (offload_optimizer.ratio), or use more "
         "hosts; a limit on the process (ulimit -v) or its cgroup may be raised, too"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from zero.config.optimizers import MuonParams
+from zero.log import counted
 from zero.optim.shard_optimizer import Group
 from zero.plan.matrices import matrices_of
 
@@ -83,6 +84,6 @@ def rules_line(groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> st
         updated[group["use_muon"]] += [re.sub(r"\b\d+\b", "*", names.get(param, "?")) for param in group["params"]]
     texts = []
     for rule, those in (("Muon", updated[True]), ("AdamW", updated[False])):
-        counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(those).items()]
-        texts.append(f"{rule} updates {len(those)} parameter(s){': ' * bool(those)}{', '.join(counted)}")
+        alike = [f"{count} x {name}" if count > 1 else name for name, count in Counter(those).items()]
+        texts.append(f"{rule} updates {counted(len(those), 'parameter')}{': ' * bool(those)}{', '.join(alike)}")
     return "; ".join(texts)

@@ -53,7 +53,7 @@ def groups_text(grid: Grid) -> list[str]:
         "first and last stage (embedding)": grid.embedding() if grid.size("pp") > 1 else [],
     }
     factors = " x ".join(f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1)
-    lines = [f"{grid.world} ranks{': ' * bool(factors)}{factors}"]
+    lines = [f"{grid.world} rank{'s' * (grid.world != 1)}{': ' * bool(factors)}{factors}"]
     for kind, lists in kinds.items():
         if lists:
             lines += [f"{kind}: {len(lists)} of {len(lists[0])}", "  " + " ".join(str(list(ranks)) for ranks in lists)]

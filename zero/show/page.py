@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zero.log import counted
 from zero.show.pays import pays
 from zero.show.run import Event, Run, read
 
@@ -97,7 +98,7 @@ def _overview(run: Run) -> list[Section]:
         rows += [("Last loss", _number(losses[-1][0])), (f"Lowest loss, at step {at:,}", _number(low))]
     rows.append(("Warnings", sum(len(rank.of("warning")) for rank in run.ranks)))
     if torn := sum(rank.torn for rank in run.ranks):
-        words.append(f"{torn} line(s) of the folder could not be read and are left out, as after a kill.")
+        words.append(f"{counted(torn, 'line')} of the folder could not be read and left out, as after a kill.")
     if not facts:
         words.append("run.json is not there or cannot be read: units, configuration and versions are not known.")
     if len(starts := first.of("start")) > 1:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zero.log import counted
 from zero.show.run import Run
 
+UNKNOWN = "From this alone it cannot be said whether parallel pays"
 _OURS = ("update", "read")  # waits of these are for the rank's own work
 
 
@@ -24,21 +26,22 @@ def pays(run: Run) -> list[str]:
     verdict = (
         "Parallel does not pay here: one process alone would be as fast." if speedup <= 1 else
         "Parallel hardly pays: most of what further ranks could give is lost." if speedup < enough(world) else
+        f"{UNKNOWN}: no core is left for messages, and what busy cores take from each other is not in a timeline. "
+        "`zero plan` can: its rates are measured beside as many ranks." if crowding >= 1 else
         "Parallel pays, though communication takes a good part of each step." if share > 0.2 else
-        "Parallel pays, and more ranks would likely pay, too." if crowding < 1 else
-        "Parallel pays by that, but no core is left for messages, nor for more ranks: measure one process beside it."
+        "Parallel pays, and more ranks would likely pay, too."
     )  # fmt: skip
     return [
         f"{share:.0%} of a step is communication that nothing hides, waits for slower ranks among it (mean of "
-        f"{len(shares)} rank(s)){shared}.",
+        f"{counted(len(shares), 'rank')}){shared}.",
         f"That leaves {speedup:.2g} times the speed of one process with as many threads, where a core computes as fast "
         "beside busy ones as alone; ranks that share the memory's bandwidth do not.",
         verdict,
     ]
 
 
-def enough(ranks: int) -> float:
-    """From which speed beside one process `ranks` pay: half of what each further one could give, as for `zero plan`."""
+def enough(ranks: float) -> float:
+    """From which speed beside one process `ranks` pay: half of what each further one could give."""
     return 1 + (ranks - 1) / 2
 
 

@@ -18,6 +18,7 @@ from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.override import apply
 from zero.config.read import read
 from zero.launch.messages import check_writable
+from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.plan.command import ranks_per_host
 from zero.plan.formats import ITEMSIZE
@@ -25,7 +26,7 @@ from zero.sizes.asks import ASKS, answer
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, Row, estimate
-from zero.sizes.lines import wrapped
+from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates, measured
 from zero.sizes.search import Search, Setup, candidates
 from zero.sizes.shape import Shape, shape_of
@@ -199,11 +200,13 @@ def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
         return
     if best.lacks:
         yield nothing_fits(rows)
-    yield f"GB (1e9 bytes) at most on each of {setup.ranks:,} ranks, {setup.per_host} to a host"
+    yield f"GB (1e9 bytes) at most on {of_each(setup.ranks)}, {setup.per_host} to a host"
     if rows[-1].lacks:
         yield "In place of tokens/s stands what a row has too little of."
     yield from table(setup, rows, given.all)
-    yield f"{len(rows)} rows" + ("" if given.all else "; --all prints them, with the GB of each kind and on each link")
+    yield counted(len(rows), "row") + (
+        "" if given.all else "; --all prints them, with the GB of each kind and on each link"
+    )
     if not best.lacks:
         yield from summary(setup, rows)
     if given.json is not None:

@@ -19,7 +19,7 @@ from zero.plan.placement import is_updated, keeps_copy
 from zero.plan.units import UnitPlan, plan_units
 from zero.sizes.choice import CHOICES, Choice, Scheme, own_choice, scheme_of
 from zero.sizes.cost import LOSS
-from zero.sizes.lines import gigabytes, table_lines, wrapped
+from zero.sizes.lines import gigabytes, of_each, table_lines, wrapped
 from zero.sizes.links import Links
 from zero.sizes.shape import Shape, shape_of
 from zero.sizes.timeline import Prediction
@@ -125,7 +125,7 @@ class Estimate:
             **{kind: [getattr(row.device, kind) for row in self.rows] for kind in _STATE},
         }
         texts = {kind: [gigabytes(nbytes) for nbytes in each] for kind, each in kinds.items()}
-        first = f"GB (1e9 bytes) on each of {self.ranks:,} ranks, without activations; {self.what}"
+        first = f"GB (1e9 bytes) on {of_each(self.ranks)}, without activations; {self.what}"
         return wrapped("\n".join([first, "", *table_lines("stage", labels, texts), "", *self.notes]))
 
 

@@ -8,6 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 WIDTH = 100
 
 
+def of_each(ranks: int) -> str:
+    """Whom figures of one rank are of."""
+    return "the one rank" if ranks == 1 else f"each of {ranks:,} ranks"
+
+
 def table_lines(
     head: str, labels: Sequence[str], columns: Mapping[str, Sequence[str]], whole: bool = True
 ) -> Iterator[str]:

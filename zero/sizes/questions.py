@@ -14,6 +14,7 @@ from zero.config import ConfigError, load
 from zero.config.override import override
 from zero.launch.messages import check_writable
 from zero.sizes.estimate import GB, Estimate, Row, estimate
+from zero.sizes.lines import of_each
 
 _ROOM = 0.6  # of a device's memory: the rest is for activations
 # What --set says of one of these answers the whole question.
@@ -118,7 +119,7 @@ def _sized_question(what: str, choices: Mapping[str, Any], sized: Callable[[Mapp
 
 def _place(ask: Callable[[Question], Any], found: Estimate, memory: float) -> dict[str, Any]:
     """Ask for stage and placement, each with its memory; the default is the first that leaves room."""
-    _say(f"stage and placement, and what each of {found.ranks} ranks holds, without activations:")
+    _say(f"stage and placement, and what {of_each(found.ranks)} holds, without activations:")
     for number, row in enumerate(found.rows, 1):
         _say(f"  {number}  stage {_row_text(row)}")
     totals = [row.device.total for row in found.rows]

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero.log import counted
+
 _SECONDS = 180  # for ranks to start, measure and end
 
 
@@ -122,11 +124,11 @@ def measured(
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, **options)
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"measuring {ranks} rank(s) of this machine took over {_SECONDS} s") from error
+            raise RuntimeError(f"measuring {counted(ranks, 'rank')} of this machine took over {_SECONDS} s") from error
         said = sorted(Path(answers).iterdir())
         if done.returncode or len(said) < ranks:
             end = "\n".join((done.stdout + done.stderr).strip().splitlines()[-10:])
-            raise RuntimeError(f"the rates of this machine could not be measured on {ranks} rank(s):\n{end}")
+            raise RuntimeError(f"the rates of this machine could not be measured on {counted(ranks, 'rank')}:\n{end}")
         return together([json.loads(path.read_text(encoding="utf-8")) for path in said])
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, pairwise, product
 from typing import NamedTuple
 
+from zero.show.pays import enough
 from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES
 from zero.sizes.estimate import Row
@@ -14,7 +15,6 @@ from zero.sizes.lines import gigabytes, table_lines
 from zero.sizes.search import Search, Setup, candidates, pace_of
 
 MOST_RANKS = 1 << 16  # beyond which no smaller share is looked for
-_PAYS = 1.5  # times the speed for twice the ranks
 
 
 def name_of(row: Row) -> str:
@@ -110,7 +110,7 @@ def pays(setup: Setup, row: Row) -> str:
     after = candidates(more, [row.choice])[0]
     gain = 2 * tokens(more, after) / tokens(setup, row)
     cost, later = waits(setup, row), waits(more, after)
-    verdict = "pays" if gain >= _PAYS else "does not pay"
+    verdict = "pays" if gain >= enough(2) else "does not pay"
     return (
         f"{cost.longer:.0%} of a step is communication (messages go on for {cost.busy:.0%} of it); twice the ranks "
         f"{verdict}: {gain:.2f} x the speed, where {later.longer:.0%} of a step would be communication"
@@ -145,7 +145,7 @@ def verdict(speeds: Sequence[tuple[int, float, Waits]]) -> str:
     """Of numbers of ranks with their tokens/s: up to which more pay. Twice the ranks shall give 1.5 times the speed."""
     (start, first, _), (end, last, cost) = speeds[0], speeds[-1]
     for (few, slow, _), (many, fast, share) in pairwise(speeds):
-        if fast / slow < 1 + (_PAYS - 1) * (many / few - 1):
+        if fast / slow < enough(many / few):
             return (
                 f"more ranks pay up to {few:,}: on {many:,}, {share.longer:.0%} of a step would be communication, and "
                 f"{many / few:g} x the ranks would give {fast / slow:.2f} x the speed"

@@ -154,7 +154,7 @@ def hang_report(view: View, waits: str) -> str:
     if view.store > view.silence:
         parts.append(store_text(view))
     elif missing := view.world - 1 - len(view.others):
-        parts.append(f"{missing} rank(s): never heard of")
+        parts.append(f"{missing} rank{'s' * (missing != 1)}: never heard of")
     return "; ".join(parts)
 
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero.data import Loader, RepeatingLoader
 from zero.engine.checkpoint import random_state
-from zero.log import rank_zero
+from zero.log import counted, rank_zero
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _NOT_STATE = ("params", "param_names")  # of a parameter group: what it holds, not how that is updated
@@ -107,7 +107,7 @@ def check(engine: Any, shared: Mapping[str, Any], optimizer: bool, scheduler: bo
     ours, theirs = engine.optimizer, shared["groups"]
     if (optimizer or scheduler) and ours is not None and theirs is not None and len(ours.param_groups) != len(theirs):
         problems.append(
-            f"{where} has {len(theirs)} parameter group(s), the optimizer {len(ours.param_groups)}; give "
+            f"{where} has {counted(len(theirs), 'parameter group')}, the optimizer {len(ours.param_groups)}; give "
             "initialize() the same, or load with load_optimizer_states=False and load_lr_scheduler_states=False"
         )
     saved, here = shared["scheduler"], engine.lr_scheduler

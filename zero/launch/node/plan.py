@@ -20,7 +20,7 @@ from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visi
 from zero.launch.job import node_of, note_of_files
 from zero.launch.messages import listed
 from zero.launch.node import bind
-from zero.log import VARIABLE
+from zero.log import VARIABLE, counted
 
 THREADS = "OMP_NUM_THREADS"
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -93,7 +93,7 @@ def plan(request: Request, gpus: int) -> Plan:
     if THREADS not in os.environ and THREADS not in shared:
         count = sum(map(len, bound)) or _cores()
         shared[THREADS] = str(max(1, count // ranks))
-        notes.append(f"{THREADS}={shared[THREADS]} for each rank ({count} cores, {ranks} ranks)")
+        notes.append(f"{THREADS}={shared[THREADS]} for each rank ({counted(count, 'core')}, {counted(ranks, 'rank')})")
     port = free_port() if request.master_port is None else request.master_port
     if request.master_port is not None and here.node == 0:
         check_port(port)
