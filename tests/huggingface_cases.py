@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,63 @@ CONFIG = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
 }
+STEPS, KEPT = 4, 2  # of a program that others wrote, and a checkpoint each KEPT steps
+TIMES = ("time", "per_second")
+TRL = {  # options of its scripts
+    "dtype": "float32",
+    "bf16": "False",
+    "gradient_checkpointing": "False",
+    "max_grad_norm": 0.1,
+    "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4,
+    "max_steps": STEPS,
+    "save_steps": KEPT,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": "True",
+}
+GRPO = {
+    "reward_funcs": "huggingface_cases.length",
+    "num_generations": 4,
+    "max_completion_length": 4,
+    "beta": 0.1,
+}
+
+
+def length(completions: list[str], **more: Any) -> list[float]:
+    """The reward that grpo.py takes by its name."""
+    return [float(len(each)) for each in completions]
+
+
+def write_rows(folder: Path, name: str) -> None:
+    """What a script of TRL trains on: sums, whole, as pairs, or as questions."""
+    sums = [(f"{a}+{b}=", str(a + b)) for a in range(8) for b in range(8)]
+    rows: list[dict[str, str]] = [{"prompt": prompt} for prompt, _ in sums]
+    if name == "sft":
+        rows = [{"text": prompt + answer} for prompt, answer in sums]
+    elif name == "dpo":
+        rows = [{"prompt": prompt, "chosen": answer, "rejected": answer[::-1] + "0"} for prompt, answer in sums]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.json").write_text("\n".join(map(json.dumps, rows)))
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    """Of a command line."""
+    line: list[str] = []
+    for key, value in options.items():
+        line += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return line
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """By step all that a run of Trainer has logged, but for times."""
+    history = json.loads((folder / f"checkpoint-{STEPS}/trainer_state.json").read_text())["log_history"]
+    return [without(entry, TIMES) for entry in history]
+
+
+def without(entry: dict[str, Any], some: Collection[str]) -> dict[str, Any]:
+    """Leave out keys that have one of `some` in their name."""
+    return {key: value for key, value in entry.items() if not any(part in key for part in some)}
 
 
 def settings(number: int, **more: Any) -> dict[str, Any]:
