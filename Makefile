@@ -4,6 +4,7 @@
 # make docs    the pages of docs/ and the API reference, into out/docs; needs no network and opens nothing
 # make nodes   the programs that tests over real hosts, under MPI and in a browser run, where they may be installed
 # make suites  what Accelerate, Transformers and DeepSpeed test of DeepSpeed, over zero; SUITES is the folder of their source trees
+# make programs    programs that others wrote, unchanged, behind the door at each stage; PROGRAMS is the folder of their source trees
 # make report  the same .venv, then what is installed, which compiled kernels run here, and how fast
 # make sanitize    the C++ tests of the CPU kernels, built with AddressSanitizer and UBSan
 # make peers   a second environment, .venv-peers, in which benchmarks/kernels.py also meets DeepSpeed
@@ -32,7 +33,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-long docs suites nodes report sanitize gpu peers clean
+.PHONY: train test test-long docs suites programs nodes report sanitize gpu peers clean
 
 train: $(STAMP)
 	$(VENV)/bin/zero run $(if $(NPROC),--num_gpus $(NPROC)) examples/gpt/train.py --config $(CONFIG) \
@@ -65,6 +66,9 @@ docs: $(STAMP)
 suites: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --editable ".[suites]"
 	$(VENV)/bin/python tests/suites/run_suites.py $(SUITES)
+
+programs: $(STAMP)
+	$(VENV)/bin/python tests/suites/run_programs.py $(PROGRAMS)
 
 report: $(STAMP)
 	$(VENV)/bin/zero report $(ARGS)

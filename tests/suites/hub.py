@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import string
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(home: Path) -> None:
-    """Fill `home`; what is there already stays."""
+def make(home: Path, names: Collection[str] = MODELS.keys()) -> None:
+    """Fill `home` with MODELS, or these of them, and with the dataset; what is there already stays."""
     pairs = {"train": _pairs(1024, seed=0), "validation": _pairs(256, seed=1)}
     for name, (kind, sizes) in MODELS.items():
+        if name not in names:
+            continue
         repository = home / "hub" / f"models--{name.replace('/', '--')}"
         if (repository / "refs" / "main").exists():
             continue

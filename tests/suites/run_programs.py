@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +28,19 @@ from safetensors.torch import load_file
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parents[1]), str(_HERE.parent)]
-from huggingface_cases import KEPT, STEPS, logged, make_model, settings, words  # noqa: E402
+from huggingface_cases import (  # noqa: E402
+    GRPO,
+    KEPT,
+    STEPS,
+    TIMES,
+    TRL,
+    logged,
+    make_model,
+    settings,
+    without,
+    words,
+    write_rows,
+)
 
 from zero.checkpoint.model_files import consolidate  # noqa: E402
 
@@ -52,6 +66,8 @@ class Program:
     resume: list[str] = field(default_factory=lambda: ["--resume_from_checkpoint", f"{{first}}/checkpoint-{KEPT}"])
     checkpoint: str | None = "checkpoint-{step}/global_step{step}"
     log: Callable[[Path], list[dict[str, Any]]] = logged
+    # False where plain Transformers draws other masks after a resume, too: then resumes of all stages are compared.
+    exact: bool = True
     stages: tuple[int, ...] = (0, 2, 3)
     steps: tuple[int, int] = (KEPT, STEPS)  # after which it saves
 
@@ -72,6 +88,37 @@ def write_text(data: Path) -> None:
     (data / "text.txt").write_text("\n".join(f"{a}+{b}={a + b}" for a in range(24) for b in range(24)))
 
 
+def write_trl(name: str, data: Path) -> None:
+    """A tiny language model and what a script of TRL trains on."""
+    make_model(data / "model")
+    write_rows(data / "rows", name)
+
+
+def write_letters(data: Path) -> None:
+    """A cache of the hub with a tiny Bert, a text of letters, and pairs, labelled by the half of the alphabet."""
+    import hub  # Transformers and datasets take seconds to import
+
+    hub.make(data / "hub", [_BERT])
+    draw = random.Random(0)
+    halves = [string.ascii_lowercase[13 * (number % 2) :][:13] for number in range(256)]
+    rows = [[" ".join(draw.choices(half, k=6)) for _ in range(2)] for half in halves]
+    pairs = [
+        {"sentence1": first, "sentence2": second, "label": number % 2} for number, (first, second) in enumerate(rows)
+    ]
+    (data / "text.txt").write_text("\n".join(map(" ".join, rows)))
+    (data / "pairs.json").write_text("\n".join(map(json.dumps, pairs)))
+
+
+def logged_by_trl(folder: Path) -> list[dict[str, Any]]:
+    """The same as `logged` but for TRL's count of tokens, which is in no checkpoint of SFT and DPO."""
+    return [without(entry, ["num_tokens"]) for entry in logged(folder)]
+
+
+def evaluated(folder: Path) -> list[dict[str, Any]]:
+    """`logged`, and the evaluation at the end."""
+    return [*logged(folder), without(json.loads((folder / "eval_results.json").read_text()), TIMES)]
+
+
 def from_pretrained(kind: str, folder: Path) -> Weights:
     """The weights of a saved model as Transformers loads it without zero; ValueError where it misses some."""
     import transformers
@@ -82,28 +129,48 @@ def from_pretrained(kind: str, folder: Path) -> Weights:
     return model.state_dict()
 
 
+_BERT = "bert-base-cased"
+_EXAMPLES = "transformers/examples/pytorch"
+_CAUSAL = partial(from_pretrained, "AutoModelForCausalLM")
+_MODEL = {"model_name_or_path": "{data}/model", "output_dir": "{out}", "deepspeed": "{config}"}
 _TRAINER = {
-    "output_dir": "{out}",
-    "deepspeed": "{config}",
-    "max_steps": STEPS,
-    "save_steps": KEPT,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "max_grad_norm": 0.1,
-    "per_device_train_batch_size": 4,
-    "report_to": "none",
-    "disable_tqdm": "True",
+    **{key: value for key, value in TRL.items() if key not in ("dtype", "bf16", "gradient_checkpointing")},
     "do_train": "True",
 }
-_EXAMPLES = "transformers/examples/pytorch"
+_EVALUATED = {**_MODEL, "model_name_or_path": _BERT, **_TRAINER, "do_eval": "True", "max_eval_samples": 16}
 PROGRAMS = {
     "run_clm.py": Program(
         f"{_EXAMPLES}/language-modeling/run_clm.py",
-        words({"model_name_or_path": "{data}/model", "train_file": "{data}/text.txt", "block_size": 32, **_TRAINER}),
+        words({**_MODEL, **_TRAINER, "train_file": "{data}/text.txt", "block_size": 32}),
         write_text,
-        partial(from_pretrained, "AutoModelForCausalLM"),
+        _CAUSAL,
         stages=(0, 1, 2, 3),
     ),
+    "run_mlm.py": Program(
+        f"{_EXAMPLES}/language-modeling/run_mlm.py",
+        words({**_EVALUATED, "train_file": "{data}/text.txt", "max_seq_length": 32}),
+        write_letters,
+        partial(from_pretrained, "AutoModelForMaskedLM"),
+        log=evaluated,
+        exact=False,
+    ),
+    "run_glue.py": Program(
+        f"{_EXAMPLES}/text-classification/run_glue.py",
+        words({**_EVALUATED, **dict.fromkeys(("train_file", "validation_file"), "{data}/pairs.json")}),
+        write_letters,
+        partial(from_pretrained, "AutoModelForSequenceClassification"),
+        log=evaluated,
+    ),
+    **{
+        f"{name}.py": Program(
+            f"trl/scripts/{name}.py",
+            words({**_MODEL, **TRL, "dataset_name": "{data}/rows", **more}),
+            partial(write_trl, name),
+            _CAUSAL,
+            log=logged_by_trl,
+        )
+        for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
+    },
 }
 
 
@@ -112,7 +179,7 @@ def run(program: Program, script: Path, out: Path, log: Path, **places: Any) -> 
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (_HERE.parents[1], _HERE.parent, _HERE / "stand_ins"))),
-        "HF_HOME": str(out.parent / "hub"),
+        "HF_HOME": str(out.parent / "data" / "hub"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # else each run compiles all its libraries anew
@@ -178,33 +245,40 @@ def unequal(weights: Weights, wanted: Weights) -> str:
 
 
 def judge(
-    program: Program, once: Outcome, first: Outcome, resumed: Outcome | None, loaded: Weights | str
+    program: Program,
+    once: Outcome,
+    first: Outcome,
+    resumed: Outcome | None,
+    expected: Outcome | None,
+    loaded: Weights | str,
 ) -> dict[str, str]:
     """By column what is wrong, empty if nothing is.
 
     once:    the run of this stage; `first` that of the first stage.
-    resumed: from the checkpoint in the middle of `once`, None without one.
+    resumed: from the checkpoint in the middle of `once`, None without one; what it is to equal but for its checkpoints
+             is `expected`.
     loaded:  what plain torch loads, or why it does not.
     """
     why = dict.fromkeys(COLUMNS, "")
-    why["trained"] = trouble(once)
-    why["same bits"] = difference(once, first)
+    bad = why["trained"] = trouble(once)
+    why["same bits"] = bad or difference(once, first)
     if program.checkpoint is not None:
         why["saved"] = "" if once.saved == program.steps else f"checkpoints of the steps {once.saved}"
         again = resumed or Outcome("not resumed")
         began = "" if again.saved == program.steps[1:] else f"checkpoints of the steps {again.saved}"
-        why["resumed"] = trouble(again) or began or difference(again, once)
+        why["resumed"] = trouble(again) or began or difference(again, expected or once)
     if program.load is not None:
-        why["loaded"] = loaded if isinstance(loaded, str) else unequal(loaded, once.weights)
+        why["loaded"] = bad or (loaded if isinstance(loaded, str) else unequal(loaded, once.weights))
     return why
 
 
 def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str, dict[str, str]]:
     """Run a program at its stages: by row of the table what is wrong by column."""
+    shutil.rmtree(out, ignore_errors=True)
     data = out / "data"
     program.make(data)
     table: dict[str, dict[str, str]] = {}
-    first = None
+    first = first_again = None
     for stage in program.stages:
         config = out / f"{stage}.json"
         config.write_text(json.dumps(settings(stage)))
@@ -216,12 +290,14 @@ def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str,
         if not once.status and program.checkpoint is not None:
             again = out / f"{stage}-resumed"
             resumed = run(program, script, again, out / f"{stage}-resumed.log", first=folder, **places)
+        first_again = first_again or resumed
+        expected = once if program.exact else first_again
         if not once.status and program.load is not None:
             try:
                 loaded = program.load(folder)
             except Exception as error:  # whatever it is, it goes into the table
                 loaded = repr(error)
-        table[f"{name} stage {stage}"] = judge(program, once, first, resumed, loaded)
+        table[f"{name} stage {stage}"] = judge(program, once, first, resumed, expected, loaded)
         print(f"{name} stage {stage}: {table[f'{name} stage {stage}']}", flush=True)
     return table
 
@@ -240,12 +316,11 @@ def main(arguments: list[str]) -> int:
     found = {
         name: root / each.script for name, each in chosen.items() for root in roots if (root / each.script).exists()
     }
-    missing = [f"{name}: no {chosen[name].script} in {roots[0]}" for name in chosen.keys() - found]
+    missing = [f"{name}: no {chosen[name].script} in {roots[0]}" for name in chosen if name not in found]
     if not arguments:
         print("PROGRAMS: wanted a folder with the source trees of programs", file=sys.stderr)
         return 2
     out = Path("out/programs").resolve()
-    shutil.rmtree(out, ignore_errors=True)
     table: dict[str, dict[str, str]] = {}
     for name, script in found.items():
         table |= at_stages(name, chosen[name], script, out / name)
