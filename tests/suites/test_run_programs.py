@@ -56,6 +56,7 @@ def test_a_program_that_saves_nothing_is_asked_for_nothing():
 
 
 SCRIPT = """
+import sys
 import deepspeed
 if sys.argv[1] == "fails":
     raise SystemExit(3)
