@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import importlib
 import inspect
 import math
 import re
@@ -90,6 +92,35 @@ def _smaller(name: str, value: Any, divisor: int) -> Any:
     return value // divisor
 
 
+def _seed(number: int) -> None:
+    """Of torch, and of NumPy and `random`, which some models draw masks and channels with."""
+    from transformers import set_seed
+
+    set_seed(number)
+
+
+def tried_by(tree: str, kind: Any) -> tuple[Any, dict[str, Any]] | None:
+    """A configuration and what forward takes, as Transformers' own tests in `tree` have them for this class."""
+    if tree not in sys.path:
+        sys.path[:0] = [tree, f"{tree}/utils"]
+    *_, folder, file = kind.__module__.split(".")
+    try:
+        module = importlib.import_module(f"tests.models.{folder}.test_{file}")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("tests.models."):
+            return None  # of a newer family than the tree
+        raise
+    for each in vars(module).values():
+        if getattr(each, "__module__", None) == module.__name__ and hasattr(each, "_prepare_for_class"):
+            (case := each()).setUp()
+            if kind in (case.all_model_classes or ()):
+                sys.modules["tests.test_modeling_common"].global_rng.seed(1)
+                torch.manual_seed(1)
+                config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
+                return config, case._prepare_for_class(inputs, kind, return_labels=True)
+    return None
+
+
 def plain_model(family: str, kind: Any) -> tuple[Any, Any]:
     """The first configuration that gives a small one of this class, and a model; raises PlainCannot."""
     why = "nothing was tried"
@@ -101,7 +132,7 @@ def plain_model(family: str, kind: Any) -> tuple[Any, Any]:
             if not 0 < count <= LARGEST:
                 why = f"{count} parameters"
                 continue
-            torch.manual_seed(0)
+            _seed(0)
             model = kind._from_config(copy.deepcopy(config))
         except Exception as error:
             why = _said(error)
@@ -162,7 +193,7 @@ def _inputs(model: Any) -> Iterator[dict[str, Any]]:
 
 def loss_of(model: Callable[..., Any], inputs: dict[str, Any]) -> torch.Tensor:
     """Its loss, or a mean square of what it gives otherwise."""
-    torch.manual_seed(2)  # of dropout
+    _seed(2)  # of dropout, and of masks that NumPy draws
     given = model(**copy.deepcopy(inputs))
     loss = given.get("loss") if hasattr(given, "get") else None
     if loss is None or loss.numel() != 1 or not loss.requires_grad:
@@ -178,11 +209,11 @@ def loss_of(model: Callable[..., Any], inputs: dict[str, Any]) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _trained(model: Any) -> tuple[dict[str, Any], torch.Tensor]:
+def _trained(model: Any, given: dict[str, Any] | None) -> tuple[dict[str, Any], torch.Tensor]:
     """One step of plain torch, in place; returns what its forward took and the loss. Raises PlainCannot."""
     why = "no inputs that its forward takes are known here"
     before = copy.deepcopy(model.state_dict())
-    for inputs in _inputs(model):
+    for inputs in _inputs(model) if given is None else [given]:
         try:
             loss = loss_of(model, inputs)
             loss.backward()
@@ -215,22 +246,31 @@ def _differing(model: Any, wanted: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, equal in same.items() if not equal] + [f"no {name}" for name in wanted.keys() - names.keys()]
 
 
-def outcome(family: str, name: str) -> str:
-    """ "passed", "plain: why" where plain Transformers cannot, or what differs or was raised."""
+def outcome(family: str, name: str, tree: str | None = None) -> str:
+    """ "passed", "plain: why" where plain Transformers cannot, or what differs or was raised.
+
+    tree: a folder with the tests of Transformers, whose configurations are taken; None: they are made here.
+    """
     with opened(), tempfile.TemporaryDirectory() as own:
         import transformers
 
         if (kind := getattr(transformers, name, None)) is None:
             return "plain: not there"
         try:
-            config, model = plain_model(family, kind)
+            given = None
+            if tree is not None and (known := tried_by(tree, kind)) is not None:
+                config, given = known
+                _seed(0)
+                model = kind._from_config(copy.deepcopy(config))
+            else:
+                config, model = plain_model(family, kind)
             plain = _copies(model)
             model.save_pretrained(own)  # writes on rank 0 only
             dist.broadcast_object_list(shared := [own], 0)
             (folder,) = shared
             model = kind.from_pretrained(folder).train()
             loaded = _copies(model)
-            inputs, loss = _trained(model)
+            inputs, loss = _trained(model, given)
         except Exception as error:
             return f"plain: {error if isinstance(error, PlainCannot) else _said(error)}"
         try:
@@ -254,7 +294,7 @@ def _ours(
 
     import zero
 
-    torch.manual_seed(0)
+    _seed(0)
     with zero.Init():
         built = kind._from_config(copy.deepcopy(config))
     if wrong := _differing(built, plain):
@@ -279,22 +319,26 @@ def _ours(
         del said
 
 
-def outcomes(family: str, names: list[str]) -> dict[str, str]:
+def outcomes(family: str, names: list[str], tree: str | None = None) -> dict[str, str]:
     """`outcome` of classes of one family."""
     torch.set_grad_enabled(True)
-    return {name: outcome(family, name) for name in names}
+    return {name: outcome(family, name, tree) for name in names}
 
 
 if __name__ == "__main__":
     from ranks import Pool, RankError
 
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="families or classes; without any, every class")
+    parser.add_argument("--tree", help="a folder with the tests of Transformers, whose configurations are taken")
+    asked = parser.parse_args()
     pool = Pool(2)
     for family, names in families().items():
-        if len(sys.argv) > 1 and family not in sys.argv[1:]:
-            continue
         for name in names:
+            if asked.names and not {family, name} & set(asked.names):
+                continue
             try:
-                ranks = pool.run(2, outcomes, family, [name])
+                ranks = pool.run(2, outcomes, family, [name], asked.tree)
                 said = next((each[name] for each in ranks if each[name] != "passed"), "passed")
             except RankError as error:
                 said = _said(AssertionError(str(error).strip().splitlines()[-1]))

@@ -223,3 +223,44 @@ def test_a_mixture_of_experts_is_saved_though_other_ranks_have_no_weights(door: 
     door.run(2, experts, str(tmp_path))
     assert (tmp_path / "0" / "model.safetensors").exists()
     assert not (tmp_path / "1" / "model.safetensors").exists()
+
+
+def initialized(folder: str) -> list[Any]:
+    """Weights that a model writes far below itself, and by a view of a row: plain ones, then at stage 3."""
+    with opened():
+        from transformers import PreTrainedConfig, PreTrainedModel, initialization
+        from transformers.integrations import HfDeepSpeedConfig
+
+        class Own(PreTrainedModel):
+            config_class = PreTrainedConfig
+            __module__ = "transformers.models.own"  # others are initialized by other rules
+
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+                self.blocks = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)))
+                self.words = torch.nn.Embedding(3, 2)
+                self.post_init()
+
+            def _init_weights(self, module: torch.nn.Module) -> None:
+                if module is self:
+                    initialization.constant_(self.blocks[0][0].weight, 3)
+                    initialization.constant_(self.words.weight, 2)
+                    initialization.zeros_(self.words.weight[1])
+
+        config = PreTrainedConfig()
+        plain = Own._from_config(config)
+        torch.nn.init.constant_(plain.words.weight, 5)
+        plain.save_pretrained(folder)  # writes on rank 0 only
+        torch.distributed.barrier()
+        made = [Own._from_config(config), Own.from_pretrained(folder)]
+        said = HfDeepSpeedConfig(filled(3))
+        made += [Own._from_config(config), Own.from_pretrained(folder)]
+        del said
+        with zero.GatheredParameters([param for each in made for param in each.parameters()]):
+            return [[param.tolist() for param in each.parameters()] for each in made]
+
+
+def test_transformers_initializes_what_is_cut_as_what_is_not(door: Pool, tmp_path: Path) -> None:
+    for built, loaded, cut, loaded_cut in door.run(2, initialized, str(tmp_path)):
+        assert (cut, loaded_cut) == (built, loaded)
+        assert built[0] == [[3, 3], [3, 3]]

@@ -52,10 +52,25 @@ class Init(zero.Init):
         given = inspect.signature(zero.Init).bind(*args, **kwargs).arguments
         if given.get("enabled", True):
             init_distributed()
+            _initialize_whole()
             source = given.get("config", given.get("config_dict_or_path"))
             if source is not None and given.get("dtype") is None and os.environ.get("ZERO_INIT_AS_BUILT") != "1":
                 given["dtype"] = _dtype(read(source).values)
         super().__init__(**given)
+
+
+def _initialize_whole() -> None:
+    """Have Transformers initialize cut models as plain ones: what it gathers for that is less than models write to."""
+    models, own = map(sys.modules.get, ("transformers.modeling_utils", "transformers.integrations.deepspeed"))
+    if models is None or own is None or (plain := models.PreTrainedModel.initialize_weights).__module__ == __name__:
+        return
+
+    def initialize_weights(self: Any) -> None:
+        with zero.Init(config=own.deepspeed_config(), enabled=own.is_deepspeed_zero3_enabled()):
+            plain(self)
+
+    models.PreTrainedModel.initialize_weights = initialize_weights
+    own.initialize_weights_zero3 = initialize_weights
 
 
 def _dtype(values: dict[str, Any]) -> torch.dtype | None:
