@@ -20,7 +20,8 @@ FORKED = """
     import os, random, sys, time
     assert not hasattr(sys, "seen"), "of another run"
     sys.seen = what = os.environ["WHAT"]
-    print(what, os.getppid(), random.random(), __name__, sys.argv, sys.path[0] == os.path.dirname(__file__), flush=True)
+    line = what, os.getppid(), random.random(), __name__, sys.argv, sys.path[0] == os.path.dirname(__file__)
+    os.write(1, (" ".join(map(str, line)) + "\\n").encode())  # whole: ranks write side by side
     if what == "fail" and os.environ["RANK"] == "1":
         sys.exit(3)
     if what != "end":
