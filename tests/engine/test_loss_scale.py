@@ -55,6 +55,14 @@ def test_sequences(rule, overflows, powers):
     assert scales(rule, overflows) == [2.0**power for power in powers]
 
 
+def test_deepspeeds_names_say_where_it_is():
+    moving, fixed = LossScaler(rule=dynamic(8, 2, 1)), LossScaler(128.0)
+    for _ in range(4):
+        moving.update(False)
+    assert (moving.cur_scale, moving.cur_iter, moving.scale_window) == (512.0, 4, 2)
+    assert (fixed.cur_scale, fixed.cur_iter, fixed.scale_window) == (128.0, 0, None)
+
+
 def test_the_minimum():
     scaler = LossScaler(rule=dynamic(3, 100, 1, False, 3))
     assert scaler.update(True) == "loss scale 8 -> 4"

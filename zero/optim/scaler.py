@@ -40,7 +40,9 @@ class LossScaler:
         """What the next loss is multiplied by."""
         return self._scale if self._forced is None else self._forced
 
-    cur_scale = loss_scale  # DeepSpeed's other name
+    cur_scale = loss_scale  # DeepSpeed's names: this one and the next two
+    cur_iter = property(lambda self: self._iteration, doc="Steps of which `update` has taken note.")
+    scale_window = property(lambda self: self.rule and self.rule.loss_scale_window, doc="None of a fixed scale.")
 
     @property
     def dynamic(self) -> bool:
