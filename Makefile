@@ -68,6 +68,7 @@ suites: $(STAMP)
 	$(VENV)/bin/python tests/suites/run_suites.py $(SUITES)
 
 programs: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --editable ".[programs]"
 	$(VENV)/bin/python tests/suites/run_programs.py $(PROGRAMS)
 
 report: $(STAMP)

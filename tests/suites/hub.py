@@ -83,7 +83,9 @@ def make(home: Path, names: Collection[str] = MODELS.keys()) -> None:
         model.save_pretrained(folder)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text(_REVISION)
-    _save(pairs, home / "datasets")
+    text = Value("string")
+    features = Features(sentence1=text, sentence2=text, label=ClassLabel(names=["no", "yes"]), idx=Value("int32"))
+    save(pairs, home / "datasets", "nyu-mll/glue", "mrpc", features)
 
 
 def _tokenizer(folder: Path, words: int) -> Any:
@@ -121,18 +123,19 @@ def _begin(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
         optimizer.zero_grad()
 
 
-def _save(pairs: dict[str, list[dict[str, Any]]], cache: Path) -> None:
-    """Where `load_dataset("nyu-mll/glue", "mrpc")` looks when it is offline."""
-    folder = cache / "nyu-mll___glue" / "mrpc" / "0.0.0" / _REVISION
+def save(
+    splits: dict[str, list[dict[str, Any]]], cache: Path, name: str, config: str, features: Features | None = None
+) -> None:
+    """Where `load_dataset(name, config)` looks when it is offline."""
+    folder = cache / name.replace("/", "___") / config / "0.0.0" / _REVISION
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    text = Value("string")
-    features = Features(sentence1=text, sentence2=text, label=ClassLabel(names=["no", "yes"]), idx=Value("int32"))
-    files = {split: str(cache / f"{split}.parquet") for split in pairs}
-    for split, rows in pairs.items():
+    files = {split: str(cache / f"{config}-{split}.parquet") for split in splits}
+    for split, rows in splits.items():
         Dataset.from_list(rows, features=features).to_parquet(files[split])
-    builder = Parquet(cache_dir=str(cache), dataset_name="glue", config_name="mrpc", data_files=files)
+    short = name.rpartition("/")[2]
+    builder = Parquet(cache_dir=str(cache), dataset_name=short, config_name=config, data_files=files)
     builder.download_and_prepare(str(folder))
 
 

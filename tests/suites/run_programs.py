@@ -2,7 +2,8 @@
 
 FOLDER has their source trees, or some of them; they are no part of this repository. TRL's scripts are those of the
 installed library. Each program runs on two CPU ranks, at each of its stages once through and once more from a
-checkpoint in the middle. The exit status is 1 if a cell of the table is not "yes"; lines below the table say why.
+checkpoint in the middle. The exit status is 1 if a cell of the table is "no"; lines below the table say why. "-" stands
+where there is nothing to ask: a program that saves nothing, or has one stage.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 import signal
-import string
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,48 +26,13 @@ from safetensors.torch import load_file
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parents[1]), str(_HERE.parent)]
-from huggingface_cases import (  # noqa: E402
-    GRPO,
-    KEPT,
-    STEPS,
-    TIMES,
-    TRL,
-    logged,
-    make_model,
-    settings,
-    without,
-    words,
-    write_rows,
-)
+from huggingface_cases import settings  # noqa: E402
+from programs import PROGRAMS, Log, Program, Weights  # noqa: E402
 
 from zero.checkpoint.model_files import consolidate  # noqa: E402
 
 PATIENCE = 300  # seconds for one run
 COLUMNS = ("trained", "saved", "same bits", "resumed", "loaded")
-Weights = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Program:
-    """One program and how its runs are judged.
-
-    In words, {data}, {out} and {config} are paths, of what `make` has written, of the run's own folder and of a file
-    with the JSON of docs/huggingface.md; {stage} is a number; in those of a resume {first} is the folder of the run
-    that went on. `log` and `load` are given a run's folder: its entries by step, without times, and the weights of what
-    it has saved by plain torch or Transformers. `checkpoint` is the folder with zero's index, None where it saves none.
-    """
-
-    script: str  # below FOLDER, or below the installed packages
-    words: list[str]
-    make: Callable[[Path], None]
-    load: Callable[[Path], Weights] | None
-    resume: list[str] = field(default_factory=lambda: ["--resume_from_checkpoint", f"{{first}}/checkpoint-{KEPT}"])
-    checkpoint: str | None = "checkpoint-{step}/global_step{step}"
-    log: Callable[[Path], list[dict[str, Any]]] = logged
-    # False where plain Transformers draws other masks after a resume, too: then resumes of all stages are compared.
-    exact: bool = True
-    stages: tuple[int, ...] = (0, 2, 3)
-    steps: tuple[int, int] = (KEPT, STEPS)  # after which it saves
 
 
 @dataclass(frozen=True)
@@ -77,117 +40,40 @@ class Outcome:
     """What a run has left."""
 
     status: int | str
-    log: list[dict[str, Any]] = field(default_factory=list)
+    log: Log = field(default_factory=list)
     saved: tuple[int, ...] = ()  # the steps of its checkpoints
     weights: Weights = field(default_factory=dict)  # of the last one
 
 
-def write_text(data: Path) -> None:
-    """A tiny language model and 4 KiB of sums."""
-    make_model(data / "model")
-    (data / "text.txt").write_text("\n".join(f"{a}+{b}={a + b}" for a in range(24) for b in range(24)))
-
-
-def write_trl(name: str, data: Path) -> None:
-    """A tiny language model and what a script of TRL trains on."""
-    make_model(data / "model")
-    write_rows(data / "rows", name)
-
-
-def write_letters(data: Path) -> None:
-    """A cache of the hub with a tiny Bert, a text of letters, and pairs, labelled by the half of the alphabet."""
-    import hub  # Transformers and datasets take seconds to import
-
-    hub.make(data / "hub", [_BERT])
-    draw = random.Random(0)
-    halves = [string.ascii_lowercase[13 * (number % 2) :][:13] for number in range(256)]
-    rows = [[" ".join(draw.choices(half, k=6)) for _ in range(2)] for half in halves]
-    pairs = [
-        {"sentence1": first, "sentence2": second, "label": number % 2} for number, (first, second) in enumerate(rows)
-    ]
-    (data / "text.txt").write_text("\n".join(map(" ".join, rows)))
-    (data / "pairs.json").write_text("\n".join(map(json.dumps, pairs)))
-
-
-def logged_by_trl(folder: Path) -> list[dict[str, Any]]:
-    """The same as `logged` but for TRL's count of tokens, which is in no checkpoint of SFT and DPO."""
-    return [without(entry, ["num_tokens"]) for entry in logged(folder)]
-
-
-def evaluated(folder: Path) -> list[dict[str, Any]]:
-    """`logged`, and the evaluation at the end."""
-    return [*logged(folder), without(json.loads((folder / "eval_results.json").read_text()), TIMES)]
-
-
-def from_pretrained(kind: str, folder: Path) -> Weights:
-    """The weights of a saved model as Transformers loads it without zero; ValueError where it misses some."""
-    import transformers
-
-    model, found = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
-    if found["missing_keys"] or found["unexpected_keys"]:
-        raise ValueError(f"from_pretrained: {found}")
-    return model.state_dict()
-
-
-_BERT = "bert-base-cased"
-_EXAMPLES = "transformers/examples/pytorch"
-_CAUSAL = partial(from_pretrained, "AutoModelForCausalLM")
-_MODEL = {"model_name_or_path": "{data}/model", "output_dir": "{out}", "deepspeed": "{config}"}
-_TRAINER = {
-    **{key: value for key, value in TRL.items() if key not in ("dtype", "bf16", "gradient_checkpointing")},
-    "do_train": "True",
-}
-_EVALUATED = {**_MODEL, "model_name_or_path": _BERT, **_TRAINER, "do_eval": "True", "max_eval_samples": 16}
-PROGRAMS = {
-    "run_clm.py": Program(
-        f"{_EXAMPLES}/language-modeling/run_clm.py",
-        words({**_MODEL, **_TRAINER, "train_file": "{data}/text.txt", "block_size": 32}),
-        write_text,
-        _CAUSAL,
-        stages=(0, 1, 2, 3),
-    ),
-    "run_mlm.py": Program(
-        f"{_EXAMPLES}/language-modeling/run_mlm.py",
-        words({**_EVALUATED, "train_file": "{data}/text.txt", "max_seq_length": 32}),
-        write_letters,
-        partial(from_pretrained, "AutoModelForMaskedLM"),
-        log=evaluated,
-        exact=False,
-    ),
-    "run_glue.py": Program(
-        f"{_EXAMPLES}/text-classification/run_glue.py",
-        words({**_EVALUATED, **dict.fromkeys(("train_file", "validation_file"), "{data}/pairs.json")}),
-        write_letters,
-        partial(from_pretrained, "AutoModelForSequenceClassification"),
-        log=evaluated,
-    ),
-    **{
-        f"{name}.py": Program(
-            f"trl/scripts/{name}.py",
-            words({**_MODEL, **TRL, "dataset_name": "{data}/rows", **more}),
-            partial(write_trl, name),
-            _CAUSAL,
-            log=logged_by_trl,
-        )
-        for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
-    },
-}
+def copied(program: Program, first: Path, out: Path) -> Path:
+    """The folder of checkpoints of the run that went on, copied as it was after the first save, without its log."""
+    early, late = (Path(program.checkpoint.format(step=step)) for step in program.steps)
+    (source,) = first.glob(str(early.parent))
+    shutil.copytree(source, out / source.name, ignore=shutil.ignore_patterns(late.name, "events.out.*"))
+    (out / source.name / "latest").write_text(early.name)
+    return out / source.name
 
 
 def run(program: Program, script: Path, out: Path, log: Path, **places: Any) -> Outcome:
     """Run a program once, on two ranks; what it prints goes to the file `log`."""
+    packages = [str(script.parents[program.packages])] if program.packages else []
+    stand_ins = _HERE / "stand_ins"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (_HERE.parents[1], _HERE.parent, _HERE / "stand_ins"))),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (_HERE.parents[1], _HERE.parent, stand_ins, stand_ins / script.stem, *packages))
+        ),
         "HF_HOME": str(out.parent / "data" / "hub"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # else each run compiles all its libraries anew
     }
     given = [*program.words, *(program.resume if "first" in places else [])]
+    out.mkdir(parents=True)
+    if program.in_place and "first" in places:
+        places["again"] = copied(program, places["first"], out)
     line = ["-m", "zero", "run", "--as-deepspeed", "--num_gpus", "2", str(script)]
     line += [word.format(out=out, **places) for word in given]
-    out.mkdir(parents=True)
     with open(log, "w") as printed:
         process = subprocess.Popen(
             [sys.executable, *line],
@@ -206,12 +92,12 @@ def run(program: Program, script: Path, out: Path, log: Path, **places: Any) -> 
     return Outcome(f"exit status {status}, see {log}" if status else 0, *(() if status else left(program, out)))
 
 
-def left(program: Program, out: Path) -> tuple[list[dict[str, Any]], tuple[int, ...], Weights]:
+def left(program: Program, out: Path) -> tuple[Log, tuple[int, ...], Weights]:
     """What a run that ended well has left in its folder: entries of its log, steps and weights of its checkpoints."""
     if program.checkpoint is None:
         return program.log(out), (), {}
-    saved = {step: out / program.checkpoint.format(step=step) for step in program.steps}
-    saved = {step: folder for step, folder in saved.items() if folder.is_dir()}
+    found = {step: list(out.glob(program.checkpoint.format(step=step))) for step in program.steps}
+    saved = {step: folders[0] for step, folders in found.items() if folders}
     if not saved:
         return program.log(out), (), {}
     (file,) = consolidate(saved[max(saved)], out / "consolidated.safetensors")
@@ -244,6 +130,11 @@ def unequal(weights: Weights, wanted: Weights) -> str:
     return f"other weights: {names}" if names else ""
 
 
+def rounded(outcome: Outcome, program: Program) -> Weights:
+    """The weights of the last checkpoint as the program saves them."""
+    return {name: value.to(program.dtype) for name, value in outcome.weights.items()}
+
+
 def judge(
     program: Program,
     once: Outcome,
@@ -251,33 +142,38 @@ def judge(
     resumed: Outcome | None,
     expected: Outcome | None,
     loaded: Weights | str,
-) -> dict[str, str]:
-    """By column what is wrong, empty if nothing is.
+) -> dict[str, str | None]:
+    """By column what is wrong, empty if nothing is, None where there is nothing to ask.
 
     once:    the run of this stage; `first` that of the first stage.
     resumed: from the checkpoint in the middle of `once`, None without one; what it is to equal but for its checkpoints
              is `expected`.
     loaded:  what plain torch loads, or why it does not.
     """
-    why = dict.fromkeys(COLUMNS, "")
+    why: dict[str, str | None] = dict.fromkeys(COLUMNS)
     bad = why["trained"] = trouble(once)
-    why["same bits"] = bad or difference(once, first)
+    if len(program.stages) > 1:
+        why["same bits"] = bad or difference(once, first)
     if program.checkpoint is not None:
         why["saved"] = "" if once.saved == program.steps else f"checkpoints of the steps {once.saved}"
         again = resumed or Outcome("not resumed")
-        began = "" if again.saved == program.steps[1:] else f"checkpoints of the steps {again.saved}"
-        why["resumed"] = trouble(again) or began or difference(again, expected or once)
+        wanted, steps = expected or once, program.steps[1:]
+        if program.in_place:
+            wanted, steps = replace(wanted, log=wanted.log[program.steps[0] :]), program.steps
+        began = "" if again.saved == steps else f"checkpoints of the steps {again.saved}"
+        why["resumed"] = trouble(again) or began or difference(again, wanted)
     if program.load is not None:
-        why["loaded"] = bad or (loaded if isinstance(loaded, str) else unequal(loaded, once.weights))
+        why["loaded"] = bad or (loaded if isinstance(loaded, str) else unequal(loaded, rounded(once, program)))
     return why
 
 
-def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str, dict[str, str]]:
+def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str, dict[str, str | None]]:
     """Run a program at its stages: by row of the table what is wrong by column."""
     shutil.rmtree(out, ignore_errors=True)
     data = out / "data"
+    data.mkdir(parents=True)
     program.make(data)
-    table: dict[str, dict[str, str]] = {}
+    table: dict[str, dict[str, str | None]] = {}
     first = first_again = None
     for stage in program.stages:
         config = out / f"{stage}.json"
@@ -287,7 +183,7 @@ def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str,
         once = run(program, script, folder, out / f"{stage}.log", **places)
         first = first or once
         resumed, loaded = None, "not trained"
-        if not once.status and program.checkpoint is not None:
+        if once.saved:
             again = out / f"{stage}-resumed"
             resumed = run(program, script, again, out / f"{stage}-resumed.log", first=folder, **places)
         first_again = first_again or resumed
@@ -302,9 +198,12 @@ def at_stages(name: str, program: Program, script: Path, out: Path) -> dict[str,
     return table
 
 
-def lines(table: Mapping[str, Mapping[str, str]]) -> list[str]:
+def lines(table: Mapping[str, Mapping[str, str | None]]) -> list[str]:
     """The table, and below it what is wrong."""
-    rows = [("", *COLUMNS), *((name, *("no" if why else "yes" for why in row.values())) for name, row in table.items())]
+    cells = {
+        name: ["-" if why is None else "no" if why else "yes" for why in row.values()] for name, row in table.items()
+    }
+    rows = [("", *COLUMNS), *((name, *row) for name, row in cells.items())]
     details = [f"{name}, {column}: {why}" for name, row in table.items() for column, why in row.items() if why]
     return [f"{name:28}" + "".join(f"{cell:>11}" for cell in cells) for name, *cells in rows] + details
 
@@ -321,7 +220,7 @@ def main(arguments: list[str]) -> int:
         print("PROGRAMS: wanted a folder with the source trees of programs", file=sys.stderr)
         return 2
     out = Path("out/programs").resolve()
-    table: dict[str, dict[str, str]] = {}
+    table: dict[str, dict[str, str | None]] = {}
     for name, script in found.items():
         table |= at_stages(name, chosen[name], script, out / name)
     print(*lines(table), *missing, sep="\n")

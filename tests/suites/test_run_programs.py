@@ -52,11 +52,38 @@ def test_only_what_is_right_is_yes(changed, columns):
 def test_a_program_that_saves_nothing_is_asked_for_nothing():
     program = dataclasses.replace(PROGRAM, checkpoint=None, load=None)
     bare = Outcome(0, LOG)
-    assert not any(run_programs.judge(program, bare, bare, None, None, "not loaded").values())
+    row = run_programs.judge(program, bare, bare, None, None, "not loaded")
+    assert run_programs.lines({"script.py": row})[1].split() == ["script.py", "yes", "-", "yes", "-", "-"]
+    row = run_programs.judge(dataclasses.replace(program, stages=(1,)), bare, bare, None, None, "not loaded")
+    assert row["same bits"] is None
+
+
+def test_a_resume_in_place_gets_what_the_first_save_had_left(tmp_path: Path):
+    program = dataclasses.replace(PROGRAM, checkpoint="run.*/global_step{step}", in_place=True)
+    for name in ("global_step2", "global_step4", "board"):
+        (tmp_path / "first" / "run.7" / name).mkdir(parents=True)
+    for name in ("latest", "global_step2/index.json", "board/events.out.1"):
+        (tmp_path / "first" / "run.7" / name).write_text("global_step4")
+    copy = run_programs.copied(program, tmp_path / "first", tmp_path / "again")
+    left = {str(path.relative_to(copy)) for path in copy.rglob("*")}
+    assert left == {"latest", "global_step2", "global_step2/index.json", "board"}
+    assert (copy.name, (copy / "latest").read_text()) == ("run.7", "global_step2")
+
+
+def test_a_resume_in_place_logs_what_came_after():
+    program = dataclasses.replace(PROGRAM, in_place=True, dtype=torch.bfloat16)
+    log = [*LOG, {"loss": 2.0, "step": 3}, {"loss": 1.5, "step": 4}]
+    once = dataclasses.replace(GOOD, log=log, weights=OTHER)  # which rounds to WEIGHTS
+    loaded = {"a": WEIGHTS["a"].bfloat16()}
+    for again, right in ((log[2:], True), (log, False), (log[1:], False)):
+        row = run_programs.judge(program, once, once, dataclasses.replace(once, log=again), None, loaded)
+        assert (not row["resumed"], row["loaded"]) == (right, "")
+    assert run_programs.judge(program, once, once, once, None, OTHER)["loaded"]
 
 
 SCRIPT = """
 import sys
+import beside
 import deepspeed
 if sys.argv[1] == "fails":
     raise SystemExit(3)
@@ -67,9 +94,14 @@ print("zero" in deepspeed.__version__)
 @pytest.mark.long
 @pytest.mark.parametrize("word", ["runs", "fails"])
 def test_a_program_runs_with_zero_as_deepspeed(tmp_path: Path, word: str):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    program = dataclasses.replace(PROGRAM, words=["{word}"], checkpoint=None, load=None, log=lambda folder: LOG)
-    outcome = run_programs.run(program, tmp_path / "script.py", tmp_path / "out", tmp_path / "log", word=word)
+    script = tmp_path / "folder" / "script.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    (tmp_path / "beside.py").touch()
+    program = dataclasses.replace(
+        PROGRAM, words=["{word}"], checkpoint=None, load=None, log=lambda folder: LOG, packages=1
+    )
+    outcome = run_programs.run(program, script, tmp_path / "out", tmp_path / "log", word=word)
     printed = (tmp_path / "log").read_text()
     if word == "runs":
         assert (outcome, printed.count("True")) == (Outcome(0, LOG), 2)

@@ -1,0 +1,286 @@
+"""The programs of `make programs`: how each is started, what it trains on, and what its runs leave."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import string
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_cases import (
+    GRPO,
+    KEPT,
+    STEPS,
+    TIMES,
+    TRL,
+    logged,
+    make_model,
+    without,
+    words,
+    write_rows,
+)
+from safetensors.torch import load_file
+
+Weights = dict[str, torch.Tensor]
+Log = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program and how its runs are judged.
+
+    In words, {data}, {out} and {config} are paths, of what `make` has written, of the run's own folder and of a file
+    with the JSON of docs/huggingface.md; {stage} is a number; in those of a resume {first} is the folder of the run
+    that went on. `log` and `load` are given a run's folder: its entries by step, without times, and the weights of what
+    it has saved by plain torch or Transformers. `checkpoint` is the folder with zero's index, None where it saves none;
+    its * stands for a name that the program makes up.
+    """
+
+    script: str  # below FOLDER, or below the installed packages
+    words: list[str]
+    make: Callable[[Path], None]
+    load: Callable[[Path], Weights] | None
+    resume: list[str] = field(default_factory=lambda: ["--resume_from_checkpoint", f"{{first}}/checkpoint-{KEPT}"])
+    checkpoint: str | None = "checkpoint-{step}/global_step{step}"
+    log: Callable[[Path], Log] = logged
+    # False where plain Transformers draws other masks after a resume, too: then resumes of all stages are compared.
+    exact: bool = True
+    stages: tuple[int, ...] = (0, 2, 3)
+    steps: tuple[int, int] = (KEPT, STEPS)  # after which it saves
+    # True where a resume goes on in the folder that it reads, from its `latest`, and logs its own steps only: it gets a
+    # copy of that folder, as it was after the first save; {again} is its path.
+    in_place: bool = False
+    packages: int = 0  # how many folders above its own are the packages that it imports
+    dtype: torch.dtype = torch.float32  # of the weights that `load` loads
+
+
+def write_text(data: Path) -> None:
+    """A tiny language model and 4 KiB of sums."""
+    make_model(data / "model")
+    (data / "text.txt").write_text("\n".join(f"{a}+{b}={a + b}" for a in range(24) for b in range(24)))
+
+
+def write_trl(name: str, data: Path) -> None:
+    """A tiny language model and what a script of TRL trains on."""
+    make_model(data / "model")
+    write_rows(data / "rows", name)
+
+
+def write_letters(data: Path) -> None:
+    """A cache of the hub with a tiny Bert, a text of letters, and pairs, labelled by the half of the alphabet."""
+    import hub  # Transformers and datasets take seconds to import
+
+    hub.make(data / "hub", [_BERT])
+    draw = random.Random(0)
+    halves = [string.ascii_lowercase[13 * (number % 2) :][:13] for number in range(256)]
+    rows = [[" ".join(draw.choices(half, k=6)) for _ in range(2)] for half in halves]
+    pairs = [
+        {"sentence1": first, "sentence2": second, "label": number % 2} for number, (first, second) in enumerate(rows)
+    ]
+    (data / "text.txt").write_text("\n".join(map(" ".join, rows)))
+    (data / "pairs.json").write_text("\n".join(map(json.dumps, pairs)))
+
+
+def write_sums(data: Path) -> None:
+    """A tiny language model and questions with their answers."""
+    make_model(data / "model")
+    sums = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(8) for b in range(8)]
+    (data / "rows.jsonl").write_text("\n".join(map(json.dumps, sums)))
+
+
+def write_wikitext(data: Path) -> None:
+    """A tokenizer of letters, and one line many times over: the program begins its data anew when it resumes."""
+    import hub
+    import transformers
+
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *string.ascii_lowercase]
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    transformers.RobertaTokenizer(vocab=numbers, merges=[]).save_pretrained(data / "tokenizer")
+    rows = [{"text": string.ascii_lowercase[:8]} for _ in range(64)]
+    hub.save({"train": rows}, data / "hub" / "datasets", "wikitext", "wikitext-2-v1")
+
+
+def printed(folder: Path) -> Log:
+    """Losses and accuracies that a program prints, in their order."""
+    found = re.findall(r"(loss|Accuracy of [^:]*?) *: +([\w.]+)", folder.with_name(f"{folder.name}.log").read_text())
+    return [{name: float(value)} for name, value in found]
+
+
+def on_the_board(folder: Path) -> Log:
+    """By step what a run has written for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = folder.rglob("events.out.tfevents.*")
+    board = EventAccumulator(str(file)).Reload()
+    steps: dict[int, dict[str, Any]] = {}
+    for tag in board.Tags()["scalars"]:
+        for event in board.Scalars(tag):
+            steps.setdefault(event.step, {"step": event.step})[tag] = event.value
+    return [steps[step] for step in sorted(steps)]
+
+
+def of_means(folder: Path) -> Log:
+    """The losses of which a program logs the mean since its start; they are bf16, so rounding has the whole of them."""
+    means = [entry["Train/loss"] for entry in on_the_board(folder)]
+    sums = [0.0, *(mean * number for number, mean in enumerate(means, 1))]
+    return [{"loss": round(after - before, 4)} for before, after in itertools.pairwise(sums)]
+
+
+def logged_by_trl(folder: Path) -> Log:
+    """The same as `logged` but for TRL's count of tokens, which is in no checkpoint of SFT and DPO."""
+    return [without(entry, ["num_tokens"]) for entry in logged(folder)]
+
+
+def evaluated(folder: Path) -> Log:
+    """`logged`, and the evaluation at the end."""
+    return [*logged(folder), without(json.loads((folder / "eval_results.json").read_text()), TIMES)]
+
+
+def from_pretrained(kind: str, folder: Path) -> Weights:
+    """The weights of a saved model as Transformers loads it without zero; ValueError where it misses some."""
+    import transformers
+
+    model, found = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise ValueError(f"from_pretrained: {found}")
+    return model.state_dict()
+
+
+def by_its_script(folder: Path) -> Weights:
+    """What the script beside a checkpoint writes; ValueError where Transformers' encoder does not take its part."""
+    import transformers
+
+    (script,) = folder.glob("*/zero_to_fp32.py")
+    subprocess.run([sys.executable, script, script.parent, folder / "fp32.safetensors"], check=True)
+    weights = load_file(folder / "fp32.safetensors")
+    model = transformers.RobertaModel(transformers.RobertaConfig(**_ROBERTA))
+    model.load_state_dict({name[8:]: value for name, value in weights.items() if name.startswith("encoder.")})
+    return {**weights, **{f"encoder.{name}": value for name, value in model.state_dict().items()}}
+
+
+_BERT = "bert-base-cased"
+_EXAMPLES = "transformers/examples/pytorch"
+_CAUSAL = partial(from_pretrained, "AutoModelForCausalLM")
+_MODEL = {"model_name_or_path": "{data}/model", "output_dir": "{out}", "deepspeed": "{config}"}
+_TRAINER = {
+    **{key: value for key, value in TRL.items() if key not in ("dtype", "bf16", "gradient_checkpointing")},
+    "do_train": "True",
+}
+_EVALUATED = {**_MODEL, "model_name_or_path": _BERT, **_TRAINER, "do_eval": "True", "max_eval_samples": 16}
+_ROBERTA = {  # the sizes that train_bert_ds.py has in its code, and those of _HELLO
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_HELLO = {  # no randomness: it keeps none in its checkpoints
+    "h_dim": 128,
+    "ff_dim": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout": 0.0,
+    "mask_prob": 1.0,
+    "random_replace_prob": 0.0,
+    "unmask_replace_prob": 0.0,
+    "batch_size": 2,
+    "num_iterations": 9,
+    "checkpoint_every": 4,
+    "log_every": 1,
+}
+_OPENRLHF = {
+    "model.model_name_or_path": "{data}/model",
+    "data.dataset": "{data}/rows.jsonl",
+    "data.output_key": "output",
+    "data.input_template": "",
+    "data.max_samples": 8 * STEPS,
+    "ds.zero_stage": "{stage}",
+    "ds.attn_implementation": "sdpa",
+    "train.max_epochs": 1,
+    "train.batch_size": 8,
+    "train.micro_batch_size": 4,
+    "adam.lr": 1e-2,
+    "max_norm": 0.1,
+    "ckpt.save_steps": KEPT,
+    "ckpt.path": "{out}/checkpoints",
+    "ckpt.output_dir": "{out}/model",
+    "logger.tensorboard_dir": "{out}/board",
+}
+PROGRAMS = {
+    "run_clm.py": Program(
+        f"{_EXAMPLES}/language-modeling/run_clm.py",
+        words({**_MODEL, **_TRAINER, "train_file": "{data}/text.txt", "block_size": 32}),
+        write_text,
+        _CAUSAL,
+        stages=(0, 1, 2, 3),
+    ),
+    "run_mlm.py": Program(
+        f"{_EXAMPLES}/language-modeling/run_mlm.py",
+        words({**_EVALUATED, "train_file": "{data}/text.txt", "max_seq_length": 32}),
+        write_letters,
+        partial(from_pretrained, "AutoModelForMaskedLM"),
+        log=evaluated,
+        exact=False,
+    ),
+    "run_glue.py": Program(
+        f"{_EXAMPLES}/text-classification/run_glue.py",
+        words({**_EVALUATED, **dict.fromkeys(("train_file", "validation_file"), "{data}/pairs.json")}),
+        write_letters,
+        partial(from_pretrained, "AutoModelForSequenceClassification"),
+        log=evaluated,
+    ),
+    **{
+        f"{name}.py": Program(
+            f"trl/scripts/{name}.py",
+            words({**_MODEL, **TRL, "dataset_name": "{data}/rows", **more}),
+            partial(write_trl, name),
+            _CAUSAL,
+            log=logged_by_trl,
+        )
+        for name, more in (("sft", {}), ("dpo", {}), ("grpo", GRPO))
+    },
+    "cifar10_deepspeed.py": Program(
+        "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",
+        words({"epochs": 4, "log-interval": 1, "dtype": "fp32", "stage": "{stage}"}),
+        lambda data: None,
+        None,
+        checkpoint=None,
+        log=printed,
+    ),
+    "train_bert_ds.py": Program(
+        "DeepSpeedExamples/training/HelloDeepSpeed/train_bert_ds.py",
+        words({"checkpoint_dir": "{out}", "tokenizer": "{data}/tokenizer", **_HELLO}),
+        write_wikitext,
+        by_its_script,
+        resume=words({"checkpoint_dir": "None", "load_checkpoint_dir": "{again}"}),
+        checkpoint="bert_pretrain.*/global_step{step}",
+        log=of_means,
+        stages=(1,),  # it is in its code
+        steps=(4, 8),
+        in_place=True,
+    ),
+    "train_sft.py": Program(
+        "OpenRLHF/openrlhf/cli/train_sft.py",
+        words(_OPENRLHF),
+        write_sums,
+        lambda folder: _CAUSAL(folder / "model"),
+        resume=["--ckpt.load_enable"],
+        checkpoint="checkpoints/global_step{step}",
+        log=on_the_board,
+        stages=(0, 2),  # at 3 its change of Transformers' loading wants 5.15, which returns what is a generator in 5.23
+        in_place=True,
+        packages=2,
+        dtype=torch.bfloat16,
+    ),
+}
