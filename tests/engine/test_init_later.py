@@ -58,3 +58,19 @@ def test_a_later_block_changes_a_model_as_plain_torch_does():
     for name, value in values(wanted).items():
         assert found[name].equal(value.to(found[name].dtype)), name
         assert (found[name].dtype == torch.bfloat16) == (name in read), name
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_are_put_in_place_of_empty_ones_are_cut():
+    """As Diffusers loads by default: Accelerate makes each parameter anew, on meta, from its attributes."""
+    accelerate = pytest.importorskip("accelerate")
+    wanted = make_net()
+    with zero.Init():
+        with accelerate.init_empty_weights():
+            model = make_net()
+        for (name, param), value in zip(list(model.named_parameters()), wanted.parameters(), strict=True):
+            assert param.is_meta
+            path, _, name = name.rpartition(".")
+            model.get_submodule(path)._parameters[name] = nn.Parameter(value.detach().clone())  # registers nothing
+    assert all(is_released(param) for param in model.parameters())
+    assert not same(model, wanted)

@@ -14,6 +14,7 @@ somebody, as in `one.weight.data.copy_(other.weight.data)`, and those stay open 
 from __future__ import annotations
 
 import contextvars
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -36,6 +37,7 @@ from zero.memory.available import Freed
 
 # What is open where: threads that build models of their own are left alone.
 _running: contextvars.ContextVar[Builder | None] = contextvars.ContextVar("zero_builder", default=None)
+_REGISTER = nn.Module.register_parameter
 
 
 def running() -> Builder | None:
@@ -88,6 +90,10 @@ class Builder:
         if failed:
             self._let_go()
             return
+        if any(owner_of(param) is None and manageable(param) for _, _, param in self._present()):
+            gc.collect()  # all ranks must find the same
+            for module, name, param in self._present():
+                self._take(param, name, self._homes[module])
         self._name_all()
         self._quantize()
         self._settle()
@@ -113,7 +119,9 @@ class Builder:
         if running() is self and param is not None and owner_of(param) is None:
             home = self._home(module)
             self._close(lambda other: other != home)
-            self._take(param, f"{type(module).__name__}.{name}", home)
+            # Else somebody stands around it who may put another in its place, as Accelerate's init_empty_weights does.
+            if nn.Module.register_parameter is _REGISTER:
+                self._take(param, f"{type(module).__name__}.{name}", home)
 
     def _completed(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if running() is not self or child is None:
@@ -208,6 +216,11 @@ class Builder:
             if refused := sharing(root.named_parameters()):
                 self._let_go()
                 raise ValueError(f"zero.Init: {refused[0]}")
+
+    def _present(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Module, name and parameter of what was built, also of what was put there without being registered."""
+        slots = ((module, *slot) for module in list(self._homes) for slot in module._parameters.items())
+        return [(module, name, param) for module, name, param in slots if param is not None]
 
     def _home(self, module: nn.Module) -> int:
         if module not in self._homes:
