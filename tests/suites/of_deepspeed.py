@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+import torch
 from outcomes import pytest_runtest_logreport as pytest_runtest_logreport
 
 # DeepSpeed cannot do it on a CPU; zero must.
@@ -47,6 +48,23 @@ def _skip_unless_zero_can(reason: str = "", **more: Any) -> None:
 
 
 _skip_unless_zero_can.Exception = _skip.Exception
+
+
+# What their tests compare by works on GPUs only: DDP takes no name of a CPU as its device, and gloo gathers no scalars.
+_ddp, _gather = torch.nn.parallel.DistributedDataParallel.__init__, torch.distributed.all_gather_into_tensor
+_DEVICES = () if torch.cuda.is_available() else ("device_ids", "output_device")
+
+
+def _ddp_on_cpu(self: Any, module: torch.nn.Module, **kwargs: Any) -> None:
+    _ddp(self, module, **{key: value for key, value in kwargs.items() if key not in _DEVICES})
+
+
+def _gather_scalars(gathered: torch.Tensor, mine: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _gather(gathered, mine.reshape(-1) if mine.ndim == 0 else mine, *args, **kwargs)
+
+
+torch.nn.parallel.DistributedDataParallel.__init__ = _ddp_on_cpu
+torch.distributed.all_gather_into_tensor = _gather_scalars
 
 
 def _rank(test: Any, rank: int, ranks: int, port: str, init_method: str, pipe: Connection) -> None:

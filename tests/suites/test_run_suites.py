@@ -115,6 +115,8 @@ OF_DEEPSPEED = """
 import os
 import time
 import pytest
+import torch
+import torch.distributed as dist
 from unit.common import DistributedExec
 
 class One(DistributedExec):
@@ -132,8 +134,12 @@ class One(DistributedExec):
             pytest.skip("no GPU")
         if self.kind == "zero can":
             pytest.skip("CPU accelerator does not support this test yet.")
+        if self.kind == "compares":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), device_ids=["cpu"], output_device="cpu")
+            dist.all_gather_into_tensor(torch.zeros(1), torch.ones(()))
 
-@pytest.mark.parametrize("kind", ["passes", "waits", "dies", "skips", "zero can"])
+@pytest.mark.parametrize("kind", ["passes", "waits", "dies", "skips", "zero can", "compares"])
 def test_of(kind):
     One(kind)(2)
 """
@@ -158,4 +164,5 @@ def test_ranks_of_deepspeeds_tests_end_also_where_one_waits_for_another_in_vain(
         "test_of[dies]": ("failed", "rank 0: ended with status 3"),
         "test_of[skips]": ("skipped", "Skipped: no GPU"),
         "test_of[zero can]": PASSED,
+        "test_of[compares]": PASSED,
     }
