@@ -31,15 +31,19 @@ SUITES = {
     "transformers": ("tests/trainer/distributed/test_trainer_distributed_deepspeed.py",),
     # Left out: pipelines, experts, tensor and sequence parallelism, inference, kernels and their optimizers' own steps,
     # DeepSpeed's compiler passes, sparse and 1-bit gradients, autotuning, and what asks for its insides by name. Other
-    # files that collect (half precision, the rest of zero, ds_initialize, zero_optimizer) have not been looked through.
+    # files that collect have not been looked through (v1/zero/test_zero, ds_initialize, no_sync_ctxt, fp16), or compare
+    # bf16 that adds up in fp32 with plain bf16 (zero_user_backward): docs/huggingface.md says how that one was read.
     "DeepSpeed": tuple(
         f"tests/unit/{folder}/test_{name}.py"
         for folder, names in {
-            "checkpoint": "convert_checkpoint latest_checkpoint shared_weights tag_validation",
+            "checkpoint": "convert_checkpoint latest_checkpoint shared_weights tag_validation zero_optimizer",
             "comm": "dist",
             "runtime": "data lr_schedulers multi_output_model",
-            "runtime/zero": "ignore_unused_parameters",
-            "v1/zero": "zero_coalesce_grad_reduction",
+            "runtime/half_precision": "zero_optim_overflow",
+            "runtime/zero": "ignore_unused_parameters zero_config zero_context_ancestry zero_context_return "
+            "zero_dynamic_class zero_nesting_init",
+            "v1/zero": "zero2_offload_multi_backward zero_coalesce_grad_reduction zero_hook_count_regression "
+            "zero_torch_func",
         }.items()
         for name in names.split()
     ),
