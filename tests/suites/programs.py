@@ -60,7 +60,7 @@ class Program:
     # copy of that folder, as it was after the first save; {again} is its path.
     in_place: bool = False
     packages: int = 0  # how many folders above its own are the packages that it imports
-    dtype: torch.dtype = torch.float32  # of the weights that `load` loads
+    dtype: str = "fp32"  # of what it computes with, and saves
 
 
 def write_text(data: Path) -> None:
@@ -281,6 +281,6 @@ PROGRAMS = {
         stages=(0, 2),  # at 3 its change of Transformers' loading wants 5.15, which returns what is a generator in 5.23
         in_place=True,
         packages=2,
-        dtype=torch.bfloat16,
+        dtype="bf16",
     ),
 }

@@ -43,6 +43,7 @@ class Outcome:
     log: Log = field(default_factory=list)
     saved: tuple[int, ...] = ()  # the steps of its checkpoints
     weights: Weights = field(default_factory=dict)  # of the last one
+    computed: Weights = field(default_factory=dict)  # the same as the model computes with them
 
 
 def copied(program: Program, first: Path, out: Path) -> Path:
@@ -92,16 +93,17 @@ def run(program: Program, script: Path, out: Path, log: Path, **places: Any) -> 
     return Outcome(f"exit status {status}, see {log}" if status else 0, *(() if status else left(program, out)))
 
 
-def left(program: Program, out: Path) -> tuple[Log, tuple[int, ...], Weights]:
+def left(program: Program, out: Path) -> tuple[Log, tuple[int, ...], Weights, Weights]:
     """What a run that ended well has left in its folder: entries of its log, steps and weights of its checkpoints."""
     if program.checkpoint is None:
-        return program.log(out), (), {}
+        return program.log(out), (), {}, {}
     found = {step: list(out.glob(program.checkpoint.format(step=step))) for step in program.steps}
     saved = {step: folders[0] for step, folders in found.items() if folders}
     if not saved:
-        return program.log(out), (), {}
-    (file,) = consolidate(saved[max(saved)], out / "consolidated.safetensors")
-    return program.log(out), tuple(saved), load_file(file)
+        return program.log(out), (), {}, {}
+    dtypes = {"exact.safetensors": "fp32", "computed.safetensors": program.dtype}
+    files = [consolidate(saved[max(saved)], out / name, dtype)[0] for name, dtype in dtypes.items()]
+    return program.log(out), tuple(saved), *map(load_file, files)
 
 
 def trouble(outcome: Outcome) -> str:
@@ -128,11 +130,6 @@ def unequal(weights: Weights, wanted: Weights) -> str:
     """The names of `wanted` whose values are others in `weights`, or not there; empty if all are."""
     names = [name for name, value in wanted.items() if name not in weights or not torch.equal(weights[name], value)]
     return f"other weights: {names}" if names else ""
-
-
-def rounded(outcome: Outcome, program: Program) -> Weights:
-    """The weights of the last checkpoint as the program saves them."""
-    return {name: value.to(program.dtype) for name, value in outcome.weights.items()}
 
 
 def judge(
@@ -163,7 +160,7 @@ def judge(
         began = "" if again.saved == steps else f"checkpoints of the steps {again.saved}"
         why["resumed"] = trouble(again) or began or difference(again, wanted)
     if program.load is not None:
-        why["loaded"] = bad or (loaded if isinstance(loaded, str) else unequal(loaded, rounded(once, program)))
+        why["loaded"] = bad or (loaded if isinstance(loaded, str) else unequal(loaded, once.computed))
     return why
 
 

@@ -13,7 +13,7 @@ from run_programs import Outcome, Program
 PROGRAM = Program("script.py", [], lambda data: None, lambda folder: {})
 WEIGHTS = {"a": torch.tensor([1.0, 2.0])}
 LOG = [{"loss": 2.5, "step": 1}, {"loss": 2.25, "step": 2}]
-GOOD = Outcome(0, LOG, PROGRAM.steps, WEIGHTS)
+GOOD = Outcome(0, LOG, PROGRAM.steps, WEIGHTS, WEIGHTS)
 AGAIN = Outcome(0, LOG, PROGRAM.steps[1:], WEIGHTS)
 OTHER = {"a": torch.tensor([1.0, 2.0000002])}
 
@@ -71,12 +71,11 @@ def test_a_resume_in_place_gets_what_the_first_save_had_left(tmp_path: Path):
 
 
 def test_a_resume_in_place_logs_what_came_after():
-    program = dataclasses.replace(PROGRAM, in_place=True, dtype=torch.bfloat16)
+    program = dataclasses.replace(PROGRAM, in_place=True)
     log = [*LOG, {"loss": 2.0, "step": 3}, {"loss": 1.5, "step": 4}]
-    once = dataclasses.replace(GOOD, log=log, weights=OTHER)  # which rounds to WEIGHTS
-    loaded = {"a": WEIGHTS["a"].bfloat16()}
+    once = dataclasses.replace(GOOD, log=log, weights=OTHER)  # and it computes with WEIGHTS
     for again, right in ((log[2:], True), (log, False), (log[1:], False)):
-        row = run_programs.judge(program, once, once, dataclasses.replace(once, log=again), None, loaded)
+        row = run_programs.judge(program, once, once, dataclasses.replace(once, log=again), None, WEIGHTS)
         assert (not row["resumed"], row["loaded"]) == (right, "")
     assert run_programs.judge(program, once, once, once, None, OTHER)["loaded"]
 
