@@ -184,6 +184,14 @@ def test_the_smallest_number_of_ranks_fits_and_one_less_does_not(capsys: pytest.
     assert any(line.startswith("stage 0") and "never" in line for line in lines)
 
 
+def test_units_are_laid_out_anew_for_other_ranks_and_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, settings = shape_of(1e9), [load({"bf16": {"enabled": True}}, ranks, filled=False) for ranks in (2, 6)]
+    two, six = (Setup(shape, shape_cost(shape, 2048), each, DEVICES["a100"]) for each in settings)
+    assert six.units != two.units
+    monkeypatch.setattr(search, "units_of", None)
+    assert two.on(6).units == six.units
+
+
 def test_worlds_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"train_batch_size": 512, "bf16": {"enabled": True}}))

@@ -114,7 +114,8 @@ def _mark(
     `strict`: ValueError where there are no modules `what`.
     """
     wanted = [wanted] if isinstance(wanted, (str, type)) else wanted
-    hits = {each: [module for name, module in model.named_modules() if meant(name, module, each)] for each in wanted}
+    named = list(model.named_modules()) if wanted else []
+    hits = {each: [module for name, module in named if meant(name, module, each)] for each in wanted}
     found = list(dict.fromkeys(module for modules in hits.values() for module in modules))
     if strict and not found:
         names = [each if isinstance(each, str) else each.__name__ for each in wanted]

@@ -85,6 +85,11 @@ class UnitPlan:
         """Index of the optimizer's parameter group; -1 for none."""
         return self.params[0].group
 
+    def on(self, world_size: int, alignment: int) -> UnitPlan:
+        """The same unit for so many ranks."""
+        layout = make_layout({spec.name: spec.numel for spec in self.params}, world_size, alignment)
+        return replace(self, layout=layout)
+
 
 def plan_units(
     root: ModuleNode,

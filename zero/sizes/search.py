@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zero.config import Config
 from zero.config.unavailable import lookup
 from zero.memory.update_costs import RESERVE, UpdateRates, update_costs
-from zero.plan.formats import Formats
+from zero.plan.formats import Formats, wire_alignment
 from zero.plan.units import UnitPlan
 from zero.sizes.choice import CHOICES, FILE, Choice, Scheme, own_choice, scheme_of
 from zero.sizes.choice import DEVICE as DEVICE_MEMORY
@@ -53,8 +53,11 @@ class Setup:
         return self.settings.world_size
 
     def on(self, ranks: int) -> Setup:
-        """The same with so many ranks."""
-        return replace(self, settings=self.settings.model_copy(update={"world_size": ranks}))
+        """The same with so many ranks, which change the layout of a unit only."""
+        other = replace(self, settings=self.settings.model_copy(update={"world_size": ranks}))
+        alignment = wire_alignment(self.formats.alignment, self.settings.zero_optimization)
+        other.__dict__["units"] = tuple(unit.on(ranks, alignment) for unit in self.units)
+        return other
 
     @cached_property
     def formats(self) -> Formats:
@@ -170,7 +173,8 @@ class Search:
     def __init__(self, setup: Setup, choice: Choice) -> None:
         self.setup, self.choice = setup, choice
         # By whether several micro-batches make a step: how many there are changes nothing of these.
-        self._states: dict[bool, tuple[Row, Moves, list[tuple[str, Traffic]]]] = {}
+        self._states: dict[bool, tuple[Row, Moves]] = {}
+        self._traffic: dict[int, list[tuple[str, Traffic]]] = {}  # by the id of moves
         per_rank = setup.settings.raw.get("train_batch_size")
         rest = per_rank % setup.ranks if isinstance(per_rank, int) else 1
         self._samples = None if rest else per_rank // setup.ranks
@@ -190,10 +194,11 @@ class Search:
         return next((size for size in whole if size <= self.capacity(policy, self._accumulation(size))), 0)
 
     def row(self, policy: str, micro_batch: int, timed: bool = True) -> Row:
-        """What so many samples in one forward of one rank take, and whether they fit; its time only where wanted."""
+        """What so many samples in one forward of one rank take, whether they fit, and where `timed` what is sent."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
-        state, _, moved = self._state(accumulation)
+        state, moves = self._state(accumulation)
         on_host = cost.on_host(policy, micro_batch)
+        moved = self._moved(moves) if timed else []
         links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
         links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
         alive = max(nbytes for at, nbytes in cost.moments(policy) if at != LOSS)
@@ -217,12 +222,17 @@ class Search:
         given = self.setup.settings.gradient_accumulation_steps
         return given if self._samples is None else self._samples // micro_batch
 
-    def _state(self, accumulation: int) -> tuple[Row, Moves, list[tuple[str, Traffic]]]:
+    def _moved(self, moves: Moves) -> list[tuple[str, Traffic]]:
+        if id(moves) not in self._traffic:
+            self._traffic[id(moves)] = moves.by_unit()
+        return self._traffic[id(moves)]
+
+    def _state(self, accumulation: int) -> tuple[Row, Moves]:
         setup, several = self.setup, accumulation > 1
         if several not in self._states:
             scheme, row = self._scheme(1 + several)
             moves = Moves(setup.units, scheme, setup.formats, setup.rates, setup.per_host)
-            self._states[several] = row, moves, moves.by_unit()
+            self._states[several] = row, moves
         return self._states[several]
 
     def _scheme(self, accumulation: int) -> tuple[Scheme, Row]:
@@ -267,7 +277,8 @@ class Search:
 
     def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
         setup = self.setup
-        _, moves, moved = self._state(accumulation)
+        _, moves = self._state(accumulation)
+        moved = self._moved(moves)
         costs = {unit.name: unit for unit in setup.cost.units}
         times = [self._computed(part.times, costs.pop(at, None), policy, micro_batch) for at, part in moved]
         times += [self._computed(UnitTimes(), unit, policy, micro_batch) for unit in costs.values()]
