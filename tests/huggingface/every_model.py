@@ -300,7 +300,9 @@ def _ours(
     if wrong := _differing(built, plain):
         return f"built under zero.Init: {wrong[:3]} of {len(wrong)}"
     said = HfDeepSpeedConfig(filled(3))
-    kind._from_config(copy.deepcopy(config))
+    _seed(0)
+    if wrong := _differing(kind._from_config(copy.deepcopy(config)), plain):
+        return f"from_config: {wrong[:3]} of {len(wrong)}"
     model = kind.from_pretrained(folder).train()
     if wrong := _differing(model, loaded):
         return f"from_pretrained: {wrong[:3]} of {len(wrong)}"

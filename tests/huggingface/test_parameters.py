@@ -226,7 +226,7 @@ def test_a_mixture_of_experts_is_saved_though_other_ranks_have_no_weights(door: 
 
 
 def initialized(folder: str) -> list[Any]:
-    """Weights that a model writes far below itself, and by a view of a row: plain ones, then at stage 3."""
+    """Weights that a model draws, or writes far below itself, or by a view of a row: plain ones, then at stage 3."""
     with opened():
         from transformers import PreTrainedConfig, PreTrainedModel, initialization
         from transformers.integrations import HfDeepSpeedConfig
@@ -239,22 +239,28 @@ def initialized(folder: str) -> list[Any]:
                 super().__init__(config)
                 self.blocks = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)))
                 self.words = torch.nn.Embedding(3, 2)
+                self.drawn = torch.nn.Linear(2, 2)  # torch draws first, and Transformers after it
                 self.post_init()
 
             def _init_weights(self, module: torch.nn.Module) -> None:
+                if module is self.drawn:
+                    initialization.normal_(module.weight)
                 if module is self:
                     initialization.constant_(self.blocks[0][0].weight, 3)
                     initialization.constant_(self.words.weight, 2)
                     initialization.zeros_(self.words.weight[1])
 
-        config = PreTrainedConfig()
-        plain = Own._from_config(config)
+        def built() -> Own:
+            torch.manual_seed(0)
+            return Own._from_config(PreTrainedConfig())
+
+        plain = built()
         torch.nn.init.constant_(plain.words.weight, 5)
         plain.save_pretrained(folder)  # writes on rank 0 only
         torch.distributed.barrier()
-        made = [Own._from_config(config), Own.from_pretrained(folder)]
+        made = [built(), Own.from_pretrained(folder)]
         said = HfDeepSpeedConfig(filled(3))
-        made += [Own._from_config(config), Own.from_pretrained(folder)]
+        made += [built(), Own.from_pretrained(folder)]
         del said
         with zero.GatheredParameters([param for each in made for param in each.parameters()]):
             return [[param.tolist() for param in each.parameters()] for each in made]

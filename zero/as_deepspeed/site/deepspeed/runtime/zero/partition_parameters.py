@@ -48,15 +48,40 @@ class Init(zero.Init):
     So parameters have the dtype in which programs for DeepSpeed expect them; masters are then as exact as theirs.
     """
 
+    _init_weights = None  # of Transformers, while it suppresses nothing
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(zero.Init).bind(*args, **kwargs).arguments
         if given.get("enabled", True):
             init_distributed()
             _initialize_whole()
+            models = sys.modules.get("transformers.modeling_utils")
+            self._init_weights = models and models.PreTrainedModel.init_weights
             source = given.get("config", given.get("config_dict_or_path"))
             if source is not None and given.get("dtype") is None and os.environ.get("ZERO_INIT_AS_BUILT") != "1":
                 given["dtype"] = _dtype(read(source).values)
         super().__init__(**given)
+
+    def __enter__(self) -> Any:
+        if self._init_weights is not None:
+            _draw(self._init_weights)
+        return super().__enter__()
+
+
+def _draw(init_weights: Callable[..., None]) -> None:
+    """Have Transformers draw the weights of a model that it does not load, in the order of a plain one.
+
+    While it builds a model at stage 3 it suppresses torch's draws, and its own come later: the same seed gives others.
+    """
+    initialization = sys.modules["transformers.initialization"]
+    model = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    both = ("init_weights", "tie_weights")  # it replaces the second where it loads
+    replaced = [each for each in both if getattr(model, each).__module__ == initialization.__name__]
+    if replaced == ["init_weights"]:  # until its context ends, which puts back what was there before
+        model.init_weights = init_weights
+        for module in filter(None, map(sys.modules.get, initialization.TORCH_MODULES_TO_PATCH)):
+            for name in vars(module).keys() & initialization.TORCH_INIT_FUNCTIONS.keys():
+                setattr(module, name, initialization.TORCH_INIT_FUNCTIONS[name])
 
 
 def _initialize_whole() -> None:
