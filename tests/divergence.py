@@ -50,6 +50,7 @@ CASES = {  # those that take longest begin first
     "stop": Case("stop"),
     "stop_keeper": Case("stop", rank=0),
     "skip": Case("skip", step=0),
+    "build": Case("build"),
     "kill": Case("kill"),
     "kill_stage_1": Case("kill", stage=1),
     "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
@@ -100,6 +101,14 @@ def run(case: Case, rank: int, came: Path) -> None:
     """One rank, which touches `came` when it comes to the step of the trouble."""
     faulthandler.dump_traceback_later(SECONDS - 20)
     settings = config(case.stage, WORLD, zero={"timeout": 5 * SLOW if case.what == "slow" else TIMEOUT})
+    if case.what == "build":
+        block = zero.Init(config_dict_or_path=settings)
+        if rank == case.rank:
+            came.touch()
+            time.sleep(2 * TIMEOUT)  # it is elsewhere, and its process lives
+            return
+        with block:
+            pass
     model = TroubledNet()
     engine, *_ = zero.initialize(model=model, config=settings)
     trouble = model.blocks[1].norm[0]

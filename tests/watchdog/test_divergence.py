@@ -94,6 +94,13 @@ def test_a_stopped_or_diverging_rank_is_named_while_it_is_waited_for_and_at_the_
     assert waited and max(waited) >= TIMEOUT - 1.0
 
 
+def test_a_rank_that_does_not_come_to_a_block_of_init_is_waited_for_until_the_time_out(
+    outcome: dict[str, tuple[int | None, str]],
+) -> None:
+    for _, _, error in others("build", outcome):
+        assert "rank 2: never heard of" in error or "gave up for want of ranks" in error, error
+
+
 def test_the_first_line_is_due_before_5_s_have_passed() -> None:
     assert SAYS + TICK < 5.0 < TIMEOUT
 

@@ -37,7 +37,7 @@ def waiting(rank: int, number: int = 57) -> Record:
 
 def view(*records: Record, silent: dict[int, float] | None = None, store: float = 0.0, world: int = 0) -> View:
     seen = {record.rank: Seen(record, (silent or {}).get(record.rank, 0.3)) for record in records}
-    return View(seen, world or len(records) + 1, 2.0, store, 0)
+    return View(seen, tuple(range(1, world)) or tuple(seen), 2.0, store, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_ranks_that_wait_for_the_same_come_first_and_the_one_outside_is_describe
     assert wanted(view(waiting(1), outside, waiting(3)), WAITS) == (2,)
 
 
-def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_counted() -> None:
+def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_named() -> None:
     seen = view(waiting(1), waiting(2), silent={2: 3.4}, world=5)
     text = hang_report(seen, WAITS)
     assert "rank 1: waiting for the same" in text
     assert "rank 2: not heard of for 3 s, stopped or dead (when last heard: waiting for the gather" in text
-    assert text.endswith("2 ranks: never heard of")
+    assert text.endswith("ranks 3, 4: never heard of")
     assert wanted(seen, WAITS) == (2,)
 
 

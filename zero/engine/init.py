@@ -101,6 +101,7 @@ class Init:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Init(dtype=...): got {dtype!r}; wanted a floating-point torch.dtype")
         self._rest = _rest(remote_device, pin_memory)
+        self._timeout = 600.0  # seconds for a wait, as zero.timeout is by default
         self._dtype = dtype
         self._builders: list[Builder | None] = []  # of the blocks that are open, None where there is nothing to do
         self._enabled = bool(enabled)
@@ -131,12 +132,14 @@ class Init:
         assigned = assigned_run()
         if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
             return Builder(mesh_of_one(), self._rest, self._dtype)
-        mesh = make_mesh(Sharding(optim=True, grads=True, params=True), group=self._group)
+        mesh = make_mesh(Sharding(optim=True, grads=True, params=True), self._timeout, group=self._group)
         return Builder(mesh, self._rest, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
-        section = load(source, world_size, filled=False).zero_optimization
+        settings = load(source, world_size, filled=False)
+        self._timeout = settings.zero.timeout
+        section = settings.zero_optimization
         self._enabled = Sharding.of_stage(section.stage).params
         place = section.offload_param.device
         if place not in (None, "none"):

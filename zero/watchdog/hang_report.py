@@ -79,14 +79,14 @@ class View(NamedTuple):
     """What a rank knows of the others.
 
     others:  by rank; a rank that never wrote is missing;
-    world:   number of ranks, ours included;
+    peers:   the other ranks;
     silence: seconds without a beat from which on a rank counts as stopped or dead;
     store:   seconds for which the store itself has not answered; inf when its connection is closed;
     keeper:  the rank whose process keeps the store, or None when that is no rank.
     """
 
     others: Mapping[int, Seen]
-    world: int
+    peers: tuple[int, ...]
     silence: float
     store: float
     keeper: int | None = None
@@ -153,8 +153,8 @@ def hang_report(view: View, waits: str) -> str:
         parts.append(f"either {SAVES}, or {FEWER}")
     if view.store > view.silence:
         parts.append(store_text(view))
-    elif missing := view.world - 1 - len(view.others):
-        parts.append(f"{missing} rank{'s' * (missing != 1)}: never heard of")
+    elif missing := set(view.peers) - view.others.keys():
+        parts.append(f"{ranks_text(missing)}: never heard of")
     return "; ".join(parts)
 
 

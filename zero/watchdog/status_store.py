@@ -86,7 +86,8 @@ class StatusStore(threading.Thread):
     def view(self) -> View:
         """What was read last."""
         others = {rank: seen for rank, (seen, _) in self.records.seen.copy().items()}
-        return View(others, len(self.ranks), self.silence, self.unanswered, None if self.keeps else self._store.keeper)
+        peers = tuple(rank for rank in self.ranks if rank != self._status.rank)
+        return View(others, peers, self.silence, self.unanswered, None if self.keeps else self._store.keeper)
 
     @property
     def keeps(self) -> bool:
