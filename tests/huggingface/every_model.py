@@ -228,6 +228,8 @@ def _trained(model: Any, given: dict[str, Any] | None) -> tuple[dict[str, Any], 
         model.load_state_dict(before)  # buffers that a forward writes
         loss_of(model, inputs)
         torch.optim.SGD(model.parameters(), 0.1).step()
+        if not all(param.isfinite().all() for param in model.parameters()):
+            raise PlainCannot("a gradient that is not finite")
         return inputs, loss.detach()
     raise PlainCannot(why)
 
@@ -268,7 +270,11 @@ def outcome(family: str, name: str, tree: str | None = None) -> str:
             model.save_pretrained(own)  # writes on rank 0 only
             dist.broadcast_object_list(shared := [own], 0)
             (folder,) = shared
+            frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
             model = kind.from_pretrained(folder).train()
+            for name, param in model.named_parameters():
+                param.data = param.data.clone()  # in the mapped file, at odd addresses, it computes other last bits
+                param.requires_grad_(name not in frozen)  # plain loading forgets what the model's own code has frozen
             loaded = _copies(model)
             inputs, loss = _trained(model, given)
         except Exception as error:
