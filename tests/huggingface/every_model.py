@@ -226,7 +226,8 @@ def _trained(model: Any, given: dict[str, Any] | None) -> tuple[dict[str, Any], 
             model.zero_grad()
             continue
         model.load_state_dict(before)  # buffers that a forward writes
-        loss_of(model, inputs)
+        if not torch.equal(loss_of(model, inputs), loss):
+            raise PlainCannot("another loss each time")
         torch.optim.SGD(model.parameters(), 0.1).step()
         if not all(param.isfinite().all() for param in model.parameters()):
             raise PlainCannot("a gradient that is not finite")
