@@ -26,6 +26,7 @@ from zero.config.values import (
     integer,
 )
 
+TIMEOUT = 600.0  # the default of zero.timeout
 _NO_THREADS = Idle("DeepSpeed ignores it, too; intra_op_parallelism is the number of workers")
 _TOGETHER = Idle("blocks go to the drive together, while others are on their way")
 _EXACT_MASTERS = Unavailable("masters are exact here; optimizer.params.zero.master says how")
@@ -207,7 +208,7 @@ class Zero(Section):
     """How far ahead parameters are gathered at stage 3: as far as zero_optimization.stage3_prefetch_bucket_size and
     stage3_max_live_parameters allow, or within these no further than gathers take, by the times of the first two
     micro-batches."""
-    timeout: Seconds = 600.0
+    timeout: Seconds = TIMEOUT
     """Seconds that a rank waits for another before the job ends with a report of who waits for what."""
     check_order: Bool = False
     """Compare at each step in which order the ranks communicated; a difference is an error that names the first."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.config import load
+from zero.config.sections import TIMEOUT
 from zero.core.building import Builder, running
 from zero.core.deferred_param import DeferredParam, Rest
 from zero.core.joining import init_distributed
@@ -101,7 +102,7 @@ class Init:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"Init(dtype=...): got {dtype!r}; wanted a floating-point torch.dtype")
         self._rest = _rest(remote_device, pin_memory)
-        self._timeout = 600.0  # seconds for a wait, as zero.timeout is by default
+        self._timeout = TIMEOUT
         self._dtype = dtype
         self._builders: list[Builder | None] = []  # of the blocks that are open, None where there is nothing to do
         self._enabled = bool(enabled)

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from zero.config import Config, load
 from zero.config.optimizers import MuonParams
 from zero.config.read import read
+from zero.config.sections import TIMEOUT
 from zero.core import comm
 from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
@@ -138,7 +139,7 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
     section = read(source).values.get("zero")
     seconds = section.get("timeout") if isinstance(section, Mapping) else None
     known = isinstance(seconds, int | float) and 0 < seconds < MAX_TIMEOUT
-    timeout = timedelta(seconds=(seconds if known else 600.0) + MARGIN)
+    timeout = timedelta(seconds=(seconds if known else TIMEOUT) + MARGIN)
     init_distributed(distributed_port=port, timeout=timeout)
 
 

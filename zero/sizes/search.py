@@ -174,7 +174,7 @@ class Search:
         self.setup, self.choice = setup, choice
         # By whether several micro-batches make a step: how many there are changes nothing of these.
         self._states: dict[bool, tuple[Row, Moves]] = {}
-        self._traffic: dict[int, list[tuple[str, Traffic]]] = {}  # by the id of moves
+        self._traffic: dict[bool, list[tuple[str, Traffic]]] = {}
         per_rank = setup.settings.raw.get("train_batch_size")
         rest = per_rank % setup.ranks if isinstance(per_rank, int) else 1
         self._samples = None if rest else per_rank // setup.ranks
@@ -196,9 +196,9 @@ class Search:
     def row(self, policy: str, micro_batch: int, timed: bool = True) -> Row:
         """What so many samples in one forward of one rank take, whether they fit, and where `timed` what is sent."""
         setup, cost, accumulation = self.setup, self.setup.cost, self._accumulation(micro_batch)
-        state, moves = self._state(accumulation)
+        state, _ = self._state(accumulation)
         on_host = cost.on_host(policy, micro_batch)
-        moved = self._moved(moves) if timed else []
+        moved = self._moved(accumulation) if timed else []
         links = [sum_of(part.each.times(accumulation), part.once) for _, part in moved]
         links.append(Links(host_link=2 * accumulation * on_host * setup.mirrored))
         alive = max(nbytes for at, nbytes in cost.moments(policy) if at != LOSS)
@@ -222,10 +222,11 @@ class Search:
         given = self.setup.settings.gradient_accumulation_steps
         return given if self._samples is None else self._samples // micro_batch
 
-    def _moved(self, moves: Moves) -> list[tuple[str, Traffic]]:
-        if id(moves) not in self._traffic:
-            self._traffic[id(moves)] = moves.by_unit()
-        return self._traffic[id(moves)]
+    def _moved(self, accumulation: int) -> list[tuple[str, Traffic]]:
+        several = accumulation > 1
+        if several not in self._traffic:
+            self._traffic[several] = self._state(accumulation)[1].by_unit()
+        return self._traffic[several]
 
     def _state(self, accumulation: int) -> tuple[Row, Moves]:
         setup, several = self.setup, accumulation > 1
@@ -278,7 +279,7 @@ class Search:
     def _step(self, policy: str, micro_batch: int, accumulation: int) -> Prediction:
         setup = self.setup
         _, moves = self._state(accumulation)
-        moved = self._moved(moves)
+        moved = self._moved(accumulation)
         costs = {unit.name: unit for unit in setup.cost.units}
         times = [self._computed(part.times, costs.pop(at, None), policy, micro_batch) for at, part in moved]
         times += [self._computed(UnitTimes(), unit, policy, micro_batch) for unit in costs.values()]
