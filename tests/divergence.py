@@ -105,8 +105,7 @@ def run(case: Case, rank: int, came: Path) -> None:
         block = zero.Init(config_dict_or_path=settings)
         if rank == case.rank:
             came.touch()
-            time.sleep(2 * TIMEOUT)  # it is elsewhere, and its process lives
-            return
+            time.sleep(SECONDS)  # it is elsewhere, and its process lives
         with block:
             pass
     model = TroubledNet()
@@ -172,7 +171,7 @@ def main(folder: Path) -> None:
     codes: dict[str, Any] = {}
     end = time.monotonic() + SECONDS
     while time.monotonic() < end and any(
-        CASES[name].rank != rank or CASES[name].what != "stop" for name, rank in running.values()
+        CASES[name].rank != rank or CASES[name].what not in ("stop", "build") for name, rank in running.values()
     ):
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
