@@ -92,7 +92,7 @@ class Switch:
     def __init__(self, engine: Any, keys: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         settings, training = load({**common, **keys}, dist.get_world_size()), engine._training
         self._training, self._optimizer = training, engine.optimizer
-        self.monitor = Monitor(engine._sharded.mesh.watchdog.status)
+        self.monitor = Monitor(engine._sharded.world.watchdog.status)
         self.monitor.open(settings, lambda: run_facts(engine))
         every = settings.zero.unit_norms
         self.norms = engine.optimizer.watch_norms(every) if every else None

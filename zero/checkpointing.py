@@ -19,7 +19,7 @@ from torch import nn
 
 from zero.config import Config, load
 from zero.core.agree import agree
-from zero.core.mesh import Axis, backend_of, local_device
+from zero.core.world import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
 from zero.recompute.saved_inputs import ALONE, InputStore

@@ -35,7 +35,7 @@ from zero.checkpoint.plain import as_json, encode
 from zero.config.errors import ConfigError
 from zero.config.read import read
 from zero.core.joining import init_distributed
-from zero.core.mesh import local_device
+from zero.core.world import local_device
 from zero.engine import Engine, initialize
 from zero.engine.checkpoint import random_state
 from zero.engine.init import Init

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zero.core import comm
-from zero.core.mesh import Axis, Mesh, backend_of, group_of_members, make_mesh, mesh_of_one, slow_backend
+from zero.core.mesh import Mesh, mesh_of_one
+from zero.core.world import Axis, backend_of, group_of_members, slow_backend
 from zero.log import logger
 from zero.plan.sharding import Sharding
 

@@ -18,7 +18,7 @@ from stand_in_device import DEVICE
 
 import zero
 from zero.core import comm
-from zero.core.mesh import MARGIN
+from zero.core.world import MARGIN
 
 
 def train(fake: bool, stage: int, more: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:

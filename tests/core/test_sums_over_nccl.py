@@ -20,7 +20,8 @@ from stand_in_device import DEVICE
 
 import zero
 from zero.config import load
-from zero.core.mesh import Axis, Mesh
+from zero.core.mesh import Mesh
+from zero.core.world import Axis
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.plan.sharding import summed_here
 from zero.sizes.choice import own_choice, scheme_of

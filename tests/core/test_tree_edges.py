@@ -22,7 +22,7 @@ import zero
 from zero.config import ConfigError, load
 from zero.core import comm
 from zero.core.accumulator import TreeAccumulator
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.core.tree import Leaf, sum_tree
 
 WINDOWS = (4, 20, 12)  # micro-batches of all ranks in each optimizer step: not always a power of two

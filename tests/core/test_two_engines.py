@@ -236,7 +236,7 @@ def in_groups(stage: int) -> dict[str, list[torch.Tensor]]:
         for name, group in reversed(mine.items()):
             mpu = SimpleNamespace(get_data_parallel_group=lambda group=group: group)
             made[f"{name}{seed}"] = zero.initialize(model=net(seed), config=offloaded(stage), mpu=mpu)[0], group
-    watchdogs = {name: engine._sharded.mesh.watchdog for name, (engine, _) in made.items()}
+    watchdogs = {name: engine._sharded.world.watchdog for name, (engine, _) in made.items()}
     numbers = {name: watchdog.number for name, watchdog in watchdogs.items()}
     keys = [(watchdog.store.ranks, watchdog.number) for watchdog in watchdogs.values()]
     assert numbers == {name: int(name[1]) + (name[0] == "a") for name in made}, "the group's own count"

@@ -285,7 +285,7 @@ def test_a_backward_whose_forward_is_gone_is_refused():
 def test_no_other_thread_asks_the_device_while_a_graph_is_captured():
     with pytest.MonkeyPatch.context() as patch:
         trained, held = Trained(make_odd(), settings(1, 1), fake_graphs(patch)), []
-        waits = trained.engine._sharded.mesh.watchdog._device = DeviceWaits(object)
+        waits = trained.engine._sharded.world.watchdog._device = DeviceWaits(object)
         enter = FakeCapture.__enter__
         patch.setattr(FakeCapture, "__enter__", lambda self: (held.append(waits.looking.locked()), enter(self))[1])
         trained.step(call(trained.engine, 0))

@@ -30,7 +30,7 @@ def sums(engine: Any, by_unit: bool = False) -> dict[str, tuple[int, int]]:
 def test_a_step_sends_what_the_paper_says(stage: int) -> None:
     engine: Any = zero.initialize(model=make_net(), config=config(stage, 2, **LOGGER))[0]
     step(engine, 0)
-    status, before, units_before = engine._sharded.mesh.watchdog.status, sums(engine), sums(engine, by_unit=True)
+    status, before, units_before = engine._sharded.world.watchdog.status, sums(engine), sums(engine, by_unit=True)
     counted = status.sent
     step(engine, 1)
     counted = status.sent - counted

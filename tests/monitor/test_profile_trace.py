@@ -28,7 +28,7 @@ STEPS = 5
 def parts(engine: Any) -> list[Any]:
     """What the profiles replace methods of."""
     sharded = engine._sharded
-    found = [sharded.mesh.watchdog, engine.optimizer.shard_optimizer, *sharded.module.modules()]
+    found = [sharded.world.watchdog, engine.optimizer.shard_optimizer, *sharded.module.modules()]
     for unit in sharded.units:
         found += [unit, unit.gradients, unit.masters, unit.placement.state_store, unit.placement.shard_store]
     return found

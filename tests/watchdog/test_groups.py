@@ -34,7 +34,7 @@ def in_pairs(folder: str) -> dict[str, Any]:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [2, 3])]
     engines = {str(index): engine_in(groups[index], 3) for index in ((0,) if rank < 2 else (1, 2))}
     engines["all"] = engine_in(dist.group.WORLD, 1)
-    watchdogs = {name: engine._sharded.mesh.watchdog for name, engine in engines.items()}
+    watchdogs = {name: engine._sharded.world.watchdog for name, engine in engines.items()}
     keys = {name: (watchdog.store.ranks, watchdog.number) for name, watchdog in watchdogs.items()}
     for name, engine in reversed(engines.items()):
         train(engine, 0)

@@ -15,7 +15,7 @@ from zero.checkpoint.retention import Retention
 from zero.checkpoint.safe_file import TensorChunk
 from zero.checkpoint.store_barrier import StoreBarrier
 from zero.core import comm
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.log import logger
 from zero.memory.host_bytes import LINE
 from zero.memory.streams import record_event

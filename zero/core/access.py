@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.core import comm
-from zero.core.mesh import local_device
 from zero.core.owner import Owner, owner_of
 from zero.core.state import State
+from zero.core.world import local_device
 
 # What the modifier's rank tells the others of each parameter.
 _SAME, _WRITTEN, _UNFIT = 0, 1, 2
@@ -138,12 +138,14 @@ class GatheredParameters:
         """Have the modifier's values on all ranks; returns what it says of each parameter."""
         if not self._owners:
             return states
-        axis = self._units[0].mesh.data
-        source = axis.ranks.index(self._modifier_rank)
-        said = torch.tensor(states, dtype=torch.uint8, device=local_device() if axis.native else torch.device("cpu"))
-        comm.broadcast(said, source, axis)
+        said = torch.tensor(states, dtype=torch.uint8)
+        for axis in {id(axis): axis for axis in (unit.mesh.data for unit in self._units)}.values():
+            sent = said.to(local_device()) if axis.native else said
+            comm.broadcast(sent, axis.ranks.index(self._modifier_rank), axis)
+            said = sent.cpu()
         states = said.tolist()
         for owner, state, before in zip(self._owners, states, self._before, strict=True):
+            source = owner.unit.mesh.data.ranks.index(self._modifier_rank)
             owner.unit.edited.remove(owner.index)
             # Values travel in any case: what is written through `param.data` leaves no trace in the version.
             owner.unit.overwrite(owner.index, source, None if state == _WRITTEN else before)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from zero.core import comm
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.watchdog.hang_report import difference_text, first_difference
 
 

@@ -29,10 +29,11 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.core import comm
 from zero.core.deferred_param import DeferredParam, Rest, manageable
-from zero.core.mesh import Mesh, local_device
+from zero.core.mesh import Mesh
 from zero.core.owner import owner_of
 from zero.core.quantized import format_of, is_pending
 from zero.core.refusals import sharing
+from zero.core.world import local_device
 from zero.memory.available import Freed
 
 # What is open where: threads that build models of their own are left alone.

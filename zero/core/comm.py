@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.core.mesh import Axis, local_device
 from zero.core.tree import sum_tree
+from zero.core.world import Axis, local_device
 from zero.kernels.bucket import sum_rows
 from zero.kernels.wire import sum_messages
 from zero.plan.formats import WIRE_BLOCK, WIRE_RECORD

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zero.core import comm
 from zero.core.initial_values import share_beside
-from zero.core.mesh import Mesh, local_device
+from zero.core.mesh import Mesh
 from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
 from zero.core.quantized import Int8, format_of
@@ -20,6 +20,7 @@ from zero.core.released import Placeholder, Released, absent
 from zero.core.state import State
 from zero.core.torch_private import parameter_of_class, tensors_of_storage
 from zero.core.unit import Unit
+from zero.core.world import local_device
 from zero.memory.state_placement import StatePlacement
 from zero.plan.layout import make_layout
 from zero.plan.units import ParamSpec, UnitPlan

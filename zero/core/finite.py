@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from zero.core import comm
-from zero.core.mesh import Mesh
 from zero.core.unit import Unit
+from zero.core.world import World
 from zero.kernels.norm import sum_squares_into
 
 ALL_FINITE = "the norm of the gradients is not finite, though each of them is"
@@ -27,11 +27,11 @@ class FirstNotFinite:
     backwards: how many have begun since the window did.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh) -> None:
+    def __init__(self, units: Sequence[Unit], world: World, device: torch.device) -> None:
         self.enabled = False
         self.backwards = 0
         self._units = units
-        self._axis = mesh.data
+        self._world, self._device = world, device
         self._names = [spec.name for unit in units for spec in unit.plan.params]
         self._found: tuple[int, int] | None = None  # (backward, index of the name)
 
@@ -52,9 +52,8 @@ class FirstNotFinite:
         """
         position, count = self._found or self._scan(), len(self._names)
         key = math.inf if position is None else position[0] * count + position[1]
-        device = self._units[0].full.device
-        own = torch.tensor([key], dtype=torch.float64, device=device)
-        least = comm.gather_scalars(own, self._axis, "search for what is not finite").min().item()
+        own = torch.tensor([key], dtype=torch.float64, device=self._device)
+        least = comm.gather_scalars(own, self._world, "search for what is not finite").min().item()
         if math.isinf(least):
             return ALL_FINITE
         backward, index = divmod(int(least), count)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zero.core.launched import PORT, Launched, launched
-from zero.core.mesh import local_device
 from zero.core.rendezvous import met, own_store
 from zero.core.torch_private import nccl_options
+from zero.core.world import local_device
 from zero.log import rank_zero
 
 # How often this process has met the others where nobody had chosen a port, and the port of the last time. It stands in

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from zero.core.gradients import GradientDtypes
-from zero.core.mesh import Mesh
+from zero.core.world import Axis, World
 from zero.plan.formats import Formats, resting_dtype
 from zero.plan.sharding import Sharding
 
@@ -50,10 +51,10 @@ class MixedPrecisionPolicy(NamedTuple):
         travel = None if self.communicate is None else DTYPES[self.communicate]
         return GradientDtypes(DTYPES[local], DTYPES[self.accumulate], travel)
 
-    def resting_dtype(self, mesh: Mesh) -> str:
-        """The dtype of reduced gradients in host memory; see `zero.plan.formats`."""
+    def resting_dtype(self, world: World, shards: Sequence[Axis]) -> str:
+        """The dtype of reduced gradients in host memory; see `zero.plan.formats`. `shards`: the axes of all units."""
         sent = DTYPES[self.compute_dtype]
-        native = mesh.shard.native and sent.itemsize > mesh.shard.summed_here and not self.quantized
-        alone = mesh.data.size == 1 or native
+        native = world.native and all(sent.itemsize > shard.summed_here for shard in shards) and not self.quantized
+        alone = world.size == 1 or native
         rounded = self.accumulation == 1 and alone and not self.tree and self.communicate is None
         return resting_dtype(self.compute_dtype, self.accumulate, rounded)

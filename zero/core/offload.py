@@ -11,8 +11,8 @@ import torch
 from zero.config.sections import Aio as AioSection
 from zero.config.zero_section import OffloadOptimizer, OffloadParam, ZeroOptimization
 from zero.core.agree import agree
-from zero.core.mesh import Mesh
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
+from zero.core.world import Axis, World
 from zero.kernels.aio import Aio
 from zero.log import rank_zero
 from zero.memory.file_store import SwapFile, close_all
@@ -39,7 +39,8 @@ class Offload:
         aio: AioSection,
         ratio: float,
         plans: Sequence[UnitPlan],
-        mesh: Mesh,
+        world: World,
+        shards: Sequence[Axis],
         device: torch.device,
         numerics: MixedPrecisionPolicy,
         streams: Streams,
@@ -47,21 +48,23 @@ class Offload:
     ) -> None:
         """Take all memory that will be needed; RuntimeError with a table, on all ranks, where one has too little.
 
-        `ratio`: the part of the trained elements whose state leaves the device; `streamed`: it comes back for updates.
+        `shards`: the axis along which each unit is cut; `ratio`: the part of the trained elements whose state leaves
+        the device; `streamed`: it comes back for updates.
         """
         state, params = section.offload_optimizer, section.offload_param
         self._state, self._params, self._drive = state, params, aio
         self._plans = plans
         self._device = device
         self._formats = numerics.formats
-        self._gradients, self._accumulate = numerics.resting_dtype(mesh), numerics.accumulate
-        self._shard, parts = mesh.shard, mesh.shard.size
+        self._gradients, self._accumulate = numerics.resting_dtype(world, shards), numerics.accumulate
+        self._shards = dict(zip((plan.name for plan in plans), shards, strict=True))
+        ranks, parts = [shard.rank for shard in shards], [shard.size for shard in shards]
         self._separate = has_own_memory(device)
         where = Where(state.device), Where(params.device)
         self.placements = place(plans, parts, *where, ratio, params.max_in_cpu, streamed)
         buffers = state.buffer_count, params.buffer_count
         self.host = host_bytes(
-            plans, self.placements, mesh.shard.rank, parts, self._formats, self._gradients, self._separate, *buffers
+            plans, self.placements, ranks, parts, self._formats, self._gradients, self._separate, *buffers
         )
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
@@ -69,8 +72,8 @@ class Offload:
         self._streams, self._staging = streams, StagingBuffers(device, self._separate, streams.down)
         self._slots: Slots | None = None
         # All ranks of a host look at what is free before one of them takes any.
-        self._all(self._check_room, mesh)
-        self._all(self._take, mesh)
+        self._all(self._check_room, world)
+        self._all(self._take, world)
         rank_zero(logging.INFO, "host memory of each rank:\n%s", host_table(self.host))
 
     @property
@@ -117,37 +120,41 @@ class Offload:
     def _shard_store(self, plan: UnitPlan, placement: Placement) -> Store:
         if placement.params is Where.DEVICE:
             return Store()
-        nbytes = shard_nbytes(plan, self._shard.size, plan.dtype)
+        nbytes = self._shard_nbytes(plan, plan.dtype)
         if placement.params is Where.HOST:
             return Store(self._arena.take(nbytes))
         return self.swap_files["param"].store(plan.name, nbytes)
 
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
         copied = keeps_copy(placement, self._separate)
-        return sum(record_nbytes(plan, self._shard.rank, self._shard.size, self._formats, copied))
+        shard = self._shards[plan.name]
+        return sum(record_nbytes(plan, shard.rank, shard.size, self._formats, copied))
+
+    def _shard_nbytes(self, plan: UnitPlan, dtype: str) -> int:
+        return shard_nbytes(plan, self._shards[plan.name].size, dtype)
 
     def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
-        dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._shard.size
-        memory = self._arena.take(shard_nbytes(plan, self._shard.size, self._gradients))[: numel * dtype.itemsize]
+        dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._shards[plan.name].size
+        memory = self._arena.take(self._shard_nbytes(plan, self._gradients))[: numel * dtype.itemsize]
         return HostGradAccumulator(memory.view(dtype), DTYPES[self._accumulate], self._staging)
 
-    def _all(self, what: Callable[[Mesh], None], mesh: Mesh) -> None:
+    def _all(self, what: Callable[[World], None], world: World) -> None:
         """Have every rank do `what`; RuntimeError on all ranks where one cannot."""
         problem: RuntimeError | None = None
         try:
-            what(mesh)
+            what(world)
         except RuntimeError as error:
             problem = error
         text = "no problem" if problem is None else str(problem)
-        agree([text], mesh.data, self._device, "state cannot be kept off the device on all ranks")
+        agree([text], world, self._device, "state cannot be kept off the device on all ranks")
         if problem is not None:
             raise problem
 
-    def _check_room(self, mesh: Mesh) -> None:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.data.size)))
+    def _check_room(self, world: World) -> None:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
         check_room(host_table(self.host), self.host.memory, ranks_here)
 
-    def _take(self, mesh: Mesh) -> None:
+    def _take(self, world: World) -> None:
         """Take memory and open files."""
         state, params = self._state, self._params
         pinned = (state if state.device != "none" else params).pin_memory
@@ -158,12 +165,11 @@ class Offload:
             for plan, placement in both
             if placement.optimizer is Where.FILE and is_updated(plan)
         ]
-        parts = mesh.shard.size
-        shards = [shard_nbytes(plan, parts, plan.dtype) for plan, place in both if place.params is Where.FILE]
+        shards = [self._shard_nbytes(plan, plan.dtype) for plan, place in both if place.params is Where.FILE]
         if any(placement.streamed for placement in self.placements):
             self._slots = Slots(self.slots_nbytes // SLOTS, self._device, self._streams)
-        self._open("optimizer", state, records, mesh.global_rank)
-        self._open("param", params, shards, mesh.global_rank)
+        self._open("optimizer", state, records, world.global_rank)
+        self._open("param", params, shards, world.global_rank)
 
     def _open(self, kind: str, section: OffloadOptimizer | OffloadParam, sizes: Sequence[int], rank: int) -> None:
         """Open the file for state of these sizes, if there is any; its buffers hold the largest."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zero.core.released import Released
+from zero.plan.grid import DENSE, UnitAxes
 
 
 class Owner(NamedTuple):
@@ -39,6 +40,17 @@ class Owner(NamedTuple):
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A parameter that is saved leaves us behind: on the other side None stands here, and no engine manages it."""
         return type(None), ()
+
+
+def axes_of(param: torch.Tensor) -> UnitAxes:
+    """The axes of the grid along which the ranks lie that will share the parameter, or do."""
+    return getattr(param, "_zero_axes", DENSE)
+
+
+def share_along(axes: UnitAxes, params: Iterable[nn.Parameter]) -> None:
+    """Have an engine that is made later cut and repeat these along `axes` of its grid; on all ranks alike."""
+    for param in params:
+        param._zero_axes = axes
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:

@@ -10,9 +10,9 @@ import torch
 
 from zero.config.zero_section import ZeroOptimization
 from zero.core import comm
-from zero.core.mesh import Mesh
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import has_own_memory
+from zero.core.world import Axis, World
 from zero.log import rank_zero
 from zero.memory.available import available_nbytes
 from zero.memory.host_bytes import MIB, SLOTS, record_nbytes, shard_nbytes
@@ -20,7 +20,7 @@ from zero.memory.update_costs import RESERVE
 from zero.plan.formats import ITEMSIZE, Formats
 from zero.plan.placement import is_updated
 from zero.plan.sharding import Sharding
-from zero.plan.units import UnitPlan
+from zero.plan.units import Parts, UnitPlan, of_each
 
 _GATHERED = 2  # units whose parameters and gradients are full at the same time: one in use, one in transfer
 
@@ -28,7 +28,8 @@ _GATHERED = 2  # units whose parameters and gradients are full at the same time:
 def choose_ratio(
     section: ZeroOptimization,
     plans: Sequence[UnitPlan],
-    mesh: Mesh,
+    world: World,
+    shards: Sequence[Axis],
     device: torch.device,
     sharding: Sharding,
     numerics: MixedPrecisionPolicy,
@@ -46,14 +47,15 @@ def choose_ratio(
         text = "state takes the same memory on either side"
         ratio, numel, nbytes = 1.0, 0, 0
     else:
-        own, reserve = room_for_state(section, plans, mesh, device, sharding, numerics)
-        gradients, parts = numerics.resting_dtype(mesh), mesh.shard.size
+        own, reserve = room_for_state(section, plans, world, shards, device, sharding, numerics)
+        gradients, parts = numerics.resting_dtype(world, shards), [shard.size for shard in shards]
         if place.zero.update != "host":  # gradients stay, too
-            own -= SLOTS * max(sum(record_nbytes(plan, 0, parts, numerics.formats, True)) for plan in plans)
-            own -= sum(shard_nbytes(plan, parts, numerics.accumulate) for plan in plans if is_updated(plan))
+            both = list(zip(plans, parts, strict=True))
+            own -= SLOTS * max(sum(record_nbytes(plan, 0, cut, numerics.formats, True)) for plan, cut in both)
+            own -= sum(shard_nbytes(plan, cut, numerics.accumulate) for plan, cut in both if is_updated(plan))
             gradients = ""
         rooms = comm.gather_scalars(
-            torch.tensor([own], dtype=torch.float64, device=device), mesh.data, "ratio of the offload"
+            torch.tensor([own], dtype=torch.float64, device=device), world, "ratio of the offload"
         )
         room = max(0.0, rooms.min().item())
         text = (
@@ -67,45 +69,47 @@ def choose_ratio(
 
 
 def fitting(
-    units: Sequence[UnitPlan], parts: int, formats: Formats, gradients: str, room: float
+    units: Sequence[UnitPlan], parts: Parts, formats: Formats, gradients: str, room: float
 ) -> tuple[float, int, int]:
     """The smallest ratio with which masters, moments and gradients of the units that stay take at most `room` bytes.
 
     And the elements and bytes of one rank that stay then. Of rank 0 of `parts`, for all ranks; `gradients`: the dtype
     of reduced gradients, "" where all stay anyway.
     """
-    trained = [unit for unit in units if is_updated(unit)]
-    total = sum(unit.layout.numel for unit in trained)
-    numel = nbytes = 0
-    for unit in trained:
-        shard = unit.layout.numel // parts
-        more = sum(record_nbytes(unit, 0, parts, formats, False)) + ITEMSIZE.get(gradients, 0) * shard
+    trained = [(unit, cut) for unit, cut in zip(units, of_each(parts, units), strict=True) if is_updated(unit)]
+    total = sum(unit.layout.numel for unit, _ in trained)
+    numel = own = nbytes = 0
+    for unit, cut in trained:
+        shard = unit.layout.numel // cut
+        more = sum(record_nbytes(unit, 0, cut, formats, False)) + ITEMSIZE.get(gradients, 0) * shard
         if nbytes + more > room:
             break
-        numel, nbytes = numel + unit.layout.numel, nbytes + more
+        numel, own, nbytes = numel + unit.layout.numel, own + shard, nbytes + more
     if numel in (0, total):
-        return 0.0 if numel else 1.0, numel // parts, nbytes
+        return 0.0 if numel else 1.0, own, nbytes
     # Half an element more, so that no rounding of the ratio leaves the last unit out.
-    return max(0.0, 1.0 - (numel + 0.5) / total), numel // parts, nbytes
+    return max(0.0, 1.0 - (numel + 0.5) / total), own, nbytes
 
 
 def room_for_state(
     section: ZeroOptimization,
     plans: Sequence[UnitPlan],
-    mesh: Mesh,
+    world: World,
+    shards: Sequence[Axis],
     device: torch.device,
     sharding: Sharding,
     numerics: MixedPrecisionPolicy,
 ) -> tuple[float, float]:
     """Bytes of this rank's device for optimizer state and reduced gradients, and those reserved for activations."""
-    free, total = device_memory(mesh, device)
-    return free - RESERVE * total - _needed(section, plans, mesh.shard.size, sharding, numerics), RESERVE * total
+    free, total = device_memory(world, device)
+    needed = _needed(section, plans, [shard.size for shard in shards], sharding, numerics)
+    return free - RESERVE * total - needed, RESERVE * total
 
 
-def device_memory(mesh: Mesh, device: torch.device) -> tuple[int, int]:
+def device_memory(world: World, device: torch.device) -> tuple[int, int]:
     """Free and total bytes for one rank on the device that computes."""
     if device.type != "cuda":
-        free = available_nbytes(int(os.environ.get("LOCAL_WORLD_SIZE", str(mesh.data.size))))
+        free = available_nbytes(int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size))))
         return free, free
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
@@ -114,7 +118,7 @@ def device_memory(mesh: Mesh, device: torch.device) -> tuple[int, int]:
 def _needed(
     section: ZeroOptimization,
     plans: Sequence[UnitPlan],
-    parts: int,
+    parts: Sequence[int],
     sharding: Sharding,
     numerics: MixedPrecisionPolicy,
 ) -> int:
@@ -123,9 +127,9 @@ def _needed(
     fetched = sum(ITEMSIZE[plan.dtype] * plan.layout.numel for plan in largest)
     parameters = fetched
     if section.offload_param.device == "none":
-        cut = parts if sharding.params else 1
-        rest = sum(ITEMSIZE[plan.dtype] * (plan.layout.numel // cut) for plan in plans)
-        parameters = rest + (fetched if cut > 1 else 0)
+        cuts = parts if sharding.params else [1] * len(plans)
+        rest = sum(ITEMSIZE[plan.dtype] * (plan.layout.numel // cut) for plan, cut in zip(plans, cuts, strict=True))
+        parameters = rest + (fetched if max(cuts, default=1) > 1 else 0)
     accumulates = not sharding.grads and numerics.accumulation > 1
     local = [plan for plan in plans if plan.requires_grad] if accumulates else largest
     dtypes = [numerics.gradient_dtypes(plan.dtype, sharding).local for plan in local]

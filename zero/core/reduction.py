@@ -17,7 +17,8 @@ import torch
 from zero.core import comm
 from zero.core.accumulator import DeviceAccumulator
 from zero.core.comm import Inbox, Transfer
-from zero.core.mesh import Axis, Mesh
+from zero.core.mesh import Mesh
+from zero.core.world import Axis
 from zero.memory.host_gradients import HostGradAccumulator
 
 Accumulator = DeviceAccumulator | HostGradAccumulator
@@ -54,14 +55,26 @@ class ShardReduction:
 
 
 class ReplicaReduction:
-    """Each rank sums a part of the whole, and the parts are gathered."""
+    """Each rank sums a part of the whole, and the parts are gathered along `axis`.
 
-    def __init__(self, flat: torch.Tensor, axis: Axis, tag: int, as_tree: bool, memory: Memory) -> None:
+    sums_over: the ranks whose parts are summed, where these are more than those that want the sum: then the whole is
+    what a rank's shard is of `flat`.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        axis: Axis,
+        tag: int,
+        as_tree: bool,
+        memory: Memory,
+        sums_over: Axis | None = None,
+    ) -> None:
         self._axis = axis
         self._tag = tag
         self._memory = memory
-        self._device = flat.device
-        self._inbox: Inbox | None = comm.scatter(flat, axis, tag, as_tree)
+        self._device, self._in_place = flat.device, sums_over is None
+        self._inbox: Inbox | None = comm.scatter(flat, sums_over or axis, tag, as_tree)
         self._transfer: Transfer | None = None
 
     def advance(self, into: Accumulator, later: int = 2) -> None:
@@ -72,8 +85,8 @@ class ReplicaReduction:
         if inbox is None:
             return
         total = inbox.flat
-        if total.dtype != torch.float32 or total.device != self._device or inbox.pairwise:
-            total = self._memory(total.numel(), torch.float32)
+        if total.dtype != torch.float32 or total.device != self._device or inbox.pairwise or not self._in_place:
+            total = self._memory(inbox.numel * self._axis.size, torch.float32)
         own = total.chunk(self._axis.size)[self._axis.rank]
         inbox.sum(own, False)  # returns when our slices have left, so that theirs may be overwritten
         self._transfer = comm.gather(total, self._axis, self._tag + 1)
@@ -90,7 +103,8 @@ class ReplicaReduction:
         """See `ShardReduction.tensors`."""
         if self._transfer is not None:
             return [self._transfer.full], []
-        stays = self._inbox is not None and self._inbox.flat.dtype == torch.float32 and not self._inbox.pairwise
+        inbox = self._inbox
+        stays = inbox is not None and inbox.flat.dtype == torch.float32 and not inbox.pairwise and self._in_place
         return [self._inbox.flat] if stays else [], _messages(self._inbox)
 
 
@@ -142,4 +156,8 @@ def reduce(flat: torch.Tensor, mesh: Mesh, tag: int, as_tree: bool, memory: Memo
         return ShardReduction(flat, mesh.shard, tag, as_tree, memory)
     if mesh.shard.size == 1:
         return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory)
+    if as_tree and not mesh.nested:  # the tree is over neighbours first, and those are in different shard groups
+        by_rank = [mesh.order.index(place) for place in sorted(mesh.order)]
+        flat = flat.view(mesh.data.size, -1)[by_rank].view(-1)
+        return ReplicaReduction(flat, mesh.replica, tag, as_tree, memory, mesh.data)
     return HierarchicalReduction(flat, mesh, tag, as_tree, memory)

@@ -19,10 +19,10 @@ from zero.core.deferred_param import DeferredParam
 from zero.core.finite import FirstNotFinite
 from zero.core.hooks import FrozenUnits, attach, attach_wait, uncalled_leaves
 from zero.core.leaf import is_apart, z3_leaf_module
-from zero.core.mesh import Mesh
+from zero.core.mesh import Meshes
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.core.offload import Offload, is_enabled
-from zero.core.owner import owner_of
+from zero.core.owner import axes_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.quantized import footprint, format_of, prepare
 from zero.core.ratio import choose_ratio
@@ -30,6 +30,7 @@ from zero.core.reducer import Reducer
 from zero.core.streaming import is_streamed
 from zero.core.torch_private import is_compiled, take_off
 from zero.core.unit import Unit
+from zero.core.world import World
 from zero.log import log_once, logger
 from zero.memory.available import Freed, give_back
 from zero.memory.state_placement import StatePlacement
@@ -51,7 +52,8 @@ class ShardedModule:
         module: nn.Module,
         units: Sequence[Unit],
         sharding: Sharding,
-        mesh: Mesh,
+        world: World,
+        device: torch.device,
         numerics: MixedPrecisionPolicy,
         limits: Limits,
         offload: Offload | None,
@@ -64,9 +66,9 @@ class ShardedModule:
         for unit in self.trained if numerics.tree else ():
             unit.gradients.sum_as_tree()
         self.sharding = sharding
-        self.mesh = mesh
+        self.world, self.device = world, device
         self.prefetcher = ParamPrefetcher(self.units, limits)
-        self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, mesh))
+        self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world, device))
         if any(unit.cut for unit in units):
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self._hooks: dict[nn.Module, list[Callable[[], list[RemovableHandle]]]] = {}  # what attaches them
@@ -147,13 +149,13 @@ class ShardedModule:
     def check_order(self) -> None:
         """Raise RuntimeError on all ranks when they communicated in different orders since the last call; collective.
 
-        Does nothing unless the mesh notes the order.
+        Does nothing unless the world notes the order.
         """
-        watchdog = self.mesh.watchdog
+        watchdog = self.world.watchdog
         if watchdog.order is not None:
             order, watchdog.order = watchdog.order, []
             what = f"the ranks' orders of collectives differ in step {watchdog.status.steps}, at position {{index}}"
-            agree(order, self.mesh.data, self.units[0].full.device, what, "none any more")
+            agree(order, self.world, self.device, what, "none any more")
             watchdog.order.clear()  # the comparison itself
 
     def nbytes(self) -> StateBytes:
@@ -174,7 +176,7 @@ class ShardedModule:
 
     def leave(self) -> None:
         """The engine is gone; waits for nothing and sends nothing. What cannot be given back now `reclaim` gives."""
-        self.mesh.watchdog.close()
+        self.world.watchdog.close()
         if all(unit.readable and not unit.cut for unit in self.units):
             self.dissolve()
             return
@@ -205,7 +207,8 @@ def wrap(
     module: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
     sharding: Sharding,
-    mesh: Mesh,
+    world: World,
+    meshes: Meshes,
     device: torch.device,
     numerics: MixedPrecisionPolicy,
     limits: Limits,
@@ -223,21 +226,26 @@ def wrap(
         if owner is not None and not isinstance(owner.unit, DeferredParam):
             raise ValueError(f"parameter '{name}' belongs to another engine; call its destroy() first")
     prepare(module, device)
-    plans = plan_module(module, groups, mesh.data.size, settings, numerics.formats.alignment)
-    mesh.watchdog.units = [plan.name for plan in plans]
+    plans = plan_module(module, groups, world.size, settings, numerics.formats.alignment)
+    world.watchdog.units = [plan.name for plan in plans]
+    shared = [meshes.of(plan.axes) for plan in plans]
     by_name = dict(module.named_parameters())
     persistent = stay_whole([sum(spec.numel for spec in plan.params) for plan in plans], limits)
     offload, streams = None, Streams.beside(device)
     section = settings.zero_optimization
     if is_enabled(section):
-        ratio = choose_ratio(section, plans, mesh, device, sharding, numerics)
-        streamed = is_streamed(section, plans, ratio, mesh, device, sharding, numerics, fused)
-        offload = Offload(section, settings.aio, ratio, plans, mesh, device, numerics, streams, streamed)
+        shards = [mesh.shard for mesh in shared]
+        ratio = choose_ratio(section, plans, world, shards, device, sharding, numerics)
+        streamed = is_streamed(section, plans, ratio, world, shards, device, sharding, numerics, fused)
+        offload = Offload(section, settings.aio, ratio, plans, world, shards, device, numerics, streams, streamed)
     units, freed = [], Freed()
     try:
         for index, plan in enumerate(plans):
             placement = StatePlacement(device, device, streams) if offload is None else offload.placement(index)
-            unit = Unit(plan, [by_name[spec.name] for spec in plan.params], index, mesh, sharding.params, placement)
+            unit = Unit(
+                plan, [by_name[spec.name] for spec in plan.params], index, shared[index], sharding.params, placement
+            )
+            units.append(unit)
             dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
             unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
             unit.persistent = unit.cut and index in persistent
@@ -246,32 +254,31 @@ def wrap(
             if section.zero_quantized_gradients and unit.gradients is not None:
                 unit.gradients.quantize()
             unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
-            units.append(unit)
             freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
-        _adopt_buffers(module, device, mesh, None if numerics.buffers is None else DTYPES[numerics.buffers])
+        _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
-        sharded = ShardedModule(module, units, sharding, mesh, numerics, limits, offload)
+        sharded = ShardedModule(module, units, sharding, world, device, numerics, limits, offload)
     except BaseException:
-        _unwrap(module, mesh)
+        _unwrap(module, units)
         if offload is not None:
             offload.close()
         raise
-    mesh.watchdog.tie(sharded)
-    if mesh.data.rank == 0:
+    world.watchdog.tie(sharded)
+    if world.writes:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
 
 
-def _unwrap(model: nn.Module, mesh: Mesh) -> None:
-    """Give the parameters of units on `mesh`, of which not all could be made, storage of their own again.
+def _unwrap(model: nn.Module, made: Sequence[Unit]) -> None:
+    """Give the parameters of the units that were made, of which one could not be, storage of their own again.
 
     Together with the other ranks where they come here, too; else what only they hold of a parameter that is cut is NaN.
     """
     owners = [owner for owner in map(owner_of, model.parameters()) if owner is not None]
-    units = {id(owner.unit): owner.unit for owner in owners if isinstance(owner.unit, Unit) and owner.unit.mesh is mesh}
-    for unit in units.values():
+    held = {id(owner.unit) for owner in owners}
+    for unit in (unit for unit in made if id(unit) in held):
         try:
-            unit.dissolve(mesh.watchdog.broken)
+            unit.dissolve(unit.mesh.data.watchdog.broken)
         except RuntimeError:  # another rank has given up, or does not come here
             unit.dissolve(alone=True)
 
@@ -306,7 +313,7 @@ def _specs(
         dtype = _dtype_name(param, dtype, name, compute_dtype)
         # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
         trained = param in group_of and param.requires_grad
-        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more))
+        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more, axes_of(param)))
     return specs
 
 
@@ -375,10 +382,10 @@ def _awaited(module: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[
     return {child: tuple({unit.index: unit for unit in read}.values()) for child, read in found.items()}
 
 
-def _adopt_buffers(module: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None) -> None:
+def _adopt_buffers(module: nn.Module, device: torch.device, world: World, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
                 child._buffers[name] = buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
                 if buffer.numel():
-                    comm.broadcast(buffer, 0, mesh.data, "buffers")
+                    comm.broadcast(buffer, 0, world, "buffers")

@@ -10,9 +10,9 @@ import torch
 
 from zero.config.zero_section import OffloadOptimizer, ZeroOptimization
 from zero.core import comm, offload
-from zero.core.mesh import Mesh
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.ratio import room_for_state
+from zero.core.world import Axis, World
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 from zero.kernels.step import step
@@ -50,7 +50,8 @@ def is_streamed(
     section: ZeroOptimization,
     plans: Sequence[UnitPlan],
     ratio: float,
-    mesh: Mesh,
+    world: World,
+    shards: Sequence[Axis],
     device: torch.device,
     sharding: Sharding,
     numerics: MixedPrecisionPolicy,
@@ -60,7 +61,7 @@ def is_streamed(
 
     Then rates are measured, and all ranks choose by the one that would be slowest, or has the least room.
     """
-    state, params, parts = section.offload_optimizer, section.offload_param, mesh.shard.size
+    state, params, parts = section.offload_optimizer, section.offload_param, [shard.size for shard in shards]
     if state.zero.update != "auto" or state.device == "none":
         return state.zero.update == "gpu"
     line = "offload_optimizer.zero.update 'auto': "
@@ -69,11 +70,11 @@ def is_streamed(
         rank_zero(logging.INFO, "%shost, as %s", line, why)
         return False
     places = place(plans, parts, Where(state.device), Where(params.device), ratio, params.max_in_cpu)
-    gradients, found = (numerics.accumulate, numerics.resting_dtype(mesh)), rates(device)
+    gradients, found = (numerics.accumulate, numerics.resting_dtype(world, shards)), rates(device)
     costs = update_costs(plans, places, parts, numerics.formats, gradients, found)
-    lacks = costs.nbytes - room_for_state(section, plans, mesh, device, sharding, numerics)[0]
+    lacks = costs.nbytes - room_for_state(section, plans, world, shards, device, sharding, numerics)[0]
     mine = torch.tensor([costs.on_device, costs.on_host, lacks], dtype=torch.float64, device=device)
-    on_device, on_host, lacks = comm.gather_scalars(mine, mesh.data, "update of the offload").amax(0).tolist()
+    on_device, on_host, lacks = comm.gather_scalars(mine, world, "update of the offload").amax(0).tolist()
     chosen = UpdateCosts(on_device, on_host, costs.through, lacks).streams(0)
     rank_zero(
         logging.INFO,

@@ -41,7 +41,8 @@ TAGS = 3  # of one unit: its gather, the scatter of its gradient, the gather of 
 class Unit:
     """Parameters with one flat buffer, one shard, one gradient.
 
-    mesh:       the ranks that share it;
+    mesh:       the ranks that share it, its own: units of one engine may have different ones;
+    mean:       makes averages of the sums of its gradients over these ranks and the micro-batches of a step;
     placement:  where its shard, its state and its gradient rest;
     holds:      how many readers (`GatheredParameters`) keep it full for now;
     edited:     indices of the parameters that such readers will write back, one entry for each reader;
@@ -65,9 +66,10 @@ class Unit:
         self.plan = plan
         self.index = index
         self.mesh = mesh
+        self.mean = 1.0
         self.placement = placement
         cut = cut and (mesh.shard.size > 1 or placement.shard_offloaded)
-        self.buffer = self.buffer_class(plan, params, cut, mesh.global_rank)
+        self.buffer = self.buffer_class(plan, params, cut, mesh.data.global_rank)
         window = plan.layout.shard(mesh.shard.rank, mesh.shard.size)
         self.masters = MasterSync(window, placement, self.buffer, mesh.data.size > 1)
         self.gradients: Gradients | None = None
@@ -120,6 +122,15 @@ class Unit:
     def window(self) -> Span:
         """This rank's shard as a span of the flat buffer."""
         return self.masters.window
+
+    @property
+    def span(self) -> Span:
+        """The part of its shard that this rank counts in norms and writes to checkpoints, as a span of the buffer."""
+        return self.plan.layout.shard(self.mesh.span, self.mesh.data.size)
+
+    def counted(self, values: torch.Tensor) -> torch.Tensor:
+        """Those of the shard's values [n] that lie in the `span`; the other replicas count the others."""
+        return values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
 
     def adopt(
         self, dtype: torch.dtype, device: torch.device, gradient_dtypes: GradientDtypes, remainder: bool = False

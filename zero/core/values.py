@@ -41,7 +41,7 @@ def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequ
         raise problem
     if highest != -lowest:
         raise RuntimeError(
-            f"rank {mesh.global_rank} does {what} with parameter '{owner.name}' and another rank something else; "
+            f"rank {mesh.data.global_rank} does {what} with parameter '{owner.name}' and another rank something else; "
             "it is a collective, which all ranks must call with the same parameters in the same order"
         )
     if bad:
@@ -143,7 +143,7 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
     local, reduced = agree(owner, what, problem or check_idle(owner, what), flags)
     if not (local or reduced):
         raise RuntimeError(
-            f"{what}: parameter '{owner.name}' has no gradient (rank {owner.unit.mesh.global_rank}); "
+            f"{what}: parameter '{owner.name}' has no gradient (rank {owner.unit.mesh.data.global_rank}); "
             "set it between backward() and step()"
         )
     if local:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.config import Config, ConfigError
-from zero.core.mesh import group_of_members
+from zero.core.world import group_of_members
 from zero.engine.arguments import only_one
 from zero.plan.grid import DATA, Grid, GridError
 

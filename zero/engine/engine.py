@@ -79,15 +79,15 @@ class Engine(DeepSpeedGetters, nn.Module):
         self.lr_scheduler: Any = None
         self.training_dataloader: Loader | None = None
         self.device = device
-        self.global_rank = sharded.mesh.global_rank
-        self.world_size = sharded.mesh.data.size
+        self.global_rank = sharded.world.global_rank
+        self.world_size = sharded.world.size
         self._initialize = initialize  # makes the engines of check()
         self._status = status = Status(optimizer)
         self._accumulation = Accumulation(config, sharded, optimizer, status)
         self._saving = CheckpointSaver(self, config, sharded, device)
         self._loading = CheckpointLoader(self, sharded, optimizer, self._saving.saver)
         self._weights = Weights(config, sharded, status, device)
-        self._metrics = Metrics(sharded.mesh.data, device)
+        self._metrics = Metrics(sharded.world, device)
         self._offload = StateOffload(sharded, optimizer, device)
         self._compiler = BlockCompiler(sharded, status)
         self._training = TrainingStep(sharded, optimizer, device, recomputing, self._accumulation, self._saving, status)
@@ -229,7 +229,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         from zero.engine.check import in_process
 
         report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
-        if self._sharded.mesh.data.rank == 0:
+        if self._sharded.world.rank == 0:
             print(report, flush=True)
         return report
 
@@ -256,12 +256,12 @@ class Engine(DeepSpeedGetters, nn.Module):
                 optimizer.finish()
             self._undo_parts()
             failed = optimizer is not None and optimizer.failure is not None
-            sharded.dissolve(failed or sharded.mesh.watchdog.broken)
+            sharded.dissolve(failed or sharded.world.watchdog.broken)
             if optimizer is not None:
                 optimizer.conclude()
             self._progress.log_end()
         finally:
-            sharded.mesh.watchdog.close()
+            sharded.world.watchdog.close()
             self._status.destroyed = True
             self._accumulation.close()
             self._sharded = self._training = self._saving = self._loading = None

@@ -118,8 +118,8 @@ class GraphedModule:
             self._pool = torch.cuda.graph_pool_handle()
         before = self._values()
         try:
-            with self._sharded.mesh.watchdog.at_rest():
-                graph = _captured(self._module, inputs, self._sharded.units[0].full.device, self._pool)
+            with self._sharded.world.watchdog.at_rest():
+                graph = _captured(self._module, inputs, self._sharded.device, self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold, the run goes on
             self._restore(before)
             return _as_it_is(f"the model cannot be captured: {type(error).__name__}: {error}")
@@ -137,7 +137,7 @@ class GraphedModule:
 
 def graphed(sharded: ShardedModule) -> Callable[..., Any]:
     """What is called for a forward of the module; the module itself where its device has no CUDA graphs."""
-    device = sharded.units[0].full.device
+    device = sharded.device
     if device.type == "cuda":
         return GraphedModule(sharded)
     rank_zero(logging.WARNING, "graph_harvesting: there are no CUDA graphs on device '%s'; it changes nothing", device)

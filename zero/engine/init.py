@@ -16,8 +16,9 @@ from zero.config.sections import TIMEOUT
 from zero.core.building import Builder, running
 from zero.core.deferred_param import DeferredParam, Rest
 from zero.core.joining import init_distributed
-from zero.core.mesh import local_device, make_mesh, mesh_of_one
+from zero.core.mesh import Meshes, mesh_of_one
 from zero.core.owner import owner_of
+from zero.core.world import local_device, make_world
 from zero.engine.arguments import launched_config, only_one
 from zero.engine.check.assigned import assigned_run
 from zero.engine.data_ranks import data_ranks
@@ -133,8 +134,9 @@ class Init:
         assigned = assigned_run()
         if assigned is not None and assigned.plain:  # plain torch has nothing cut, and takes rank 0's values by itself
             return Builder(mesh_of_one(), self._rest, self._dtype)
-        mesh = make_mesh(Sharding(optim=True, grads=True, params=True), self._timeout, group=self._group)
-        return Builder(mesh, self._rest, self._dtype)
+        world = make_world(self._timeout, group=self._group)
+        meshes = Meshes(world, Sharding(optim=True, grads=True, params=True), timeout=self._timeout)
+        return Builder(meshes.of(), self._rest, self._dtype)
 
     def _configure(self, source: str | PathLike | Mapping[str, Any]) -> None:
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1

@@ -24,12 +24,13 @@ from zero.core import comm
 from zero.core.agree import agree
 from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
-from zero.core.mesh import MARGIN, MAX_TIMEOUT, Mesh, local_device, make_mesh
+from zero.core.mesh import Meshes
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import is_enabled
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
+from zero.core.world import MARGIN, MAX_TIMEOUT, World, local_device, make_world
 from zero.data import Loader
 from zero.engine.alarm import unwritable
 from zero.engine.arguments import (
@@ -167,22 +168,25 @@ def _make_engine(
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     zero = settings.zero
-    mesh = make_mesh(sharding, zero.timeout, zero.check_order, *over, settings.secondary_shard_size, zero.reduce)
+    group, shard_size = over
+    same = {"shard_size": shard_size, "zero_hpz_partition_size": settings.secondary_shard_size}
+    world = make_world(zero.timeout, zero.check_order, group, same)
     sharded = None
     try:
-        with mesh.watchdog.call(Phase.INITIALIZE):
-            sharded = _wrap(model, groups, sharding, mesh, device, settings, shard_optimizer, recomputing)
+        meshes = Meshes(world, sharding, shard_size, settings.secondary_shard_size, zero.reduce, zero.timeout)
+        with world.watchdog.call(Phase.INITIALIZE):
+            sharded = _wrap(model, groups, sharding, world, meshes, device, settings, shard_optimizer, recomputing)
             if zero_optimizer is not None:
                 sharded.reducer.divisor = settings.predivide
                 zero_optimizer.bind(sharded, settings.gradient_factor)
-            number = free_number(zero.report, mesh.global_rank)
-            number = int(comm.gather_scalars(torch.tensor([number], device=device), mesh.data, "run folder")[0])
+            number = free_number(zero.report, world.global_rank)
+            number = int(comm.gather_scalars(torch.tensor([number], device=device), world, "run folder")[0])
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
     except BaseException:
         recomputing.undo()
         if sharded is not None:
-            sharded.dissolve(mesh.watchdog.broken)
-        mesh.watchdog.close()
+            sharded.dissolve(world.watchdog.broken)
+        world.watchdog.close()
         raise
     engine._progress.log_start()
     engine.monitor.open(settings, lambda: run_facts(engine), number)
@@ -193,7 +197,8 @@ def _wrap(
     model: nn.Module,
     groups: Groups,
     sharding: Sharding,
-    mesh: Mesh,
+    world: World,
+    meshes: Meshes,
     device: torch.device,
     settings: Config,
     shard_optimizer: ShardOptimizer | None,
@@ -217,7 +222,7 @@ def _wrap(
     what = "the ranks do not initialize the same engine"
     refused = refusals(model, bool(groups), sharding.params or is_enabled(section))
     refused += unwritable(settings.zero.alarm)
-    agree(refused or description(model, groups, settings), mesh.data, device, what)
+    agree(refused or description(model, groups, settings), world, device, what)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
     if names := in_channels_last(model):
@@ -226,7 +231,7 @@ def _wrap(
     reclaim(model)
     recomputing.apply(model)
     fused = shard_optimizer is not None and shard_optimizer.factor_on_device
-    return wrap(model, params, sharding, mesh, device, numerics, limits, settings, fused)
+    return wrap(model, params, sharding, world, meshes, device, numerics, limits, settings, fused)
 
 
 def _make_optimizer(

@@ -10,8 +10,8 @@ import torch
 
 from zero.core import comm
 from zero.core.agree import everyone
-from zero.core.mesh import Axis
 from zero.core.tensors import map_leaves
+from zero.core.world import Axis
 from zero.data import Loader
 from zero.data.position import Dealt
 

@@ -42,10 +42,10 @@ class Profiles:
         self._progress = progress
         self._taps = Taps()
         self._ended = time.perf_counter()  # the last step
-        section, rank = config.comms_logger, sharded.mesh.global_rank
-        self.comms = CommsLog(section, sharded.mesh.data, device, self._taps) if section.enabled else None
+        section, rank = config.comms_logger, sharded.world.global_rank
+        self.comms = CommsLog(section, sharded.world, device, self._taps) if section.enabled else None
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
-            self._taps.waits(self, sharded.mesh.data, device, progress.waited)
+            self._taps.waits(self, sharded.world, device, progress.waited)
         tell = None if config.zero.report is None else self._tell
         self._trace = StepTrace(config.zero.profile, sharded, optimizer.shard_optimizer, device, self._taps, tell)
         self._flops: FlopsProfile | None = None

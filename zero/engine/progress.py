@@ -18,6 +18,7 @@ import torch
 
 from zero.config import Config
 from zero.core.quantized import format_of
+from zero.core.mesh import Mesh
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.engine.status import Status
@@ -41,6 +42,13 @@ _MEMORY_EVERY = 1.0  # seconds between two looks at the memory, for the monitors
 _WAITING = "waiting for "  # in whatever phase it was
 _WAITS = _WAITING + "updates"
 _DIRECTIONS = {"gather": "gathers", "reduce": "reductions", "replica gather": "reductions"}
+
+
+def _shared(mesh: Mesh) -> str:
+    """How ranks share units beyond the usual, in words."""
+    if mesh.shard.size > 1 and mesh.replica.size > 1:
+        return f" ({mesh.replica.size} replicas of {mesh.shard.size} shards)"
+    return f" (parameters gathered among {mesh.secondary.size})" if mesh.secondary is not None else ""
 
 
 def _numbers(units: Sequence[Unit]) -> str:
@@ -114,8 +122,8 @@ class Progress:
         self._optimizer = optimizer
         self._status = status
         self._device = device
-        self.monitor = Monitor(sharded.mesh.watchdog.status)
-        self._speaks = sharded.mesh.global_rank == 0 and not math.isinf(config.steps_per_print)
+        self.monitor = Monitor(sharded.world.watchdog.status)
+        self._speaks = sharded.world.global_rank == 0 and not math.isinf(config.steps_per_print)
         self._phases: deque[tuple[str, Any, Any]] = deque()  # name, begin and end of those not counted yet
         self._recent, self._all = Tally(), Tally()  # since the last line, and since the first forward
         self._end = weakref.finalize(self, _log_end, self._all)  # at the end of the process, if not before
@@ -141,12 +149,8 @@ class Progress:
         compiled = isa() if device.type == "cpu" else "CUDA" if cuda.kernels(device) else "torch"
         kept = f", masters as {formats.master}" if dtype != "fp32" else ""
         kept += f", moments in {formats.moments}" if formats.moments != "fp32" else ""
-        mesh = sharded.mesh
-        ranks = counted(mesh.data.size, "rank")
-        if mesh.shard.size > 1 and mesh.replica.size > 1:
-            ranks += f" ({mesh.replica.size} replicas of {mesh.shard.size} shards)"
-        elif mesh.secondary is not None:
-            ranks += f" (parameters gathered among {mesh.secondary.size})"
+        ranks = counted(sharded.world.size, "rank")
+        ranks += "".join(dict.fromkeys(_shared(unit.mesh) for unit in sharded.units))
         rank_zero(
             logging.INFO,
             f"stage {config.zero_optimization.stage} on {ranks}, {device.type}: "
@@ -215,20 +219,20 @@ class Progress:
 
     def report_norms(self, norms: Mapping[str, tuple[float, float, float]], samples: int) -> None:
         """Tell of the norms of the units, which are those of the step before the last one, of so many samples."""
-        if norms and self._sharded.mesh.global_rank == 0:
+        if norms and self._sharded.world.global_rank == 0:
             self.monitor.tell(unit_norms(self._status.global_steps - 1, self._status.global_samples - samples, norms))
 
     def _report(self, reports: Mapping[int, RankReport], ended: Ended) -> StepReport:
         self._count_phases()
-        status, optimizer, mesh, last = self._status, self._optimizer, self._sharded.mesh, self._reported
+        status, optimizer, world, last = self._status, self._optimizer, self._sharded.world, self._reported
         at, samples, values = ended
-        sent = mesh.watchdog.status.sent
+        sent = world.watchdog.status.sent
         spent, self._spent = self._spent, {}
         whole = self.monitor.enabled and at - last.memory >= _MEMORY_EVERY
         self._reported = _Reported(at, at if whole else last.memory, sent)
-        first = mesh.global_rank == 0
+        first = world.global_rank == 0
         if not first:  # what is its own
-            reports, samples = {mesh.global_rank: reports[mesh.global_rank]}, samples // mesh.data.size
+            reports, samples = {world.global_rank: reports[world.global_rank]}, samples // world.size
         return StepReport(
             step=status.global_steps,
             time=time.time(),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zero.core import comm
-from zero.core.mesh import Mesh
+from zero.core.world import World
 from zero.data.seeds import mixed
 
 
@@ -22,13 +22,13 @@ class Randomness:
     numbers outside of the engine's forward, augmentation in the dataset) is the script's own.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device) -> None:
         """Collective: every rank takes rank 0's seed."""
-        self._mesh = mesh
+        self._world = world
         self._device = device
         seed = torch.initial_seed()
         words = torch.tensor([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], device=device)
-        comm.broadcast(words, 0, mesh.data, "random seed")
+        comm.broadcast(words, 0, world, "random seed")
         self._base: list[int] = words.tolist()
         self._place = (-1, -1)  # optimizer step and micro-batch of this rank that the last forward belonged to
         self._forwards = 0  # of that micro-batch
@@ -41,7 +41,7 @@ class Randomness:
         """
         if self._place != (step, micro_batch):
             self._place, self._forwards = (step, micro_batch), 0
-        shared = micro_batch * self._mesh.data.size + self._mesh.data.rank
+        shared = micro_batch * self._world.size + self._world.rank
         seed = mixed(*self._base, step, shared, self._forwards)
         self._forwards += 1
         generators = [torch.default_generator]

@@ -58,7 +58,7 @@ class Observed:
         self._begin = self.sent = 0
 
     def __enter__(self) -> Observed:
-        self._begin = self._sharded.mesh.watchdog.status.sent
+        self._begin = self._sharded.world.watchdog.status.sent
         for unit in self._sharded.units:
             unit.gather = functools.partial(self._then_look, unit, unit.gather)
             unit.reduce = functools.partial(self._then_look, unit, unit.reduce)
@@ -70,7 +70,7 @@ class Observed:
         for unit in self._sharded.units:
             del unit.gather, unit.reduce
         self._sharded.reducer.on_flush.remove(self.look)
-        self.sent = self._sharded.mesh.watchdog.status.sent - self._begin
+        self.sent = self._sharded.world.watchdog.status.sent - self._begin
 
     def look(self, landing: int = 0) -> None:
         """At what is there now; `landing`: bytes of the gradient that autograd hands over."""
@@ -106,8 +106,8 @@ def alive_now(sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> Device
 def planned(config: Config, sharded: ShardedModule) -> Row:
     """What is estimated for this engine, without activations."""
     units, formats = [unit.plan for unit in sharded.units], sharded.numerics.formats
-    choice, mirrored = own_choice(config), sharded.units[0].full.device.type != "cpu"
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as zero/core/mesh.py sees them
+    choice, mirrored = own_choice(config), sharded.device.type != "cpu"
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as zero/core/world.py sees them
     streamed = any(unit.placement.streamed for unit in sharded.units)
     scheme = scheme_of(units, config, choice, config.gradient_accumulation_steps, mirrored, per_host, streamed)
     return state_row(units, config, formats, scheme, choice)
@@ -129,11 +129,11 @@ class Reality:
         self._steps += 1
         if self._steps == STEP - 1:
             self._observed = Observed(self._sharded, self._optimizer).__enter__()
-            self._forward = _Forward(self._sharded.module, self._sharded.units[0].full.device.type)
+            self._forward = _Forward(self._sharded.module, self._sharded.device.type)
         elif self._steps == STEP:
             observed, forward = self._observed, self._forward
             self.close()
-            if self._sharded.mesh.global_rank == 0:
+            if self._sharded.world.global_rank == 0:
                 self._say(self._pairs(observed.most, forward))
         return self._steps >= STEP
 

@@ -20,6 +20,7 @@ from zero.core.hashing import hash_of, hash_spans, hash_tensor
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.log import rank_zero
+from zero.optim.norm import by_mesh
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.layout import Fragment, Span
 from zero.watchdog.hang_report import ranks_text
@@ -30,13 +31,13 @@ _AGE = 0x5851F42D4C957F2D  # odd, so that no earlier step is lost from a hash ov
 class Sheet(NamedTuple):
     """Hashes, int64 [n], of what belongs together; `labels` [n] say of what each is.
 
-    parts: ranks that hold different parts of it by turns; each is compared with those that hold the same.
+    alike: places of the ranks that hold the same part, for each part; none: all ranks hold the same.
     """
 
     place: str
     labels: Sequence[str]
     hashes: torch.Tensor
-    parts: int = 1
+    alike: tuple[tuple[int, ...], ...] = ()
 
 
 class Replicas:
@@ -53,8 +54,7 @@ class Replicas:
         self._sharded = sharded
         self._optimizer = optimizer
         self._every = every
-        self._axis = sharded.mesh.data
-        self._parts = sharded.mesh.shard.size
+        self._axis = sharded.world
         self._whole = [unit for unit in sharded.units if not unit.cut]
         # By index of the unit: hashes over the steps since the last comparison.
         self._seen: dict[int, torch.Tensor] = {}
@@ -90,7 +90,7 @@ class Replicas:
         self._own_buffers = None if own_buffers is None else set(own_buffers)
 
     def _fleeting(self, unit: Unit) -> bool:
-        return unit.gradients is not None and self._parts > 1
+        return unit.gradients is not None and unit.mesh.shard.size > 1
 
     def _look(self, unit: Unit) -> None:
         unit.gather()
@@ -102,8 +102,7 @@ class Replicas:
     def _compare(self, number: int) -> None:
         # Hyperparameters first: where they differ, the parameters do because of them.
         sheets = [self._of_optimizer(), *(self._of_unit(unit) for unit in self._whole), self._of_buffers()]
-        if 1 < self._parts < self._axis.size:
-            sheets.append(self._of_shards())
+        sheets += self._of_shards()
         # The lengths go along: without, ranks with other numbers of buffers would misread each other below.
         counts = [len(sheet.labels) for sheet in sheets]
         device = sheets[0].hashes.device
@@ -112,14 +111,14 @@ class Replicas:
         for index, sheet in enumerate(sheets):
             if (lengths[:, index] != lengths[0, index]).any():
                 self._fail(number, f"the number of {sheet.place}", lengths[:, index].tolist(), self._axis.ranks)
-            if _differing(hashes[:, index, None], sheet.parts):
+            if _differing(hashes[:, index, None], sheet.alike):
                 self._examine(number, sheet)
         self._own_buffers = self._own_buffers or set()
 
     def _examine(self, number: int, sheet: Sheet) -> None:
         """Find what of a sheet differs."""
         rows = comm.gather_scalars(sheet.hashes, self._axis, "comparison of replicas").cpu()
-        differing = _differing(rows, sheet.parts)
+        differing = _differing(rows, sheet.alike)
         if sheet.place == "buffers" and self._own_buffers is None:
             self._own_buffers = {sheet.labels[column] for _, column in differing}
             rank_zero(
@@ -130,8 +129,9 @@ class Replicas:
             return
         where = "" if sheet.place in ("buffers", "optimizer", "shards") else f" of unit '{sheet.place}'"
         first, column = differing[0]
-        alike = slice(first, None, sheet.parts)  # the ranks of that place
-        self._fail(number, f"{sheet.labels[column]}{where}", rows[alike, column].tolist(), self._axis.ranks[alike])
+        alike = list(sheet.alike[first]) if sheet.alike else list(range(self._axis.size))
+        ranks = [self._axis.ranks[place] for place in alike]
+        self._fail(number, f"{sheet.labels[column]}{where}", rows[alike, column].tolist(), ranks)
 
     def _fail(self, number: int, what: str, values: list[int], ranks: Sequence[int]) -> None:
         self._sharded.abandon()
@@ -140,13 +140,13 @@ class Replicas:
         raise RuntimeError(
             f"zero.check_replicas: {what} is not the same on all ranks: {who}; found at optimizer step "
             f"{number}, before its update{since}. Memory has failed, or code changes it on some ranks only; "
-            f"go back to a checkpoint from before (rank {self._sharded.mesh.global_rank})"
+            f"go back to a checkpoint from before (rank {self._sharded.world.global_rank})"
         )
 
     def _of_unit(self, unit: Unit) -> Sheet:
         labels = [f"parameter '{name}'" for name in unit.plan.layout.spans]
         hashes = [self._seen[unit.index]]
-        for name, held, tensor in self._state(unit) if self._parts == 1 else ():
+        for name, held, tensor in self._state(unit) if unit.mesh.shard.size == 1 else ():
             inside = unit.plan.layout.fragments(held)
             if tensor.numel() == held.numel:
                 labels += [f"{name} of parameter '{piece.name}'" for piece in inside]
@@ -155,10 +155,19 @@ class Replicas:
             hashes.append(_hashes(inside, held, tensor))
         return Sheet(unit.plan.name, labels, torch.cat(hashes))
 
-    def _of_shards(self) -> Sheet:
-        """What is cut: a hash for each unit, of whose parts the ranks of a replica have different ones."""
+    def _of_shards(self) -> Iterator[Sheet]:
+        """What is cut and repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
+        for places in by_mesh(self._sharded.units).values():
+            units = [self._sharded.units[place] for place in places]
+            mesh = units[0].mesh
+            if mesh.shard.size > 1 and mesh.replica.size > 1:
+                size = mesh.replica.size
+                alike = tuple(mesh.order[at : at + size] for at in range(0, len(mesh.order), size))
+                yield self._of_parts(units)._replace(alike=alike)
+
+    def _of_parts(self, units: Sequence[Unit]) -> Sheet:
         labels, hashes = [], []
-        for unit in self._sharded.units:
+        for unit in units:
             if not unit.cut and unit.gradients is None:
                 continue
             with unit.acquired():
@@ -166,7 +175,7 @@ class Replicas:
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
                 hashes.append(hash_of(torch.cat([each.to(unit.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
-        return self._sheet("shards", labels, hashes)._replace(parts=self._parts)
+        return self._sheet("shards", labels, hashes)
 
     def _state(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""
@@ -191,7 +200,7 @@ class Replicas:
         return self._sheet("optimizer", list(kept), [torch.tensor(_hash_text(text)) for text in kept.values()])
 
     def _sheet(self, place: str, labels: list[str], hashes: list[torch.Tensor]) -> Sheet:
-        device = self._sharded.units[0].full.device
+        device = self._sharded.device
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         return Sheet(place, labels, torch.stack([value.to(device) for value in hashes]) if hashes else empty)
 
@@ -203,10 +212,14 @@ def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> tor
     return hash_spans(tensor.view(-1), [Span(piece.at, piece.numel) for piece in inside])
 
 
-def _differing(rows: torch.Tensor, places: int) -> list[tuple[int, int]]:
-    """Place and column of those hashes, of `rows` [ranks, n], that are not alike on all ranks of a place."""
-    rows = rows.unflatten(0, (-1, places))
-    return [(place, column) for place, column in (rows != rows[0]).any(0).nonzero().tolist()]
+def _differing(rows: torch.Tensor, alike: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
+    """Part and column of those hashes, of `rows` [ranks, n], that are not the same on all ranks that hold the part."""
+    parts = [rows[list(places)] for places in alike] or [rows]
+    return [
+        (part, column)
+        for part, own in enumerate(parts)
+        for column in (own != own[0]).any(0).nonzero().flatten().tolist()
+    ]
 
 
 def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:

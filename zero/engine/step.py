@@ -78,8 +78,8 @@ class TrainingStep:
         every = config.zero.check_replicas
         self.recomputing = recomputing
         self.progress = Progress(config, sharded, optimizer, status, device)
-        self.record = StepRecord(sharded.mesh, device, status)
-        self.randomness = Randomness(sharded.mesh, device) if sharded.numerics.tree else None
+        self.record = StepRecord(sharded.world, device, status)
+        self.randomness = Randomness(sharded.world, device) if sharded.numerics.tree else None
         self.replicas = Replicas(sharded, optimizer, every) if every and optimizer is not None else None
         norms, alarm = config.zero.unit_norms, config.zero.alarm
         self.norms = optimizer.watch_norms(norms) if norms and optimizer is not None else None
@@ -124,7 +124,7 @@ class TrainingStep:
         if method is None:
             raise AttributeError(f"the module of this engine, a {type(module).__name__}, has no method 'generate'")
         cut = self._sharded.sharding.params and not self._status.generating
-        if self._sharded.mesh.data.size > 1 and cut and _knows_synced_gpus(module, method):
+        if self._sharded.world.size > 1 and cut and _knows_synced_gpus(module, method):
             kwargs.setdefault("synced_gpus", True)
         return self._run(functools.partial(as_forward, module, method), inputs, kwargs)
 
@@ -180,7 +180,7 @@ class TrainingStep:
         reducer = self._sharded.reducer
         rounds = reducer.rounds
         try:
-            with self._sharded.mesh.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
+            with self._sharded.world.watchdog.call(Phase.BACKWARD), self.progress.phase("backward"):
                 scaled(loss, 1 if scale_wrt_gas else steps, reducer).backward(retain_graph=retain_graph)
                 if reducer.rounds == rounds:
                     # No parameter of ours was in the graph here; other ranks may have some and wait for us.
@@ -255,7 +255,7 @@ class TrainingStep:
             self.record.clear(done=False)
         if torch.is_grad_enabled():
             self._accumulation.begin_forward()
-        watched, timed = self._sharded.mesh.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
+        watched, timed = self._sharded.world.watchdog.call(Phase.FORWARD), self.progress.phase("forward")
         try:
             with watched, timed, self._precision.forward(), self._seeded(), self.recomputing.scope():
                 inputs, kwargs = self._precision.cast((inputs, kwargs))
@@ -275,17 +275,17 @@ class TrainingStep:
         """The optimizer's step."""
         self._sharded.recover()
         try:
-            with self._sharded.mesh.watchdog.call(Phase.STEP), self.progress.phase("step"):
+            with self._sharded.world.watchdog.call(Phase.STEP), self.progress.phase("step"):
                 if self.replicas is not None:
                     self.replicas.before_step(self._status.global_steps + 1)
                 report = self.record.report()
                 if self.norms is not None:
                     step = self._status.global_steps + 1
                     report = report._replace(squares=self.norms.take(step))
-                    self.norms.begin(step, self._optimizer.gradient_factor)
+                    self.norms.begin(step, self._optimizer.factor_of)
                 self._optimizer.update(report, None if self.alarms is None else self._is_unwanted)
                 self.record.clear(done=True)
-                self.recomputing.after_step(self._sharded.mesh.data)
+                self.recomputing.after_step(self._sharded.world)
         except HeldOpen:
             raise  # the gradients are there for the step outside of the block
         except BaseException as error:
@@ -301,7 +301,7 @@ class TrainingStep:
             self._abandon()
             return
         how = f"{type(error).__name__}: {error}" if optimizer.failure is None else str(optimizer.failure)
-        self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.mesh.global_rank} with {how}")
+        self._status.set_half_updated(f"step {steps + 1} ended on rank {self._sharded.world.global_rank} with {how}")
 
     def _conclude(
         self, reports: Mapping[int, RankReport], ended: Ended, scheduler: Any, lr_kwargs: dict[str, Any]
@@ -324,7 +324,7 @@ class TrainingStep:
         try:
             self._sharded.abandon()
         except RuntimeError as error:
-            if str(error) != self._sharded.mesh.watchdog.status.gave_up:  # else it is the exception on its way
+            if str(error) != self._sharded.world.watchdog.status.gave_up:  # else it is the exception on its way
                 logger.warning("after an exception the engine could not be made usable: %s", error)
         self._accumulation.restart()
         self.record.clear(done=False)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from zero.core.hashing import hash_of, hash_tensor
-from zero.core.mesh import Mesh
 from zero.core.tensors import tensors_in
 from zero.core.torch_private import untransformed
+from zero.core.world import World
 from zero.engine.status import Status
 from zero.log import log_once, rank_zero
 from zero.optim.norm import RankFlags, RankReport
@@ -28,13 +28,13 @@ _BELOW = (1 << 53) - 1  # of a hash as many bits as fp64 holds exactly
 class StepRecord:
     """The running optimizer step of one rank."""
 
-    def __init__(self, mesh: Mesh, device: torch.device, status: Status) -> None:
+    def __init__(self, world: World, device: torch.device, status: Status) -> None:
         self._status = status
         self._device = device
         self._loss: torch.Tensor | None = None
         self._tokens: float | torch.Tensor = 0.0
         self._batch: float | torch.Tensor = 0.0
-        self._awaits_batch = mesh.data.size > 1
+        self._awaits_batch = world.size > 1
 
     @untransformed
     def batch(self, inputs: Any) -> None:

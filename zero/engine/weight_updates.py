@@ -63,7 +63,7 @@ class WeightUpdates:
             self._begin()
         state = unit_by_unit(self._sharded.module.state_dict(keep_vars=True))
         values = {name: value for name, value in state.items() if self._code(owner_of(value), codes) != _NOTHING}
-        here = not rank0_only or self._sharded.mesh.data.rank == 0
+        here = not rank0_only or self._sharded.world.rank == 0
         return to_the_end(self._found(values, asked, codes), self._status, here)
 
     def _begin(self) -> None:
@@ -78,8 +78,8 @@ class WeightUpdates:
             of_unit = [changes[index] for changes in asked]
             marked = _MARKED if any(each.steps is not None for each in of_unit) else _NOTHING
             own.append(_ALL if not asked or any(each.all for each in of_unit) else marked)
-        device = self._sharded.units[0].full.device
-        rows = comm.gather_scalars(torch.tensor(own, device=device), self._sharded.mesh.data, "weight_updates").cpu()
+        device = self._sharded.device
+        rows = comm.gather_scalars(torch.tensor(own, device=device), self._sharded.world, "weight_updates").cpu()
         if not rows[:, :2].eq(rows[0, :2]).all():
             raise RuntimeError(
                 f"weight_updates(since=...): the ranks gave {rows[:, 0].tolist()} (-1 for None); it is a collective, "

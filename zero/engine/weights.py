@@ -149,7 +149,7 @@ class Weights:
         """
         self._status.check()
         values = unit_by_unit(choose(self._named_state(False), names))
-        here = not rank0_only or self._sharded.mesh.data.rank == 0
+        here = not rank0_only or self._sharded.world.rank == 0
         return to_the_end(merged(values, self._sharded, merge, dtype), self._status, here)
 
     def save_16bit_model(
@@ -187,7 +187,7 @@ class Weights:
             )
         if safe:
             state = self._named_state(exclude_frozen_parameters)
-            keep = self._sharded.mesh.data.rank == 0
+            keep = self._sharded.world.rank == 0
             problem = stream_model(state, self._sharded, path.parent, path.name, limit, keep)
         else:
             problem = self._save_torch(path, exclude_frozen_parameters)
@@ -212,7 +212,7 @@ class Weights:
             return
         size_of(max_shard_size, "max_shard_size")
         place = self._first_path("save_pretrained()", save_directory)
-        first = self._sharded.mesh.data.rank == 0
+        first = self._sharded.world.rank == 0
         if _learns_prompts(self._sharded.module):
             self._save_prompts(own, place, first)
             return
@@ -252,7 +252,7 @@ class Weights:
         """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
         self._status.check()
         names = self._named_state(exclude_frozen_parameters)
-        keep = self._sharded.mesh.data.rank == 0
+        keep = self._sharded.world.rank == 0
         whole = self._whole(names, keep)
         if not keep:
             return None
@@ -265,7 +265,7 @@ class Weights:
         """Those of `names` that rank 0's PEFT writes, where the module has adapters; else all. A collective."""
         if not getattr(self._sharded.module, "peft_config", None):
             return names
-        axis = self._sharded.mesh.data
+        axis = self._sharded.world
         written = _written_by_peft(self._sharded.module, names) if axis.rank == 0 else []
         return {name: names[name] for name in json.loads(everyone(json.dumps(written), axis, self._device)[0])}
 
@@ -289,7 +289,7 @@ class Weights:
 
     def _first_path(self, caller: str, *parts: Any) -> Path:
         """Rank 0's folder, or folder and name, on all ranks; raises on all of them. A collective."""
-        axis, made = self._sharded.mesh.data, [""]
+        axis, made = self._sharded.world, [""]
 
         def make() -> None:
             made[0] = os.path.abspath(Path(check_folder(parts[0], f"{caller}: the folder"), *parts[1:]))
@@ -300,7 +300,7 @@ class Weights:
 
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""
-        axis = self._sharded.mesh.data
+        axis = self._sharded.world
         problems = everyone(problem or "", axis, self._device)
         if problem is not None:
             raise kind(problem)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zero.plan.formats import ITEMSIZE, Formats, runs
 from zero.plan.layout import round_up
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
-from zero.plan.units import UnitPlan
+from zero.plan.units import Parts, UnitPlan, of_each
 
 LINE = 64  # bytes: arrays start on cache lines, so that vector loads are aligned and threads share none
 PAGE = 4096  # bytes: what goes to a drive past the page cache starts and ends on a page
@@ -75,22 +75,23 @@ class HostBytes(NamedTuple):
 def host_bytes(
     units: Sequence[UnitPlan],
     placements: Sequence[Placement],
-    rank: int,
-    parts: int,
+    rank: Parts,
+    parts: Parts,
     formats: Formats,
     accumulate: str,
     mirrored: bool,
     buffer_count: int,
     param_buffer_count: int,
 ) -> HostBytes:
-    """Add up what rank `rank` of `parts` keeps off the device.
+    """Add up what shard `rank` of `parts`, of all units or of each, keeps off the device.
 
     `accumulate`: the dtype of gradients there; `mirrored`: the device is not the host; `buffer_count`: buffers, each as
     large as the largest record in a file; `param_buffer_count`: the same for shards of parameters.
     """
     masters = moments = parameters = gradients = files = slot = param_slot = 0
-    for unit, placement in zip(units, placements, strict=True):
-        shard = shard_nbytes(unit, parts, unit.dtype)
+    shards = zip(units, placements, of_each(rank, units), of_each(parts, units), strict=True)
+    for unit, placement, own, cut in shards:
+        shard = shard_nbytes(unit, cut, unit.dtype)
         if placement.params is Where.HOST:
             parameters += shard
         elif placement.params is Where.FILE:
@@ -98,8 +99,8 @@ def host_bytes(
             param_slot = max(param_slot, shard)
         if placement.optimizer is Where.DEVICE or not is_updated(unit):
             continue
-        kept = record_nbytes(unit, rank, parts, formats, keeps_copy(placement, mirrored))
-        gradients += 0 if placement.streamed else shard_nbytes(unit, parts, accumulate)
+        kept = record_nbytes(unit, own, cut, formats, keeps_copy(placement, mirrored))
+        gradients += 0 if placement.streamed else shard_nbytes(unit, cut, accumulate)
         if placement.optimizer is Where.HOST:
             masters += kept[0]
             moments += kept[1]

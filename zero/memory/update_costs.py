@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
 from zero.plan.formats import Formats
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
-from zero.plan.units import UnitPlan
+from zero.plan.units import Parts, UnitPlan, of_each
 
 RESERVE = 0.4  # of the device's memory: activations, which nobody knows before the first step
 
@@ -41,7 +41,7 @@ class UpdateCosts(NamedTuple):
 def update_costs(
     units: Sequence[UnitPlan],
     placements: Sequence[Placement],
-    parts: int,
+    parts: Parts,
     formats: Formats,
     gradients: tuple[str, str],
     rates: UpdateRates,
@@ -52,10 +52,10 @@ def update_costs(
     and writes the record, while gradients and parameters cross the link. A drive is as busy either way.
     """
     through = kept = largest = there = here = stays = 0
-    for unit, at in zip(units, placements, strict=True):
+    for unit, at, cut in zip(units, placements, of_each(parts, units), strict=True):
         with_copies = (keeps_copy(at._replace(streamed=streamed), True) for streamed in (True, False))
-        record, on_host = (sum(record_nbytes(unit, 0, parts, formats, copied)) for copied in with_copies)
-        sums = [shard_nbytes(unit, parts, dtype) for dtype in gradients]
+        record, on_host = (sum(record_nbytes(unit, 0, cut, formats, copied)) for copied in with_copies)
+        sums = [shard_nbytes(unit, cut, dtype) for dtype in gradients]
         if not is_updated(unit):
             continue
         if at.optimizer is Where.DEVICE:

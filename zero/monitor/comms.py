@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zero.config.profile_sections import CommsLogger
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.log import logger
 from zero.monitor.taps import Stamp, Taps, ended, seconds
 from zero.watchdog.rank_status import Collective

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.watchdog.rank_status import Collective
 
 Stamp = float | torch.cuda.Event

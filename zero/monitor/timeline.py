@@ -60,8 +60,8 @@ class Timeline:
         self.spans: list[Span] = []
         self._traced = traced
         self._taps = taps
-        self._taps.waits(self, sharded.mesh.data, device, self._waited)
-        self._taps.replace(self, sharded.mesh.watchdog, "call", self._call)
+        self._taps.waits(self, sharded.world, device, self._waited)
+        self._taps.replace(self, sharded.world.watchdog, "call", self._call)
         self._around(shard_optimizer, "update", lambda unit, *_, **__: f"update {unit.plan.name}")
         for unit in sharded.units:
             self._follow(unit)

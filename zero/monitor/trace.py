@@ -39,7 +39,7 @@ class StepTrace:
         tell: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:
         """`tell`: takes {"step", "spans"} of one step, for the report; None for no report."""
-        self._rank = rank = sharded.mesh.global_rank
+        self._rank = rank = sharded.world.global_rank
         self._traced = section.steps is not None and (section.ranks is None or rank in section.ranks)
         self._first, self._last = section.steps or EARLY
         self._on = self._traced or (section.steps is None and tell is not None)

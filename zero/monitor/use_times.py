@@ -29,7 +29,7 @@ class UseTimes:
     def __init__(self, sharded: ShardedModule) -> None:
         self._sharded = sharded
         self._prefetcher = sharded.prefetcher
-        self._device = sharded.units[0].full.device
+        self._device = sharded.device
         self._use = self._prefetcher.use
         self._begun: tuple[int, bool, Stamp] | None = None  # what computes: the unit, whether in a backward, since when
         self._gathers: dict[int, list[tuple[Stamp, Stamp]]] = defaultdict(list)
@@ -79,7 +79,7 @@ class UseTimes:
             for unit in self._sharded.units
         ]
         times = torch.tensor(rows, dtype=torch.float64, device=self._device)
-        comm.broadcast(times, 0, self._sharded.mesh.data, "times of gathers")
+        comm.broadcast(times, 0, self._sharded.world, "times of gathers")
         return [UnitSeconds(*row) for row in times.tolist()]
 
 

@@ -18,12 +18,12 @@ import torch
 
 from zero.core.comm import gather_scalars
 from zero.core.unit import Unit
+from zero.core.world import World
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 from zero.optim.fused import FusedShardOptimizer, States
 from zero.optim.shard_optimizer import Group, Update
 from zero.plan.formats import Run
-from zero.plan.layout import Span
 
 CHUNK = 1 << 17  # elements whose update is computed at a time, in fp64, so that they stay in a cache
 
@@ -38,19 +38,19 @@ class LambShardOptimizer(FusedShardOptimizer):
         self._ratios: dict[int, dict[str, float]] = {}  # by name, of the units that this step has yet to update
 
     @torch.no_grad()
-    def prepare(self, updates: Sequence[Update]) -> None:
+    def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; makes the ratios of norms. It changes nothing that is kept."""
-        mesh, device = updates[0].unit.mesh, updates[0].unit.full.device
-        own = torch.cat([self._squares(update).to(device) for update in updates])
-        rows = gather_scalars(own.flatten(), mesh.data, "norms of parameters")
-        # Added in the order of spans, and rounded, so that no bit depends on the stage, nor on the ranks but by chance.
-        norms = iter(mesh.by_span(rows).cumsum(0)[-1].sqrt().float().view(-1, 2).tolist())
-        for update in updates:
+        device = updates[0].unit.full.device
+        squares = [self._squares(update).to(device) for update in updates]
+        rows = gather_scalars(torch.cat(squares).flatten(), world, "norms of parameters")
+        for update, own in zip(updates, rows.split([each.numel() for each in squares], 1), strict=True):
+            # Added in the order of spans, and rounded, so that no bit depends on the stage, on the ranks but by chance.
+            norms = update.unit.mesh.by_span(own).cumsum(0)[-1].sqrt().float().view(-1, 2).tolist()
             least, most = update.group["min_coeff"], update.group["max_coeff"]
-            found = {}
-            for spec, (weight, change) in zip(update.unit.plan.params, norms, strict=False):
-                found[spec.name] = min(max(weight / change, least), most) if weight and change else 1.0
-            self._ratios[update.unit.index] = found
+            self._ratios[update.unit.index] = {
+                spec.name: min(max(weight / change, least), most) if weight and change else 1.0
+                for spec, (weight, change) in zip(update.unit.plan.params, norms, strict=True)
+            }
 
     def _parts(self, unit: Unit, group: Group, states: States) -> Iterator[tuple[Adam, Run, tuple[Moment, ...]]]:
         formula, ratios = self._formula(group), self._ratios.pop(unit.index)
@@ -64,13 +64,12 @@ class LambShardOptimizer(FusedShardOptimizer):
 
     def _squares(self, update: Update) -> torch.Tensor:
         """For each parameter of a unit the squares of it and of its update, summed over our span; fp64 [k, 2]."""
-        unit, group, mesh = update.unit, update.group, update.unit.mesh
+        unit, group = update.unit, update.group
         formula, device = self._formula(group), unit.placement.update_device
-        numel = unit.window.numel // mesh.replica.size
-        first = mesh.replica.rank * numel  # of the span, in the shard
+        first = unit.span.start - unit.window.start
         sums = {spec.name: torch.zeros(2, dtype=torch.float64, device=device) for spec in unit.plan.params}
         with unit.acquired():
-            for part in unit.plan.layout.fragments(Span(unit.window.start + first, numel)):
+            for part in unit.plan.layout.fragments(unit.span):
                 for start in range(0, part.numel, CHUNK):
                     at, numel = first + part.at + start, min(CHUNK, part.numel - start)
                     kept = self.kept(unit, group, part._replace(at=at, numel=numel)).values()

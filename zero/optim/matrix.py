@@ -20,6 +20,7 @@ import torch
 from zero.config.optimizers import MuonParams
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
+from zero.core.world import World
 from zero.kernels.formulas import formats_of
 from zero.kernels.moments import random_bits
 from zero.kernels.newton_schulz import newton_schulz
@@ -52,16 +53,18 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self._loaded = False  # until the next step all ranks have those of all matrices; else the ranks that use them
 
     @torch.no_grad()
-    def prepare(self, updates: Sequence[Update]) -> None:
+    def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; makes the directions of all matrices."""
-        together: list[Update] = []
+        together: dict[tuple[int, ...], list[Update]] = {}  # by the ranks that share the matrices
         for each in (each for each in updates if uses_muon(each.group)):
-            together.append(each)
-            if sum(one.unit.plan.layout.numel for one in together) >= TOGETHER:
-                self._orthogonalize(together)
-                together = []
-        if together:
-            self._orthogonalize(together)
+            ranks = each.unit.mesh.shard.ranks
+            work = together.setdefault(ranks, [])
+            work.append(each)
+            if sum(one.unit.plan.layout.numel for one in work) >= TOGETHER:
+                self._orthogonalize(together.pop(ranks))
+        for work in together.values():
+            self._orthogonalize(work)
+        self._loaded = False
 
     def update(
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
@@ -102,7 +105,6 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         replace_matrices(shards, matrices, first.mesh.shard, first.full.device, orthogonal)
         for each, shard in zip(work, shards, strict=True):
             self._directions[each.unit.index] = shard
-        self._loaded = False
 
     def _normalized(self, matrix: Matrix, update: torch.Tensor, decay: float, factor: Any) -> torch.Tensor:
         """Divide rows by the root of their mean square over steps, and keep the norm of the whole [rows, cols].

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from zero.core import comm
-from zero.core.mesh import Mesh, backend_of
 from zero.core.unit import Unit
+from zero.core.world import World, backend_of
 from zero.kernels import cuda
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.memory.available import host_threads
@@ -56,7 +56,7 @@ class RankReport(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, fp64 [], and what each rank of the data axis has told.
+    """L2 norm of the reduced gradients over all units and ranks, fp64 [], and what each rank has told.
 
     rows: fp64 [ranks, k]: two numbers that `reports_of` passes over, and the rank's report. The second is the place of
     the first unit whose gradient is not finite there; how many there are where all is well, or where nobody looks.
@@ -66,45 +66,57 @@ class Norm(NamedTuple):
     rows: torch.Tensor
 
 
-def global_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. Every rank's report reaches all with it.
+def global_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
+    """The norm of the sums of gradients, relative to `mean` (of units with that mean no mean is taken); collective.
 
-    Every rank squares its 1/world_size span of each unit in fp64, whether its shard is that span or, where
-    gradients are not cut, the whole; units add up first, then spans in order. So all stages add the same
-    numbers in the same order.
+    Every rank's report reaches all with it. Every rank squares its span of each unit in fp64, whether its shard is that
+    span or, where gradients are not cut, the whole; units of one mesh add up first, then spans in order, then meshes.
+    So all stages add the same numbers in the same order.
     """
     device = _device(units)
-    squares = _row([_squares(unit, mesh) for unit in units], device)
+    squares = _row([_squares(unit, mean) for unit in units], device)
     bad = squares.isfinite().cumprod(0).sum().double() if cuda.reads_wait(device) else len(units)
-    rows = comm.gather_scalars(_row([_sum(squares), bad, *report.numbers], device), mesh.data, read=False)
-    total = _sum(mesh.by_span(rows[:, 0]))
+    meshes = by_mesh(units)
+    sums = [_sum(squares if len(meshes) == 1 else squares[places]) for places in meshes.values()] or [_sum(squares)]
+    rows = comm.gather_scalars(_row([*sums, bad, *report.numbers], device), world, read=False)
+    orders = [units[places[0]].mesh.by_span for places in meshes.values()] or [lambda row: row]
+    total = _sum(torch.stack([_sum(by_span(rows[:, at])) for at, by_span in enumerate(orders)]))
     # torch's root of an fp64 number may be one ulp off on a CPU.
-    return Norm(total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total)), rows)
+    root = total.sqrt() if cuda.reads_wait(device) else torch.full_like(total, math.sqrt(total))
+    return Norm(root, rows[:, len(sums) - 1 :])
 
 
-def hosts_speak(mesh: Mesh) -> bool:
+def by_mesh(units: Sequence[Unit]) -> dict[tuple[int, ...], list[int]]:
+    """The places among `units` of those whose spans are counted by the same ranks; alike on all ranks."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place, unit in enumerate(units):
+        found.setdefault(unit.mesh.order, []).append(place)
+    return found
+
+
+def hosts_speak(world: World) -> bool:
     """Whether `flags_of` can be asked: the ranks' hosts reach each other past their GPUs."""
-    return mesh.data.size == 1 or backend_of(mesh.data.group, torch.device("cpu")) == "gloo"
+    return world.size == 1 or backend_of(world.group, torch.device("cpu")) == "gloo"
 
 
-def flags_of(report: RankReport, mesh: Mesh) -> dict[int, RankFlags]:
+def flags_of(report: RankReport, world: World) -> dict[int, RankFlags]:
     """The flags of each global rank, of which this one's are in `report`; waits for other ranks, but for no device."""
     own = torch.tensor([int(report.flags)])
-    rows = comm.gather_scalars(own, mesh.data, "conditions of the ranks", read=False)
-    return {rank: RankFlags(flags) for rank, (flags,) in zip(mesh.data.ranks, rows.tolist(), strict=True)}
+    rows = comm.gather_scalars(own, world, "conditions of the ranks", read=False)
+    return {rank: RankFlags(flags) for rank, (flags,) in zip(world.ranks, rows.tolist(), strict=True)}
 
 
-def exact_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
-    """The norm of the plain sum (no mean taken); collective. Every rank's report reaches all with it.
+def exact_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
+    """The same as `global_norm` otherwise; collective.
 
     The same bits however gradients are cut or ordered: squares of fp32 numbers are exact in fp64; relative to the
     largest gradient of all they are cut to a fixed number of bits behind the point, and integers add up without
-    rounding. Independent of world size, stage and units. What is cut off is below 2^-80 of the largest square, for each
-    element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN when an element is.
+    rounding. Independent of world size, stage, units and their meshes. What is cut off is below 2^-80 of the largest
+    square, for each element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN when an element is.
     """
     device = _device(units)
-    parts = [unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank] for unit in units]
-    rows = comm.gather_scalars(_row([largest_of(parts), len(units), *report.numbers], device), mesh.data)
+    parts = [_weighed(unit.counted(unit.gradients.shard), unit, mean) for unit in units]
+    rows = comm.gather_scalars(_row([largest_of(parts), len(units), *report.numbers], device), world)
     bound = rows[:, 0].amax()  # NaN where there is one
     if (largest := bound.item()) == 0 or not math.isfinite(largest):
         return Norm(bound, rows)
@@ -112,7 +124,7 @@ def exact_norm(units: Sequence[Unit], mesh: Mesh, report: RankReport) -> Norm:
     own = sum_of_squares(parts, exponent)
     limbs = [own >> LIMB * index & (1 << LIMB) - 1 for index in range(LIMBS)]
     total = 0
-    for row in comm.gather_scalars(torch.tensor(limbs, dtype=torch.int64, device=device), mesh.data).tolist():
+    for row in comm.gather_scalars(torch.tensor(limbs, dtype=torch.int64, device=device), world).tolist():
         total += sum(limb << LIMB * index for index, limb in enumerate(row))
     return Norm(torch.full_like(bound, norm_of(total, exponent)), rows)
 
@@ -139,12 +151,26 @@ def norm_of(total: int, exponent: int) -> float:
     return math.ldexp(math.sqrt(total), exponent - BITS)
 
 
-def _squares(unit: Unit, mesh: Mesh) -> float | torch.Tensor:
+def share_of(unit: Unit, mean: float) -> float:
+    """What the unit's own mean is of `mean`: 1 where all units have one."""
+    return unit.mean / mean
+
+
+def _weighed(part: torch.Tensor, unit: Unit, mean: float) -> torch.Tensor:
+    return part if unit.mean == mean else part * share_of(unit, mean)
+
+
+def _squares(unit: Unit, mean: float) -> float | torch.Tensor:
     """The sum of the squares of this rank's span: where a device computes it, an fp64 number there."""
+    squares = _plain_squares(unit)
+    return squares if unit.mean == mean else squares * share_of(unit, mean) ** 2
+
+
+def _plain_squares(unit: Unit) -> float | torch.Tensor:
     known = unit.gradients.sum.squares()
     if known is not None:  # of the whole shard, which every replica has
-        return known if mesh.replica.rank == 0 else 0.0
-    part = unit.gradients.shard.chunk(mesh.replica.size)[mesh.replica.rank]
+        return known if unit.mesh.replica.rank == 0 else 0.0
+    part = unit.counted(unit.gradients.shard)
     if not cuda.reads_wait(part.device):
         # What the host holds of a GPU's model it reads with all threads it has, as its updates do.
         return sum_squares(part, host_threads() if unit.full.is_cuda else None)
@@ -179,9 +205,9 @@ def _cut(chunk: torch.Tensor, exponent: int) -> torch.Tensor:
     return torch.stack([high.to(torch.int64).sum(), low.to(torch.int64).sum()])
 
 
-def reports_of(mesh: Mesh, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
+def reports_of(world: World, rows: Sequence[Sequence[float]]) -> dict[int, RankReport]:
     """The report of each global rank, from the rows of a `Norm`."""
-    pairs = zip(mesh.data.ranks, rows, strict=True)
+    pairs = zip(world.ranks, rows, strict=True)
     return {rank: RankReport(RankFlags(int(flags)), *rest[:3], tuple(rest[3:])) for rank, (_, _, flags, *rest) in pairs}
 
 

@@ -13,6 +13,7 @@ import torch
 
 from zero.core.finite import ALL_FINITE
 from zero.core.sharded_module import ShardedModule
+from zero.core.unit import Unit
 from zero.deepspeed_names import instead
 from zero.kernels import cuda
 from zero.log import rank_zero
@@ -64,7 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_overflow = check_overflow
         self.away = False  # the engine keeps state in host memory
         self._sharded: ShardedModule | None = None
-        self._mean = 1.0
+        self._mean = 1.0  # of dense units, and of the norm
         self._last = _Last()
         self._pending: Outcome | None = None  # of the last step, where that is not known yet; then comes `_then`
         self._then: Callable[[Mapping[int, RankReport]], None] | None = None
@@ -76,15 +77,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, dict(shard_optimizer.defaults))
 
     def bind(self, sharded: ShardedModule, mean: float) -> None:
-        """Attach the units. `mean` turns the sum over ranks and micro-batches into their average."""
+        """Attach the units. `mean` turns the sum over ranks and micro-batches into their average, unit by unit."""
         self._sharded = sharded
-        self._mean = mean
         for unit in sharded.trained:
+            unit.mean = mean if unit.mean == self._mean else unit.mean * mean / self._mean
             unit.optimizer = weakref.ref(self)
+        self._mean = mean
         this = weakref.ref(self)
         sharded.reducer.loss_scale = lambda: getattr(this(), "loss_scale", 1.0)
         if self._updater is None:
-            self._updater = UnitUpdater(self.shard_optimizer, sharded.trained, self.param_groups)
+            self._updater = UnitUpdater(self.shard_optimizer, sharded, self.param_groups)
         ahead = weakref.WeakMethod(self._updater.bring_ahead)
         sharded.reducer.on_last = lambda: (ahead() or bool)()
         sharded.reducer.finite.enabled = self._check_overflow and not self._defers
@@ -180,9 +182,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_factor(self) -> float:
-        """What turns the sums in `unit.gradients` into the averaged, unscaled gradient of the loss."""
-        reducer = self._sharded.reducer
-        return self._mean * reducer.divisor / reducer.scale
+        """What turns the sums in `unit.gradients` into the averaged, unscaled gradient of the loss, in dense units."""
+        return self._unscaled(self._mean)
+
+    def factor_of(self, unit: Unit) -> float:
+        """The same of one unit, which may have a mean of its own."""
+        return self._unscaled(unit.mean)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError once the parameters are cut; before, as in torch."""
@@ -268,7 +273,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         flags |= RankFlags.GATHERED_PARAMETERS if held else RankFlags(0)
         report = report._replace(flags=report.flags | flags)
         outcome = self._outcome(report)
-        flags = flags_of(report, sharded.mesh) if defers else _flags(outcome.numbers.reports)
+        flags = flags_of(report, sharded.world) if defers else _flags(outcome.numbers.reports)
         if ranks := [rank for rank, each in flags.items() if RankFlags.GATHERED_PARAMETERS in each]:
             there = f"{ranks_text(ranks)}{f'; here {held}' if held else ''}"
             raise HeldOpen(f"step() while GatheredParameters holds parameters open ({there}); step outside of it")
@@ -328,15 +333,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _defers(self) -> bool:
         """Whether a step need not be waited for: kernels, and no thread of the host, take its factor and skip it."""
         sharded = self._sharded
-        kernels = bool(sharded.trained) and cuda.kernels(sharded.trained[0].full.device) is not None
+        kernels = bool(sharded.trained) and cuda.kernels(sharded.device) is not None
         decides = kernels and self.shard_optimizer.factor_on_device and not self._updater.threaded
-        return decides and not sharded.numerics.tree and hosts_speak(sharded.mesh)
+        return decides and not sharded.numerics.tree and hosts_speak(sharded.world)
+
+    def _unscaled(self, mean: float) -> float:
+        reducer = self._sharded.reducer
+        return mean * reducer.divisor / reducer.scale
 
     def _outcome(self, report: RankReport) -> Outcome:
         sharded = self._sharded
         norm_of = exact_norm if sharded.numerics.tree else global_norm
-        norm = norm_of(sharded.trained, sharded.mesh, report)
-        return Outcome(norm, self.gradient_factor, self.clipping, self._check_overflow, sharded.mesh)
+        norm = norm_of(sharded.trained, sharded.world, report, self._mean)
+        return Outcome(norm, self.gradient_factor, self.clipping, self._check_overflow, sharded.world)
 
     def _take(self, numbers: Numbers) -> None:
         overflow = self._check_overflow and not math.isfinite(numbers.norm)
@@ -372,7 +381,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.shard_optimizer.check(group)  # a wrong hyperparameter must not leave half of the units updated
         self._updating = True
-        self._updater.run(self.param_groups, factor)
+        self._updater.run(self.param_groups, factor, self._mean)
         self._updating = False
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero.core.mesh import Mesh
+from zero.core.world import World
 from zero.memory.streams import record_event
 from zero.optim.norm import Norm, RankReport, reports_of
 
@@ -35,11 +35,11 @@ class Outcome:
             the step is to change nothing.
     """
 
-    def __init__(self, norm: Norm, mean: float, limit: float, check: bool, mesh: Mesh) -> None:
+    def __init__(self, norm: Norm, mean: float, limit: float, check: bool, world: World) -> None:
         """`mean` makes sums averages; clipping to `limit`, 0 for none; `check`: whether finite gradients are needed."""
         value = norm.value * mean
         self.factor = step_factor(value, mean, limit, check)
-        self._mesh = mesh
+        self._world = world
         numbers = torch.cat([value.view(1), self.factor.view(1), norm.rows.flatten()])
         self._sent = torch.empty_like(numbers, device="cpu", pin_memory=True) if numbers.is_cuda else numbers
         if numbers.is_cuda:
@@ -52,9 +52,9 @@ class Outcome:
         if self._arrived is not None:
             self._arrived.synchronize()
         norm, factor, *flat = self._sent.tolist()
-        size = len(flat) // self._mesh.data.size
+        size = len(flat) // self._world.size
         rows = [flat[start : start + size] for start in range(0, len(flat), size)]
-        return Numbers(norm, factor, reports_of(self._mesh, rows), min(int(row[1]) for row in rows))
+        return Numbers(norm, factor, reports_of(self._world, rows), min(int(row[1]) for row in rows))
 
 
 def step_factor(norm: torch.Tensor, mean: float, limit: float, check: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from zero.core.comm import exchange
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.plan.matrices import Matrix, assign, pieces
 
 Matrices = Mapping[int, torch.Tensor]  # [rows, cols] by number

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zero.core.unit import Unit
+from zero.core.world import World
 from zero.kernels.moments import Moment
 from zero.plan.formats import Formats
 from zero.plan.layout import Fragment, Span
@@ -40,8 +41,8 @@ class ShardOptimizer(Protocol):
     def begin(self, unit: Unit, group: Group) -> None:
         """Make the state of the unit, where that is `foreseen`, so that it is where it rests before the first step."""
 
-    def prepare(self, updates: Sequence[Update]) -> None:
-        """Do what a step needs before its `updates`, which are those of all units in order; default: nothing.
+    def prepare(self, updates: Sequence[Update], world: World) -> None:
+        """Do what a step needs before its `updates`, those of all units in order, on all ranks of the `world`.
 
         It runs on the training loop's thread, on all ranks alike, so it may use collectives.
         """

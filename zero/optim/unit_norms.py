@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,12 +27,12 @@ class UnitNorms:
         self._units = units
         self._every = every
         self._step = 0
-        self._mean = 1.0
+        self._factor_of: Callable[[Unit], float] = lambda unit: 1.0
         self._known: dict[str, Squares] = {}  # of the last step, where it was due and was not skipped
 
-    def begin(self, step: int, mean: float) -> None:
-        """Step `step` begins to update. `mean` turns the sums in `unit.gradients` into the averaged gradient."""
-        self._step, self._mean, self._known = step, mean, {}
+    def begin(self, step: int, factor_of: Callable[[Unit], float]) -> None:
+        """Step `step` begins to update. `factor_of` turns the sums in `unit.gradients` into the averaged gradient."""
+        self._step, self._factor_of, self._known = step, factor_of, {}
 
     @contextlib.contextmanager
     def of(self, unit: Unit, grad: torch.Tensor) -> Iterator[None]:
@@ -40,10 +40,11 @@ class UnitNorms:
         if self._step % self._every:
             yield
             return
-        gradient, before = _squares(self._own(unit, grad)), self._own(unit, unit.master.values()).clone()
+        gradient, before = _squares(unit.counted(grad)), unit.counted(unit.master.values()).clone()
         yield
-        after = self._own(unit, unit.master.values())
-        self._known[unit.plan.name] = gradient * self._mean**2, _squares(after), _squares(before.sub_(after))
+        factor = self._factor_of(unit)
+        after = unit.counted(unit.master.values())
+        self._known[unit.plan.name] = gradient * factor**2, _squares(after), _squares(before.sub_(after))
 
     def take(self, step: int) -> tuple[float | torch.Tensor, ...]:
         """For this rank's report at step `step`: three sums of squares of each unit in the last step, if it was due.
@@ -67,12 +68,6 @@ class UnitNorms:
         rows = [report.squares for report in reports.values()]
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
         return {unit.plan.name: tuple(sums[3 * i : 3 * i + 3]) for i, unit in enumerate(self._units) if sums}
-
-    @staticmethod
-    def _own(unit: Unit, values: torch.Tensor) -> torch.Tensor:
-        """This rank's span of what each replica has."""
-        replica = unit.mesh.replica
-        return values.chunk(replica.size)[replica.rank]
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:

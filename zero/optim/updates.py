@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.kernels.marks import mark
 from zero.log import logger
@@ -27,6 +28,7 @@ from zero.memory.available import host_threads
 from zero.memory.host_bytes import SLOTS
 from zero.memory.pending_update import PendingUpdate, Waits
 from zero.memory.streams import record_event
+from zero.optim.norm import share_of
 from zero.optim.shard_optimizer import Group, ShardOptimizer, Update
 from zero.optim.unit_norms import UnitNorms
 from zero.plan.order import in_use_order
@@ -46,7 +48,8 @@ class UnitUpdater:
                measurements.
     """
 
-    def __init__(self, optimizer: ShardOptimizer, units: Sequence[Unit], groups: Sequence[Group]) -> None:
+    def __init__(self, optimizer: ShardOptimizer, sharded: ShardedModule, groups: Sequence[Group]) -> None:
+        units, self._world, self._device = sharded.trained, sharded.world, sharded.device
         self.failure: RuntimeError | None = None
         self.threads = host_threads() if any(unit.placement.updated_on_host for unit in units) else 0
         self.waits = Waits()
@@ -66,22 +69,26 @@ class UnitUpdater:
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
-    def run(self, groups: Sequence[Group], factor: float | torch.Tensor) -> None:
-        """Update every unit once, with gradient = `factor` x the reduced one, and bring it to all who keep it."""
+    def run(self, groups: Sequence[Group], factor: float | torch.Tensor, mean: float) -> None:
+        """Update every unit once, and bring it to all who keep it.
+
+        Its gradient is `factor` x the reduced one, for units with this `mean`; for others in proportion to their own.
+        """
         if not self._units:
             return
         # Where ranks must begin collectives in one order, no thread beside the loop can send parameters.
-        publish = not self._units[0].mesh.shard.ordered
+        publish = not any(unit.mesh.shard.ordered for unit in self._units)
         updates, now = [], []
         for unit in self._units:
+            own = factor if unit.mean == mean else factor * share_of(unit, mean)
             if unit.placement.state_offloaded:
                 unit.invalidate()
                 group = copy_hyperparameters(groups[unit.plan.group])
                 sends = publish or unit.placement.queued
-                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, factor, sends))
+                updates.append(Update(unit, unit.gradients.sum.hand_over(), group, own, sends))
             else:
-                now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], factor))
-        self._optimizer.prepare(sorted([*updates, *now], key=lambda update: update.unit.index))
+                now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], own))
+        self._optimizer.prepare(sorted([*updates, *now], key=lambda update: update.unit.index), self._world)
         self._submit(updates)
         sent = {update.unit.index for update in updates if update.publish}
         for update in now:
@@ -107,7 +114,7 @@ class UnitUpdater:
 
     def _submit(self, updates: Sequence[Update]) -> None:
         """Have these run beside the loop; each unit waits for its own."""
-        ready = record_event(self._units[0].full.device)  # after all that reads the parameters as they are
+        ready = record_event(self._device)  # after all that reads the parameters as they are
         self._submitted = [update.unit for update in updates]
         self._next += self._submitted
         pending = [PendingUpdate(self._begin(each, ready), os.getpid(), self.waits) for each in updates]
@@ -131,7 +138,7 @@ class UnitUpdater:
     @torch.no_grad()
     def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """One update beside the loop; returns an event after which the device has the result."""
-        unit, rank = update.unit, update.unit.mesh.global_rank
+        unit, rank = update.unit, update.unit.mesh.data.global_rank
         if self.failure is not None:
             # Not chained: each unit would keep the memory alive that the frames of the first failure refer to.
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
@@ -153,7 +160,7 @@ class UnitUpdater:
             self.failure = RuntimeError(text)
             logger.error("%s", text)  # the loop may have taken its last step, and would not hear of it
             # This rank may be anywhere, and others wait for parameters that do not come.
-            unit.mesh.watchdog.fail(self.failure)
+            unit.mesh.data.watchdog.fail(self.failure)
             raise self.failure from error
 
     def _compute(self, update: Update) -> None:

@@ -6,10 +6,21 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # From outermost to innermost: neighbours along the last one are consecutive ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA = ("dp_replicate", "dp_shard")
+
+
+class UnitAxes(NamedTuple):
+    """The axes along which the ranks that share a unit lie: it is cut along `shard`, and repeated along `replica`."""
+
+    shard: tuple[str, ...]
+    replica: tuple[str, ...]
+
+
+DENSE = UnitAxes(("dp_shard",), ("dp_replicate",))
 
 
 class GridError(ValueError):
@@ -63,6 +74,18 @@ class Grid:
         start = rank - sum(rank // strides[axis] % self.sizes[axis] * strides[axis] for axis in along)
         ranges = [range(0, self.sizes[axis] * strides[axis], strides[axis]) for axis in AXES if axis in along]
         return tuple(start + sum(offsets) for offsets in itertools.product(*ranges))
+
+    def spans(self, axes: UnitAxes) -> tuple[int, ...]:
+        """All ranks, group of a unit's holders after group, in the order of the spans that they count of it.
+
+        The span of a rank is place along shard x size of replica + place along replica.
+        """
+        return tuple(
+            self.ranks(axes.replica, first)[place]
+            for holders in self.lists(*axes.shard, *axes.replica)
+            for first in self.ranks(axes.shard, holders[0])
+            for place in range(self.size(*axes.replica))
+        )
 
     def embedding(self) -> list[tuple[int, ...]]:
         """The ranks that share a tied embedding: the first and the last of each group along pp."""

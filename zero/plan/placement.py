@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero.plan.units import UnitPlan
+from zero.plan.units import Parts, UnitPlan, of_each
 
 
 class Where(enum.Enum):
@@ -40,7 +40,7 @@ class Placement(NamedTuple):
 
 def place(
     units: Sequence[UnitPlan],
-    parts: int,
+    parts: Parts,
     optimizer: Where,
     params: Where,
     ratio: float = 1.0,
@@ -62,7 +62,7 @@ def place(
     """
     trained = [unit.layout.numel if is_updated(unit) else 0 for unit in units]
     stay = _fitting(trained, int((1 - ratio) * sum(trained)))
-    shards = [unit.layout.numel // parts for unit in units]
+    shards = [unit.layout.numel // cut for unit, cut in zip(units, of_each(parts, units), strict=True)]
     lifted = _fitting(shards, max_in_cpu) if params is Where.FILE else set()
     places = [Where.DEVICE if index in stay or not is_updated(unit) else optimizer for index, unit in enumerate(units)]
     return [

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from zero.plan.grid import DENSE, UnitAxes
 from zero.plan.layout import ALIGNMENT, Layout, make_layout
 from zero.plan.patterns import outermost
 
@@ -22,7 +23,8 @@ OWN_UNIT_NUMEL = 100_000
 class ParamSpec(NamedTuple):
     """What planning must know of one parameter, as the module has it. `group`: in the optimizer; -1 means in none.
 
-    `beside`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits.
+    `beside`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits. `axes`: of the ranks that
+    share it.
     """
 
     name: str
@@ -32,6 +34,15 @@ class ParamSpec(NamedTuple):
     group: int
     ndim: int = 1
     beside: int = 0
+    axes: UnitAxes = DENSE
+
+
+Parts = int | Sequence[int]  # ranks that state is cut over: of all units, or of each
+
+
+def of_each(value: Parts, units: Sequence[UnitPlan]) -> Sequence[int]:
+    """What is said of all units, for each of them."""
+    return [value] * len(units) if isinstance(value, int) else value
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,11 @@ class UnitPlan:
         return self.params[0].requires_grad
 
     @property
+    def axes(self) -> UnitAxes:
+        """The axes of the grid along which the ranks lie that share the unit."""
+        return self.params[0].axes
+
+    @property
     def group(self) -> int:
         """Index of the optimizer's parameter group; -1 for none."""
         return self.params[0].group
@@ -111,12 +127,12 @@ def plan_units(
     taken: set[str] = set()
     units: list[UnitPlan] = []
     for anchor in _anchors(root, by_name, patterns):
-        buckets: dict[tuple[str, bool, int], list[ParamSpec]] = {}
+        buckets: dict[tuple[str, bool, int, UnitAxes], list[ParamSpec]] = {}
         for name in anchor.param_names():
             if name in by_name and name not in taken:
                 taken.add(name)
                 spec = by_name[name]
-                buckets.setdefault((spec.dtype, spec.requires_grad, spec.group), []).append(spec)
+                buckets.setdefault((spec.dtype, spec.requires_grad, spec.group, spec.axes), []).append(spec)
         for bucket in buckets.values():
             layout = make_layout({spec.name: spec.numel for spec in bucket}, world_size, alignment)
             units.append(UnitPlan(_name(anchor, bucket, len(buckets) > 1), anchor.path, tuple(bucket), layout))
@@ -139,6 +155,8 @@ def _name(anchor: ModuleNode, bucket: list[ParamSpec], several: bool) -> str:
         traits = [first.dtype, *([] if first.requires_grad else ["frozen"])]
         if first.requires_grad or first.group >= 0:
             traits.append(f"group {first.group}")
+        if first.axes != DENSE:
+            traits.append(f"cut along {' x '.join(first.axes.shard) or 'nothing'}")
         name += f"[{', '.join(traits)}]"
     return name
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.recompute.saved_inputs import ALONE, InputStore
 from zero.recompute.seeds import SeedTracker
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zero.config.sections import ActivationCheckpointing, Recompute
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 from zero.log import rank_zero
 from zero.plan.patterns import outermost
 from zero.recompute.auto import Auto, agreed, say

@@ -26,8 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.config.sections import ActivationCheckpointing
 from zero.core import comm
 from zero.core.joining import init_distributed
-from zero.core.mesh import Axis, local_device, make_mesh
-from zero.plan.sharding import Sharding
+from zero.core.world import Axis, local_device, make_world
 from zero.recompute.modules import Recomputed
 from zero.recompute.policy import Policy
 from zero.recompute.saved_inputs import ALONE, InputStore
@@ -84,10 +83,10 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
     if folder:
         trial = drive.measure(Path(folder), 4 * _SECONDS, [drive.Setting(*_AIO)]).best
         rates |= {"drive_read": trial.read * 1e9, "drive_write": trial.write * 1e9}
-    mesh = make_mesh(Sharding.of_stage(1), timeout=_TIMEOUT)
-    if mesh.data.size > 1:
-        rates |= _links(mesh.data, device)
-    mesh.watchdog.close()
+    world = make_world(timeout=_TIMEOUT)
+    if world.size > 1:
+        rates |= _links(world, device)
+    world.watchdog.close()
     return rates
 
 

@@ -91,7 +91,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if trained is None:
         return None
     total = gradient(trained.owner, "safe_get_full_grad")
-    return None if total is None else total.mul_(trained.optimizer.gradient_factor).view(trained.shape)
+    return None if total is None else total.mul_(trained.optimizer.factor_of(trained.owner.unit)).view(trained.shape)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     trained = require_trained(param, what)
     storage = reduced_piece(trained.owner, what, trained.value_error(what, value, trained.shape))
     whole = same_everywhere(trained.owner, value.to(torch.float32))
-    storage.copy_(cut_out(trained.owner, whole) / trained.optimizer.gradient_factor)
+    storage.copy_(cut_out(trained.owner, whole) / trained.optimizer.factor_of(trained.owner.unit))
 
 
 def safe_update_full_grad_vectorized(

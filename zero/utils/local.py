@@ -76,7 +76,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if trained is None:
         return None
     reduced = _reduced(trained.owner, "safe_get_local_grad")
-    return None if reduced is None else reduced * trained.optimizer.gradient_factor
+    return None if reduced is None else reduced * trained.optimizer.factor_of(trained.owner.unit)
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     reduced = _reduced(owner, what)
     if reduced is None:
         raise RuntimeError(f"{what}: parameter '{owner.name}' has no gradient; set it between backward() and step()")
-    reduced.copy_(value.to(reduced.device, torch.float32) / trained.optimizer.gradient_factor)
+    reduced.copy_(value.to(reduced.device, torch.float32) / trained.optimizer.factor_of(trained.owner.unit))
 
 
 def _raise(problem: Exception | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.config import Config
-from zero.core.mesh import local_device
+from zero.core.world import local_device
 from zero.engine.assignment import VARIABLE, Assigned
 from zero.engine.check.plain import PlainEngine, plain_optimizer
 from zero.engine.check.recording import Recorder, load, save

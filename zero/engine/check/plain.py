@@ -23,9 +23,9 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.optimizers import ARGUMENTS, LambParams, MuonParams, torch_reason
-from zero.core.mesh import Axis, backend_of
 from zero.core.mixed_precision import DTYPES
 from zero.core.quantized import format_of
+from zero.core.world import Axis, backend_of
 from zero.data import Loader
 from zero.engine.arguments import Groups, client_optimizer, parameter_groups
 from zero.engine.check.runs import Kind

@@ -151,7 +151,7 @@ def gradients(engine: Any) -> Values:
     sharded = engine._sharded
     sharded.reducer.before_step()
     late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
-    if bool(comm.gather_scalars(late, sharded.mesh.data).any()):
+    if bool(comm.gather_scalars(late, sharded.world).any()):
         sharded.reducer.end(force=True)
     for name, param in engine.module.named_parameters():
         owner = owner_of(param)

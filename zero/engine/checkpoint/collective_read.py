@@ -14,7 +14,7 @@ import torch
 from zero.checkpoint.differences import Ask, Match
 from zero.checkpoint.index import Damaged, Index
 from zero.core.agree import everyone
-from zero.core.mesh import Axis
+from zero.core.world import Axis
 
 T = TypeVar("T")
 

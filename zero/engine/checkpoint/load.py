@@ -19,10 +19,10 @@ from zero.checkpoint.safe_file import NAMES
 from zero.checkpoint.saver import Saver
 from zero.checkpoint.verify import check_headers
 from zero.core.access import GatheredParameters
-from zero.core.mesh import Axis
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.world import Axis
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
 from zero.engine.checkpoint.random_state import for_rank
 from zero.engine.checkpoint.resume import check, restore
@@ -100,7 +100,7 @@ class CheckpointLoader:
             if there is None:
                 return None
             plan = self._fitted(*there, ask)
-            values = _saved_values(plan, self._sharded.mesh.data.rank, self._sharded.mesh.data.size)
+            values = _saved_values(plan, self._sharded.world.rank, self._sharded.world.size)
             if values.shared is not None and not load_module_only:
                 check(self._engine, values.shared, load_optimizer_states, load_lr_scheduler_states, str(plan.place))
             return plan
@@ -120,7 +120,7 @@ class CheckpointLoader:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
         self._saver.join()
         ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
-        buffers, axis = saved_buffers(self._sharded.module), self._sharded.mesh.data
+        buffers, axis = saved_buffers(self._sharded.module), self._sharded.world
         plan = ranks.find(lambda: self._fitted(*look(buffers, axis), ask))
         self._take(ranks, plan, False, None)
         self._engine._status.half_loaded = None
@@ -137,7 +137,7 @@ class CheckpointLoader:
         restore(self._engine, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
 
     def _ranks(self, what: str) -> CollectiveRead:
-        return CollectiveRead(what, self._sharded.mesh.data, self._engine.device)
+        return CollectiveRead(what, self._sharded.world, self._engine.device)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
         """Raises RuntimeError where no load may begin, ValueError where the engine cannot take what is there."""
@@ -219,8 +219,8 @@ class CheckpointLoader:
         reader.finish()
         if custom:
             return _state_dict(reader)
-        rank, ranks = self._sharded.mesh.data.rank, plan.index.ranks
-        alike = len(ranks) == self._sharded.mesh.data.size
+        rank, ranks = self._sharded.world.rank, plan.index.ranks
+        alike = len(ranks) == self._sharded.world.size
         load_buffers(
             reader, self._sharded.module, plan.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
         )

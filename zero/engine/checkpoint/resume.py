@@ -79,7 +79,7 @@ def restore(
         setattr(engine, name, int(shared["counters"][name]))
     engine._accumulation.resume()
     engine._status.step_applied = False
-    engine._sharded.mesh.watchdog.status.steps = engine.global_steps
+    engine._sharded.world.watchdog.status.steps = engine.global_steps
 
     takes = scheduler and _both("a learning-rate scheduler", shared["scheduler"], engine.lr_scheduler)
     takes = takes and _load_scheduler(engine.lr_scheduler, shared["scheduler"])

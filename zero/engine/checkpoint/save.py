@@ -61,7 +61,7 @@ class CheckpointSaver:
     def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
         section = config.zero.checkpoint
         self.saver = Saver(
-            StoreBarrier(sharded.mesh.watchdog, config.zero.timeout),
+            StoreBarrier(sharded.world.watchdog, config.zero.timeout),
             Retention(section.keep, section.keep_optimizer),
             section.asynchronous,
             device.type == "cuda",
@@ -96,7 +96,7 @@ class CheckpointSaver:
         options = [bool(save_latest), bool(exclude_frozen_parameters)]
         saver.barrier.start()
         try:
-            with self._sharded.mesh.watchdog.call(Phase.SAVE):
+            with self._sharded.world.watchdog.call(Phase.SAVE):
                 error = self._save(save_dir, tag, client_state, options)
         finally:
             if not saver.running:
@@ -164,7 +164,7 @@ class CheckpointSaver:
     def raise_failure(self) -> None:
         """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
         engine = self._engine
-        self.saver.look(self._sharded.mesh.data, engine.device, f"step {engine.global_steps} itself is done")
+        self.saver.look(self._sharded.world, engine.device, f"step {engine.global_steps} itself is done")
 
     def _check_window(self) -> None:
         """Raise RuntimeError while gradients wait for a step."""

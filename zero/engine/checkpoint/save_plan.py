@@ -135,7 +135,7 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
     take = _form if forms else torch.Tensor.narrow
     shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
     # That of a cut along all ranks, whatever is cut.
-    window = unit.plan.layout.shard(unit.mesh.span, unit.mesh.data.size)
+    window = unit.span
     shift = window.start - unit.window.start  # of what is written in what is kept
     for fragment in unit.plan.layout.fragments(window):
         part, numel = fragment._replace(at=fragment.at + shift), fragment.numel

@@ -17,9 +17,9 @@ from zero.checkpoint.safe_file import dtype_name
 from zero.checkpoint.verify import check_headers
 from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.deferred_param import DeferredParam
-from zero.core.mesh import Axis, local_device
 from zero.core.owner import owner_of
 from zero.core.state import State
+from zero.core.world import Axis, local_device
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
 from zero.engine.checkpoint.save_plan import saved_buffers
 from zero.engine.checkpoint.units import fill_plain, fit, load_buffers, names_of_parameters

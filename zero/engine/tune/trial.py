@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from zero.config import Config
 from zero.config.override import apply
-from zero.core.mesh import local_device
 from zero.core.owner import is_released
+from zero.core.world import local_device
 from zero.engine.assignment import VARIABLE, Assigned, unseen
 from zero.engine.reality import meta_copy
 from zero.memory.available import available_nbytes, give_back

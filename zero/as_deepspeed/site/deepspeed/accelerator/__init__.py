@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from deepspeed._names import finder
-from zero.core.mesh import local_device
+from zero.core.world import local_device
 
 __getattr__ = finder(__name__, {})
 

@@ -1,0 +1,124 @@
+"""The promise: each unit has a mesh of its own, and where its ranks lie changes no bit.
+
+One block is cut over all four ranks, one over neighbours, one over ranks that are no neighbours, and the rest is
+repeated on all. Under the tree such a run has the bits of one whose units are all cut alike.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from marks import longer
+from models import WIDE, make_net, share
+from offload_cases import BOTH, OPTIMIZER
+from scenario import Record, differences, scenario, settings
+
+import zero
+from zero.core.owner import share_along
+from zero.plan.grid import UnitAxes
+from zero.utils import safe_get_full_grad
+
+ALL = UnitAxes(("dp_replicate", "dp_shard"), ())
+PAIRS = UnitAxes(("dp_shard",), ("dp_replicate",))
+ACROSS = UnitAxes(("dp_replicate",), ("dp_shard",))
+WHOLE = UnitAxes((), ("dp_replicate", "dp_shard"))
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2}}}
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}
+TREE = {"reduce": "tree"}
+
+
+def alike() -> torch.nn.Module:
+    return make_net(width=WIDE)
+
+
+def mixed() -> torch.nn.Module:
+    net = alike()
+    share_along(WHOLE, net.parameters())
+    for block, axes in zip(net.blocks, (ALL, PAIRS, ACROSS), strict=True):
+        share_along(axes, block.parameters())
+    return net
+
+
+def both(pool: Any, json: dict[str, Any], **more: Any) -> list[tuple[Record, Record]]:
+    """The records of all ranks where units are cut alike, and where each has a mesh of its own."""
+    one = scenario(pool, alike, {"zero": TREE, **json}, 4, state=True, **more)
+    pairs = {"shard_size": 2} if json["stage"] else {}
+    other = scenario(pool, mixed, {"zero": {**TREE, **pairs}, **json}, 4, state=True, **more)
+    return list(zip(one, other, strict=True))
+
+
+SHORT = [
+    {"stage": 3, "cut": True, "gradient_clipping": 0.3, "accumulation": 2},
+    {"stage": 2, "precision": "bf16", "section": OPTIMIZER, "gradient_clipping": 0.3},
+    {"stage": 1, **MUON},
+]
+LONG = [
+    *({"stage": stage, "precision": "bf16", "accumulation": 2} for stage in (1, 2, 3)),
+    *({"stage": stage, "cut": True, "gradient_clipping": 0.3} for stage in (1, 2)),
+    {"stage": 3, "cut": True, "section": BOTH, "precision": "bf16"},
+    {"stage": 2, "section": OPTIMIZER, "accumulation": 2},
+    *({"stage": stage, "cut": True, **MUON} for stage in (2, 3)),
+    *({"stage": stage, "cut": True, **LAMB} for stage in (1, 2, 3)),
+    # What is repeated on all is not gathered, so not in 8 bits; nor is what stays whole where all is cut alike.
+    {"stage": 3, "section": {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 2000}},
+]
+
+
+@pytest.mark.parametrize("json", [*SHORT, *longer(*LONG)], ids=str)
+def test_bits_do_not_depend_on_the_meshes_of_units(pool, json):
+    for one, other in both(pool, json):
+        assert differences(other, one, "losses", "weights", "exact", "moments") == []
+        assert other.norms == pytest.approx(one.norms, rel=1e-12)
+
+
+def spoilt(engine: Any, number: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """One backward, which overflows on rank 2 in the second micro-step."""
+    loss = engine(*inputs)
+    engine.backward(loss * (float("inf") if (number, engine.global_rank) == (1, 2) else 1.0))
+    return loss
+
+
+@pytest.mark.parametrize("stage", [2, *longer(1, 3)])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(pool, stage):
+    for one, other in both(pool, {"stage": stage, "cut": True, "precision": "fp16"}, steps=4, loop=spoilt):
+        assert differences(other, one, "weights", "exact", "moments") == []
+        assert one.skipped == other.skipped >= 1
+
+
+@pytest.mark.parametrize(("save", "load"), [(mixed, alike), (alike, mixed)])
+@pytest.mark.parametrize("stage", [3, *longer(1, 2)])
+def test_a_checkpoint_of_one_goes_on_in_the_other(pool, tmp_path, save, load, stage):
+    def json(model: Any) -> dict[str, Any]:
+        return {"stage": stage, "cut": True, "zero": {**TREE, **({"shard_size": 2} if model is mixed else {})}}
+
+    wanted = scenario(pool, save, json(save), 4, 2, save=str(tmp_path), state=True)
+    wanted = scenario(pool, save, json(save), 4, 2, first=2, load=str(tmp_path), state=True)
+    found = scenario(pool, load, json(load), 4, 2, first=2, load=str(tmp_path), state=True)
+    for one, other in zip(wanted, found, strict=True):
+        assert differences(other, one, "losses", "weights", "exact", "moments") == []
+
+
+def norm_and_owners() -> tuple[float, float, dict[str, set[int]]]:
+    """The norm in the default order, that of whole gradients in fp64, and which ranks share each unit with this one."""
+    engine, *_ = zero.initialize(model=mixed(), config=settings(2, 4, zero={"shard_size": 2}))
+    engine.backward(engine(*share(0)))
+    squares = [safe_get_full_grad(param).double().square().sum().item() for param in engine.module.parameters()]
+    engine.step()
+    units = engine.describe().units
+    owners = {unit.name: {rank for each in unit.parameters for rank in each.owners} for unit in units}
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return norm, math.sqrt(sum(squares)), owners
+
+
+def test_the_norm_counts_each_element_once_whoever_shares_it(pool):
+    for rank, (norm, whole, owners) in enumerate(pool.run(4, norm_and_owners)):
+        assert norm == pytest.approx(whole, rel=1e-12)
+        neighbour, other = rank ^ 1, rank ^ 2
+        assert owners["blocks.0"] == {0, 1, 2, 3}
+        assert owners["blocks.1"] == {rank, neighbour}
+        assert owners["blocks.2"] == {rank, other}
+        assert owners["embed" if "embed" in owners else "<root>"] == {rank}

@@ -1,0 +1,207 @@
+"""The world: all ranks of the job that one engine spans.
+
+Over it go the norm, overflow, agreement, the watchdog, the data of a checkpoint and the choice of who writes it. The
+ranks that share one unit are its mesh (zero/core/mesh.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero.core.torch_private import nccl_options
+from zero.log import log_once
+from zero.memory.streams import record_event
+from zero.watchdog.device_waits import DeviceWaits
+from zero.watchdog.hang_report import Phase
+from zero.watchdog.watchdog import Watchdog
+
+MARGIN = 60.0  # seconds that a process group waits longer than the watchdog
+MAX_TIMEOUT = 1e7  # seconds, four months; what gloo can count ends later
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Ranks that exchange something: one axis of a mesh, or the world.
+
+    group: the process group along it, None for an axis of one rank;
+    rank:  this process's place along it, of `size`;
+    native: NCCL carries its messages: take the backend's own reduce-scatter and all-gather;
+    watchdog: watches its waits;
+    ranks: the global ranks along it, in order;
+    second: with NCCL, another communicator of the same ranks, for reductions, which are not to wait for gathers;
+    summed_here: with NCCL, elements of up to so many bytes are added up here, in the order of ranks, not by it.
+    """
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+    native: bool
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    ranks: tuple[int, ...] = (0,)
+    second: dist.ProcessGroup | None = None
+    summed_here: int = 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the default process group, the one that messages name."""
+        return self.ranks[self.rank]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether all ranks must begin collectives in one order: NCCL wants that, and so does a check of the order.
+
+        Our messages over gloo find each other by their tags.
+        """
+        return self.size > 1 and (self.native or self.watchdog.order is not None)
+
+
+@dataclass(frozen=True)
+class World(Axis):
+    """All ranks of the engine; `rank` is the place among them.
+
+    per_node: how many of them are on each node, numbered one node after the other; 0 where that is not known.
+    """
+
+    per_node: int = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the files of which the job has one."""
+        return self.rank == 0
+
+    def point(self) -> Axis:
+        """The axis of this rank alone."""
+        return Axis(None, 1, 0, self.native, self.watchdog, (self.global_rank,))
+
+    def new_group(self, lists: Sequence[tuple[int, ...]], timeout: float) -> dist.ProcessGroup:
+        """A new group of this rank's places among `lists`, which part the world; collective over all of it."""
+        (own,) = [places for places in lists if self.rank in places]
+        options: dict[str, Any] = {"timeout": _time_limit(timeout)}
+        if self.native:
+            options["pg_options"] = nccl_options(options["timeout"])
+        if self.group is dist.group.WORLD:  # every rank makes every group, in one order
+            made = {places: dist.new_group(list(places), **options) for places in lists}
+            group = made[own]
+        else:
+            backend = dist.get_backend_config(self.group)
+            group = group_of_members([self.ranks[place] for place in own], backend=backend, **options)
+        self.watchdog.own(group)
+        return group
+
+
+def make_world(
+    timeout: float = math.inf,
+    check_order: bool = False,
+    group: dist.ProcessGroup | None = None,
+    same: dict[str, int] | None = None,
+) -> World:
+    """The ranks of a process group, by default all (one process without one); collective.
+
+    timeout: seconds that a wait for other ranks may last; check_order: note the order of collectives;
+    same: sizes, by name, in which the ranks must not differ. Raises RuntimeError where they do.
+    """
+    if not dist.is_initialized():
+        return world_of_one()
+    group = group or dist.group.WORLD
+    size, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
+    backend = backend_of(group, device)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    watchdog, native = Watchdog(ranks[rank]), backend == "nccl"
+    world = World(group, size, rank, native, watchdog, ranks)
+    if size == 1:
+        return world
+    if device.type != "cpu" and not native:
+        log_once(logging.WARNING, slow_backend(device, backend))
+    watchdog.start(ranks, group, timeout, DeviceWaits(partial(record_event, device)) if native else None)
+    try:
+        number, per_node = _agreed(world, same or {})
+        watchdog.store.renumber(number)
+        if native:  # NCCL's own time-out, which ends the process, is to come after our report
+            group.set_timeout(_time_limit(timeout))
+    except BaseException:
+        watchdog.close()
+        raise
+    watchdog.order = [] if check_order else None
+    return replace(world, per_node=per_node)
+
+
+def _agreed(world: World, same: dict[str, int]) -> tuple[int, int]:
+    """The highest number that a rank has for the engine that is being made; ranks on each node, 0 if that differs.
+
+    A rank may have begun one that others never came to; and ranks of one group may be in different other ones. Raises
+    RuntimeError where the ranks differ in the sizes: they would make different process groups, and wait for each other.
+    """
+    watchdog = world.watchdog
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine = [watchdog.number, per_node, -per_node, *same.values(), *(-size for size in same.values())]
+    highest = torch.tensor(mine, device=local_device() if world.native else "cpu")
+    with watchdog.call(Phase.INITIALIZE):
+        collective = watchdog.begin("comparison")
+        with watchdog.sending(collective):
+            work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.group, async_op=True)
+        watchdog.wait((work,), collective, on_host=True)
+        number, most_here, least_here, *most = highest.tolist()
+        for (name, size), high, low in zip(same.items(), most, most[len(same) :], strict=False):
+            if high != -low:
+                raise RuntimeError(
+                    f"the ranks do not initialize the same engine: {name} is {size} on rank {world.global_rank}, "
+                    f"and from {-low} to {high} on all"
+                )
+    return number, most_here if most_here == -least_here else 0
+
+
+def group_of_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """A new group that only its ranks make; the others know nothing of it. `options`: of `torch.distributed.new_group`.
+
+    Where the default group is bound to a device, torch would split a new communicator off its own, and wait for all.
+    """
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        world.bound_device_id = device
+
+
+def _time_limit(timeout: float) -> timedelta:
+    return timedelta(seconds=min(timeout + MARGIN, MAX_TIMEOUT))
+
+
+def world_of_one() -> World:
+    """The world of a process that shares nothing with others, also where there is a process group."""
+    return World(None, 1, 0, False, ranks=(dist.get_rank() if dist.is_initialized() else 0,))
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries a group's messages of tensors on `device`, "" where none does.
+
+    A group that was made without naming a backend, or with several ("cpu:gloo,cuda:nccl"), has one per device.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "")
+
+
+def slow_backend(device: torch.device, backend: str) -> str:
+    """What to say of a model on a GPU whose messages are not sent by NCCL."""
+    return (
+        f"the model is on {device.type} and the process group sends over {backend or 'no backend of that device'}: "
+        "each gather and each reduction is copied to host memory, sent from there, and copied back, which costs "
+        'several times the time that NCCL takes; call init_process_group("nccl"), or without naming a backend'
+    )
+
+
+def local_device() -> torch.device:
+    """The GPU of this process (LOCAL_RANK, wrapped round when ranks share GPUs), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
