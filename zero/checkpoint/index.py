@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
-VERSION = 1
+from zero.plan.cut import Box, untidy
+
+VERSION = 2  # written where a tensor lies in boxes; else what a reader of version 1 knows
 CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 ITEMSIZE["bool"] = 1
@@ -42,11 +44,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in files."""
+    """A tensor in files.
+
+    boxes: where it was saved cut along dims: the boxes that make it up. Parts are ranges of the elements of these, one
+           box after the other; of the flattened tensor where there are none.
+    """
 
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "int64", "int32", "int16", "int8", "uint8", "bool"]
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    boxes: tuple[Box, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -73,7 +80,9 @@ class Stored:
             if part.start != end:
                 return f"elements {min(end, part.start)} to {max(end, part.start)}"
             end += part.numel
-        return None if end == self.numel else f"elements {end} to {self.numel}"
+        if end != self.numel:
+            return f"elements {end} to {self.numel}"
+        return untidy(self.shape, self.boxes)
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,8 @@ class Index:
 
     def to_json(self) -> str:
         """As text; `of_json` reads it. The last key is the CRC-32 of all bytes before it."""
-        values = {"format": "zero", "version": VERSION, **_INDEX.dump_python(self, exclude={"parameters"})}
+        version = VERSION if any(stored.boxes for _, stored in self.stored()) else 1
+        values = {"format": "zero", "version": version, **_INDEX.dump_python(self, exclude={"parameters"})}
         parameters = _PARAMETERS.dump_python(self.parameters, exclude_defaults=True)
         values["parameters"] = {name: {"group": None, **parameter} for name, parameter in parameters.items()}
         text = json.dumps(values, allow_nan=False, separators=(",", ":"))[:-1]
@@ -189,8 +199,8 @@ class Index:
             raise Damaged(f"{where} is not JSON ({error}); take another checkpoint") from None
         if not isinstance(values, dict) or values.get("format") != "zero":
             raise Damaged(f"{where} is not the index of a checkpoint of zero")
-        if values.get("version") != VERSION:
-            raise Damaged(f"{where} has format version {values.get('version')!r}; this zero reads {VERSION}")
+        if values.get("version") not in range(1, VERSION + 1):
+            raise Damaged(f"{where} has format version {values.get('version')!r}; this zero reads 1 to {VERSION}")
         _check_sum(text, values, where)
         gone = {each.name for each in fields(cls)} - {"excluded", "stripped"} - values.keys()
         if gone:

@@ -18,10 +18,12 @@ from zero.checkpoint.safe_file import NAMES, TensorChunk, Writing
 from zero.checkpoint.staging import Staging
 from zero.checkpoint.store_barrier import Lost, StoreBarrier
 from zero.log import logger
+from zero.plan.cut import Box
 
 APPEARS = 10.0  # seconds that another host's file may take to be seen
 WRITES = "writing a checkpoint"
-Line = list[Any]  # [kind, name, dtype, shape, start, numel, file, offset, checksums], as JSON carries it
+Boxes = tuple[Box, ...]
+Line = list[Any]  # [kind, name, dtype, shape, boxes, start, numel, file, offset, checksums], as JSON carries it
 
 
 class Job:
@@ -222,7 +224,7 @@ def _naming(path: Path) -> Any:
 
 def line_of(chunk: TensorChunk, part: Part) -> Line:
     """What a rank tells of a chunk that it has written."""
-    return [chunk.kind, chunk.name, NAMES[chunk.values.dtype], list(chunk.shape), *part]
+    return [chunk.kind, chunk.name, NAMES[chunk.values.dtype], list(chunk.shape), list(chunk.boxes), *part]
 
 
 def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> Index:
@@ -232,10 +234,15 @@ def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], valu
     values: the other fields of `Index`.
     """
     by_kind: dict[str, dict[str, Stored]] = {}
-    for kind, name, dtype, shape, start, numel, file, offset, sums in lines:
-        part = Part(start, numel, file, offset, tuple(sums))
+    cuts: dict[tuple[str, str], dict[Boxes, int]] = {}  # the boxes of each part of a tensor, with where these begin
+    for kind, name, dtype, shape, boxes, start, numel, file, offset, sums in lines:
         tensors = by_kind.setdefault(kind, {})
         before = tensors.get(name, Stored(dtype, tuple(shape), ()))
+        of_rank, begins = boxes_of_json(boxes), cuts.setdefault((kind, name), {})
+        if of_rank not in begins:
+            begins[of_rank] = sum(box.numel for box in before.boxes)
+            before = replace(before, boxes=before.boxes + of_rank)
+        part = Part(begins[of_rank] + start, numel, file, offset, tuple(sums))
         tensors[name] = replace(before, parts=tuple(sorted((*before.parts, part))))
     weights, masters = by_kind.pop("weight", {}), by_kind.pop("master", {})
     buffers, tensors = by_kind.pop("buffer", {}), by_kind.pop("tensor", {})
@@ -256,6 +263,11 @@ def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], valu
 
 def _of(kinds: Mapping[str, Mapping[str, Stored]], name: str) -> dict[str, Stored]:
     return {kind: tensors[name] for kind, tensors in kinds.items() if name in tensors}
+
+
+def boxes_of_json(boxes: Iterable[Any]) -> Boxes:
+    """Boxes as a rank has told of them."""
+    return tuple(Box(tuple(offset), tuple(sizes)) for offset, sizes in boxes)
 
 
 def file_name(kind: str, rank: int, world_size: int, save: str) -> str:

@@ -6,8 +6,9 @@ Who reads many ranges asks for them, with what to call when they are there, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from zero.checkpoint.staging import host_bytes
 from zero.kernels.moments import BLOCK, Moment, blocks_of
 from zero.kernels.remainder import join
 from zero.memory.available import host_threads
+from zero.plan.cut import Box, Cut, places, whole
 from zero.plan.layout import round_up
 
 T = TypeVar("T")
@@ -45,7 +47,8 @@ class Task(NamedTuple):
 class Reader:
     """Collects what is wanted by `ask` and reads it in `finish`; to be used by one thread, in a `with` statement.
 
-    What has a `then` is handed over by `finish`, on the CPU; names are those of `index`.
+    What has a `then` is handed over by `finish`, on the CPU; names are those of `index`. Elements are those of the
+    flattened tensor or, with a `cut`, of its boxes, one after the other; of whatever boxes they were saved.
     """
 
     def __init__(self, folder: Path, index: Index) -> None:
@@ -79,17 +82,23 @@ class Reader:
         """All of a tensor, in its shape, at once."""
         return self.read(stored, 0, stored.numel, what).view(stored.shape)
 
-    def fill(self, out: torch.Tensor, stored: Stored, start: int, what: str) -> None:
+    def fill(self, out: torch.Tensor, stored: Stored, start: int, what: str, cut: Cut | None = None) -> None:
         """Fill `out` [n], contiguous and of the stored dtype, on any device, with the elements from `start` on."""
         if out.device.type == "cpu":
-            self.ask(stored, start, out, what)
+            self.ask(stored, start, out, what, cut=cut)
             return
         for begin in range(0, out.numel(), SLICE):
             place = out[begin : begin + SLICE]
-            self._stage(stored, start + begin, place.numel(), what, place.copy_)
+            self._stage(stored, start + begin, place.numel(), what, place.copy_, cut)
 
     def exact(
-        self, name: str, start: int, numel: int, then: Callable[[torch.Tensor], Any], masters: bool = True
+        self,
+        name: str,
+        start: int,
+        numel: int,
+        then: Callable[[torch.Tensor], Any],
+        masters: bool = True,
+        cut: Cut | None = None,
     ) -> None:
         """The exact values of a parameter, fp32 [numel] (of one in fp64 or of integers: in its dtype).
 
@@ -106,15 +115,29 @@ class Reader:
                 then(_exact(parts))
 
         for kind, stored in wanted:
-            self._stage(stored, start, numel, f"{kind} of '{name}'", came)
+            self._stage(stored, start, numel, f"{kind} of '{name}'", came, cut)
 
-    def moment(self, name: str, key: str, start: int, numel: int, then: Callable[[torch.Tensor], Any]) -> None:
+    def moment(
+        self,
+        name: str,
+        key: str,
+        start: int,
+        numel: int,
+        then: Callable[[torch.Tensor], Any],
+        cut: Cut | None = None,
+    ) -> None:
         """State `key` of elements [start, start + numel), fp32 [numel], in whatever format it was kept."""
         parameter = self.index.parameters[name]
         stored, signed = parameter.moments[key], bool(self.index.signed.get(key, True))
         what = f"{key} of '{name}'"
         if stored.dtype != "uint8":
-            self._stage(stored, start, numel, what, lambda values: then(Moment(values).decode(signed)))
+            self._stage(stored, start, numel, what, lambda values: then(Moment(values).decode(signed)), cut)
+            return
+        if cut is not None:  # blocks are of neighbours in the full tensor; what lies between the boxes is read, too
+            full, wanted = whole(cut.shape), list(places(cut.boxes, start, numel))
+            first = min((full.index(box.offset) for box, _ in wanted), default=0)
+            stop = max((full.index(_last(box)) + 1 for box, _ in wanted), default=0)
+            self.moment(name, key, first, stop - first, lambda values: then(_taken(values, full, first, wanted, numel)))
             return
         first = start // BLOCK * BLOCK  # whole blocks, as a scale is that of one
         count = min(round_up(start + numel, BLOCK), stored.numel) - first
@@ -127,13 +150,52 @@ class Reader:
         self._stage(parameter.scales[key], first // BLOCK, blocks_of(count), f"scales of {what}", came)
 
     def ask(
-        self, stored: Stored, start: int, out: torch.Tensor, what: str, then: Callable[[], None] | None = None
+        self,
+        stored: Stored,
+        start: int,
+        out: torch.Tensor,
+        what: str,
+        then: Callable[[], None] | None = None,
+        cut: Cut | None = None,
     ) -> None:
         """Have `out` (contiguous, on the CPU, of the stored dtype) filled with the elements from `start` on.
 
         `then` is called when it and all that was asked for before are there, in this thread and in order. Such an `out`
         is memory for the meantime: when there is much of it, `finish` comes by itself. Raises Damaged as `finish` does.
         """
+        if stored.boxes or cut is not None:
+            boxes = [whole(stored.shape)] if cut is None else cut.boxes
+            there = stored.boxes or [whole(stored.shape if cut is None else cut.shape)]
+            self._ask_boxes(stored, there, places(boxes, start, out.numel()), out, what)
+        else:
+            self._ask_range(stored, start, out, what)
+        if then is not None:
+            self._then.append(then)
+            self._staged += out.nbytes
+        if self._staged >= _STAGED:
+            self.finish()
+
+    def _ask_boxes(
+        self, stored: Stored, there: Sequence[Box], wanted: Iterable[tuple[Box, int]], out: torch.Tensor, what: str
+    ) -> None:
+        """The same of boxes of the tensor, each for its place in `out`; what lies between their rows is read, too."""
+        for box, at in wanted:
+            begin = 0
+            for other in there:
+                common = box.meet(other)
+                if common is not None:
+                    first, stop = other.index(common.offset), other.index(_last(common)) + 1
+                    read = torch.empty(stop - first, dtype=out.dtype)
+                    offset = out.storage_offset() + at + box.index(common.offset)
+                    place = out.as_strided(common.sizes, box.strides, offset)
+                    rows = read.as_strided(common.sizes, other.strides)
+                    self._ask_range(stored, begin + first, read, what)
+                    self._then.append(partial(place.copy_, rows))
+                    self._staged += read.nbytes
+                begin += other.numel
+
+    def _ask_range(self, stored: Stored, start: int, out: torch.Tensor, what: str) -> None:
+        """The same of elements as parts count them."""
         size, target = ITEMSIZE[stored.dtype], host_bytes(out)
         self._alive.append(out)
         for part, first, count in stored.cover(start, out.numel()):
@@ -145,11 +207,6 @@ class Reader:
                 place = target[begin + done : begin + done + step]
                 self._tasks.append(Task(self._open(part.file, what), part, skip + done, place, size, what))
                 done += step
-        if then is not None:
-            self._then.append(then)
-            self._staged += out.nbytes
-            if self._staged >= _STAGED:
-                self.finish()
 
     def finish(self) -> None:
         """Read all that was asked for. Raises Damaged, naming tensor and file, for what is not as it was saved."""
@@ -169,9 +226,17 @@ class Reader:
             call()
         del alive  # the memory that the tasks wrote to
 
-    def _stage(self, stored: Stored, start: int, numel: int, what: str, then: Callable[[torch.Tensor], Any]) -> None:
+    def _stage(
+        self,
+        stored: Stored,
+        start: int,
+        numel: int,
+        what: str,
+        then: Callable[[torch.Tensor], Any],
+        cut: Cut | None = None,
+    ) -> None:
         out = torch.empty(numel, dtype=DTYPES[stored.dtype])
-        self.ask(stored, start, out, what, lambda: then(out))
+        self.ask(stored, start, out, what, lambda: then(out), cut)
 
     def _open(self, name: str, what: str) -> int:
         if name not in self._files:
@@ -208,6 +273,21 @@ def grouped(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> list[
         groups[-1].append(item)
         size += nbytes(item)
     return groups
+
+
+def _last(box: Box) -> tuple[int, ...]:
+    """The coordinates of its last element."""
+    return tuple(first + size - 1 for first, size in zip(box.offset, box.sizes, strict=True))
+
+
+def _taken(values: torch.Tensor, full: Box, first: int, wanted: Iterable[tuple[Box, int]], numel: int) -> torch.Tensor:
+    """What boxes hold of a tensor, [numel], from its `values` from element `first` on."""
+    out = values.new_empty(numel)
+    for box, at in wanted:
+        out[at : at + box.numel].view(box.sizes).copy_(
+            values.as_strided(box.sizes, full.strides, values.storage_offset() + full.index(box.offset) - first)
+        )
+    return out
 
 
 def _exact(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 from zero.checkpoint.index import CHUNK, Damaged, Index, Part, Stored
 from zero.checkpoint.staging import LazyTensor, Staging
 from zero.kernels.crc32 import crc32, crc32_read
+from zero.plan.cut import Box
 
 # Our names of dtypes, torch's, and those of safetensors.
 _TABLE = (
@@ -53,7 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class TensorChunk(NamedTuple):
-    """Elements from `start` on of a tensor that has `shape` as a whole.
+    """Elements from `start` on of a tensor that has `shape` as a whole, or of those of its `boxes` that a rank holds.
 
     values: contiguous [n], on any device; or a LazyTensor that gives them when they are written.
     """
@@ -63,16 +64,21 @@ class TensorChunk(NamedTuple):
     start: int
     shape: tuple[int, ...]
     values: torch.Tensor | LazyTensor
+    boxes: tuple[Box, ...] = ()
 
     @property
     def key(self) -> str:
         """Its name in a file."""
-        return _key(self.kind, self.name, self.shape, self.start, self.values.numel())
+        return _key(self.kind, self.name, self.shape, self.start, self.values.numel(), self.boxes)
 
 
-def _key(kind: str, name: str, shape: Sequence[int], start: int, numel: int) -> str:
-    """The name of a tensor where a part is all of it, else with the range of elements."""
+def _key(kind: str, name: str, shape: Sequence[int], start: int, numel: int, boxes: Sequence[Box]) -> str:
+    """The name of a tensor where a part is all of it, else with the range of elements, in the box where they begin."""
     name = name if kind in ("weight", "buffer", "tensor") else f"{kind}/{name}"
+    for box in boxes:
+        if start < box.numel:
+            return f"{name}[{','.join(map(str, box.offset))}][{start}:{start + numel}]"
+        start -= box.numel
     return name if numel == math.prod(shape) else f"{name}[{start}:{start + numel}]"
 
 
@@ -287,7 +293,7 @@ def headers(index: Index, files: Iterable[str]) -> dict[str, dict[str, Stored]]:
         for part in stored.parts:
             if part.file in found:
                 shape = stored.shape if part.numel == stored.numel else (part.numel,)
-                key = _key(kind, name, stored.shape, part.start, part.numel)
+                key = _key(kind, name, stored.shape, part.start, part.numel, stored.boxes)
                 found[part.file][key] = Stored(stored.dtype, shape, (part._replace(start=0, crc32=None),))
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero.core.world import Axis, World, world_of_one
-from zero.plan.grid import DENSE, Grid, UnitAxes
+from zero.plan.grid import DATA, DENSE, Grid, UnitAxes
 from zero.plan.sharding import Sharding, summed_here
 
 
@@ -23,6 +23,8 @@ class Mesh:
 
     shard, replica: see the module;
     data:      all ranks of both, which hold the unit: for its first values, and what one of them tells the others;
+    counts:    whether this rank counts its span in norms, and writes it: not where others hold the same;
+    beside:    the ranks that hold the same values, or the other parts of what is cut by a `Cut`, this one included;
     order:     places in the world in the order of the spans that the ranks there count, group after group;
     secondary: with hpZ, the ranks of this node, which hold a second copy of the parameters cut among them, or None;
     across:    with hpZ, the ranks with the same place in the other nodes, this one included, or None.
@@ -31,6 +33,8 @@ class Mesh:
     shard: Axis
     replica: Axis
     data: Axis
+    beside: Axis
+    counts: bool = True
     order: tuple[int, ...] = (0,)
     secondary: Axis | None = None
     across: Axis | None = None
@@ -58,7 +62,8 @@ class Meshes:
     """Makes the meshes of one engine's units from the axes of its grid, each once; making one is collective.
 
     secondary_size: ranks of a node for hpZ, a divisor of the world's size; 1 for none;
-    reduce: `zero.reduce`: see `summed_here`.
+    reduce: `zero.reduce`: see `summed_here`;
+    tp: ranks along which layers are cut, neighbours in the world.
     """
 
     def __init__(
@@ -69,25 +74,36 @@ class Meshes:
         secondary_size: int = 1,
         reduce: str = "auto",
         timeout: float = math.inf,
+        tp: int = 1,
     ) -> None:
         """`shard_size`: ranks that state of dense units is cut over, a divisor of the world's size; 0 for all."""
-        inner = (shard_size or world.size) if sharding.optim else 1
-        self.grid = Grid(world.size, {"dp_replicate": world.size // inner, "dp_shard": inner})
+        inner = (shard_size or world.size // tp) if sharding.optim else 1
+        self.grid = Grid(world.size, {"dp_replicate": world.size // inner // tp, "dp_shard": inner, "tp": tp})
+        self._dense = DENSE if tp == 1 else DENSE._replace(same=("tp",))
         self._world, self._timeout, self._reduce = world, timeout, reduce
         self._secondary_size = secondary_size
         self._axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
         self._made: dict[UnitAxes, Mesh] = {}
 
+    @property
+    def data_size(self) -> int:
+        """How many ranks have samples of their own."""
+        return self.grid.size(*DATA)
+
     def of(self, axes: UnitAxes = DENSE) -> Mesh:
         """The mesh of units that are cut and repeated along these axes of the grid."""
+        axes = self._dense if axes == DENSE else axes
         if axes not in self._made:
-            shard, replica = (self._with_sums(self._along(self.grid.lists(*names))) for names in axes)
-            data = self._along(self.grid.lists(*axes.shard, *axes.replica), reduces=False)
-            self._made[axes] = Mesh(shard, replica, data, self.grid.spans(axes), *self._secondary(axes))
+            shard, replica = (self._with_sums(self._along(self.grid.lists(*names))) for names in axes[:2])
+            lists = (self.grid.lists(*names) for names in ((*axes.shard, *axes.replica), axes.beside))
+            data, beside = (self._along(places, reduces=False) for places in lists)
+            counts = self.grid.ranks(axes.same, self._world.rank)[0] == self._world.rank
+            order = self.grid.spans(axes)
+            self._made[axes] = Mesh(shard, replica, data, beside, counts, order, *self._secondary(axes))
         return self._made[axes]
 
     def _secondary(self, axes: UnitAxes) -> tuple[Axis | None, Axis | None]:
-        if self._secondary_size == 1 or axes != DENSE:
+        if self._secondary_size == 1 or axes != self._dense:
             return None, None
         size = self._world.size
         nodes = Grid(size, {"dp_replicate": size // self._secondary_size, "dp_shard": self._secondary_size})
@@ -118,4 +134,4 @@ class Meshes:
 def mesh_of_one() -> Mesh:
     """The mesh of a process that shares nothing with others, also where there is a process group."""
     alone = world_of_one().point()
-    return Mesh(alone, alone, alone)
+    return Mesh(alone, alone, alone, alone)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from zero.core.released import Released
-from zero.plan.grid import DENSE, UnitAxes
+from zero.plan.cut import Cut
+from zero.plan.grid import DENSE, PARTS, UnitAxes
 
 
 class Owner(NamedTuple):
@@ -45,6 +46,22 @@ class Owner(NamedTuple):
 def axes_of(param: torch.Tensor) -> UnitAxes:
     """The axes of the grid along which the ranks lie that will share the parameter, or do."""
     return getattr(param, "_zero_axes", DENSE)
+
+
+def cut_of(param: torch.Tensor) -> Cut | None:
+    """What of a larger parameter it is; None where it is all of it."""
+    return getattr(param, "_zero_cut", None)
+
+
+def set_cut(param: nn.Parameter, cut: Cut, axes: UnitAxes = PARTS) -> None:
+    """Have an engine that is made later know that the parameter is a part of a larger one.
+
+    The other parts lie along those `axes` that say so. Raises ValueError for a cut with another number of elements.
+    """
+    if param.numel() != cut.numel:
+        raise ValueError(f"Cut: its boxes have {cut.numel} elements, and the parameter {param.numel()}")
+    param._zero_cut = cut
+    param._zero_axes = axes
 
 
 def share_along(axes: UnitAxes, params: Iterable[nn.Parameter]) -> None:

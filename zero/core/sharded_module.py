@@ -22,7 +22,7 @@ from zero.core.leaf import is_apart, z3_leaf_module
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import DTYPES, MixedPrecisionPolicy
 from zero.core.offload import Offload, is_enabled
-from zero.core.owner import axes_of, owner_of
+from zero.core.owner import axes_of, cut_of, owner_of
 from zero.core.prefetcher import ParamPrefetcher, in_backward
 from zero.core.quantized import footprint, format_of, prepare
 from zero.core.ratio import choose_ratio
@@ -45,7 +45,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardedModule:
-    """A module whose parameters live in units, and the two parts that move them."""
+    """A module whose parameters live in units, and the two parts that move them.
+
+    world: all ranks; data_size: how many of them have samples of their own.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class ShardedModule:
         units: Sequence[Unit],
         sharding: Sharding,
         world: World,
+        data_size: int,
         device: torch.device,
         numerics: MixedPrecisionPolicy,
         limits: Limits,
@@ -66,7 +70,7 @@ class ShardedModule:
         for unit in self.trained if numerics.tree else ():
             unit.gradients.sum_as_tree()
         self.sharding = sharding
-        self.world, self.device = world, device
+        self.world, self.data_size, self.device = world, data_size, device
         self.prefetcher = ParamPrefetcher(self.units, limits)
         self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world, device))
         if any(unit.cut for unit in units):
@@ -257,7 +261,7 @@ def wrap(
             freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
         _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
-        sharded = ShardedModule(module, units, sharding, world, device, numerics, limits, offload)
+        sharded = ShardedModule(module, units, sharding, world, meshes.data_size, device, numerics, limits, offload)
     except BaseException:
         _unwrap(module, units)
         if offload is not None:
@@ -313,7 +317,11 @@ def _specs(
         dtype = _dtype_name(param, dtype, name, compute_dtype)
         # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
         trained = param in group_of and param.requires_grad
-        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more, axes_of(param)))
+        specs.append(
+            ParamSpec(
+                name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more, axes_of(param), cut_of(param)
+            )
+        )
     return specs
 
 

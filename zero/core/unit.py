@@ -24,7 +24,7 @@ from zero.core.initial_values import initial_values, share_beside
 from zero.core.master import Master
 from zero.core.master_sync import MasterSync
 from zero.core.mesh import Mesh
-from zero.core.owner import Owner
+from zero.core.owner import Owner, owner_of
 from zero.core.param_buffer import ParamBuffer
 from zero.core.released import absent
 from zero.core.state import State
@@ -126,11 +126,16 @@ class Unit:
     @property
     def span(self) -> Span:
         """The part of its shard that this rank counts in norms and writes to checkpoints, as a span of the buffer."""
-        return self.plan.layout.shard(self.mesh.span, self.mesh.data.size)
+        span = self.plan.layout.shard(self.mesh.span, self.mesh.data.size)
+        return span if self.mesh.counts else span._replace(numel=0)
 
     def counted(self, values: torch.Tensor) -> torch.Tensor:
-        """Those of the shard's values [n] that lie in the `span`; the other replicas count the others."""
-        return values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
+        """Those of the shard's values [n] that lie in the `span`; the other replicas count the others.
+
+        None where ranks that hold the same values count them.
+        """
+        part = values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
+        return part if self.mesh.counts else part[:0]
 
     def adopt(
         self, dtype: torch.dtype, device: torch.device, gradient_dtypes: GradientDtypes, remainder: bool = False
@@ -141,6 +146,9 @@ class Unit:
         """
         trained = self.plan.requires_grad
         share_beside(self.params, self.mesh.data, self.plan.name)
+        for spec, param in zip(self.plan.params, self.params, strict=True):
+            if spec.cut is None and owner_of(param) is None:  # one that is built under zero.Init has rank 0's values
+                comm.broadcast(param.data, 0, self.mesh.beside, self.plan.name)
         full, master = initial_values(self.params, self.plan, self.mesh, self.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.masters.adopt(trained, master)

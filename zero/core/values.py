@@ -6,16 +6,19 @@ value [numel] holds on every stage; where shards are whole, the piece is the par
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 
 import torch
 
 from zero.core import comm
+from zero.core.agree import everyone
 from zero.core.master import rounded
 from zero.core.owner import Owner
 from zero.core.prefetcher import in_backward
 from zero.core.state import State
+from zero.plan.cut import Box, places
 from zero.plan.layout import Fragment
 
 
@@ -36,7 +39,9 @@ def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequ
         [mark, -mark, problem is not None, *flags], dtype=torch.float64, device=owner.unit.full.device
     )
     mesh = owner.unit.mesh
-    highest, lowest, bad, *found = comm.gather_scalars(values, mesh.data, "arguments").amax(0).tolist()
+    for axis in (mesh.data, mesh.beside):
+        values = comm.gather_scalars(values, axis, "arguments").amax(0)
+    highest, lowest, bad, *found = values.tolist()
     if problem is not None:
         raise problem
     if highest != -lowest:
@@ -71,15 +76,51 @@ def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
     return full
 
 
+def with_parts(owner: Owner, own: torch.Tensor) -> torch.Tensor:
+    """The full parameter [full numel] of which ranks have parts, from this one's [numel]; collective."""
+    cut, axis = owner.unit.plan.params[owner.index].cut, owner.unit.mesh.beside
+    if cut is None:
+        return own
+    full = torch.empty(cut.shape, dtype=own.dtype, device=own.device)
+    for rank, said in enumerate(everyone(json.dumps(cut.boxes), axis, own.device)):
+        boxes = [Box(tuple(offset), tuple(sizes)) for offset, sizes in json.loads(said)]
+        numel = sum(box.numel for box in boxes)
+        part = own if rank == axis.rank else own.new_empty(numel)
+        comm.broadcast(part, rank, axis)
+        for box, at in places(boxes, 0, numel):
+            _inside(full, box).copy_(part[at : at + box.numel].view(box.sizes))
+    return full.view(-1)
+
+
+def own_part(owner: Owner, full: torch.Tensor) -> torch.Tensor:
+    """What of a full parameter is this rank's parameter, [numel]."""
+    cut = owner.unit.plan.params[owner.index].cut
+    if cut is None:
+        return full.reshape(-1)
+    full = full.reshape(cut.shape)
+    return torch.cat([_inside(full, box).reshape(-1) for box in cut.boxes])
+
+
+def full_shape(owner: Owner) -> tuple[int, ...]:
+    """The shape of the parameter, or of the larger one that it is a part of."""
+    cut = owner.unit.plan.params[owner.index].cut
+    return tuple(owner.param.shape) if cut is None else cut.shape
+
+
+def _inside(full: torch.Tensor, box: Box) -> torch.Tensor:
+    return full[tuple(slice(first, first + size) for first, size in zip(box.offset, box.sizes, strict=True))]
+
+
 def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:
     """The `values` of rank 0, on its own storage and on the parameter's device; collective."""
     values = values.detach().to(owner.unit.full.device, copy=True).contiguous()
-    comm.broadcast(values, 0, owner.unit.mesh.data)
+    for axis in (owner.unit.mesh.beside, owner.unit.mesh.data):
+        comm.broadcast(values, 0, axis)
     return values
 
 
 def cut_out(owner: Owner, values: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a whole value of the parameter, as a flat view."""
+    """This rank's piece of the parameter's values, as a flat view."""
     part = piece(owner)
     return values.reshape(-1).narrow(0, part.start, part.numel)
 

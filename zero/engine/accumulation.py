@@ -144,7 +144,7 @@ class Accumulation:
         Raises ValueError for what is no multiple of micro-batch x ranks, RuntimeError in the middle of a window.
         """
         self._status.check()
-        per_round = self.config.train_micro_batch_size_per_gpu * self._sharded.world.size
+        per_round = self.config.train_micro_batch_size_per_gpu * self._sharded.data_size
         if train_batch_size < 1 or train_batch_size % per_round:
             raise ValueError(
                 "Train batch size must be divisible by micro-batch data parallelism: "

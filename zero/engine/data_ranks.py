@@ -24,7 +24,8 @@ class DataRanks(NamedTuple):
     size, rank: of the group, and this process's place in it;
     shard_size: the number of consecutive ranks that state is cut over, 0 where no argument says it;
     source: the argument that says it, for messages;
-    model_parallel: the ranks of one replica of the model.
+    model_parallel: the ranks of one replica of the model;
+    tp: neighbours that have parts of the same layers, and the same samples.
     """
 
     group: dist.ProcessGroup | None
@@ -33,6 +34,7 @@ class DataRanks(NamedTuple):
     shard_size: int = 0
     source: str = ""
     model_parallel: int = 1
+    tp: int = 1
 
     def sharded_over(self, settings: Config) -> int:
         """The number of ranks that state is cut over, of the config or the mesh; 0 for all. ConfigError if they differ.
@@ -66,7 +68,9 @@ class DataRanks(NamedTuple):
         return self.shard_size or settings.shard_size
 
 
-def data_ranks(mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None) -> DataRanks:
+def data_ranks(
+    mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None, layers_are_cut: bool = False
+) -> DataRanks:
     """What the arguments of one call say; collective where a mesh needs a process group of its own.
 
     Raises ValueError for arguments that do not fit together, ConfigError for sizes that do not fit the ranks there are.
@@ -80,7 +84,9 @@ def data_ranks(mesh_param: Any = None, device_mesh: Any = None, mpu: Any = None)
         return _of_mpu(value)
     if isinstance(value, DeviceMesh):
         return _of_device_mesh(value, name)
-    return DataRanks(None, world, rank, _sizes(value, name, world), f"{name}={value!r}")
+    grid = _grid(value, name, world, ("tp",) * layers_are_cut)
+    tp = grid.size("tp")
+    return DataRanks(None, world // tp, rank // tp, grid.size("dp_shard"), f"{name}={value!r}", tp=tp)
 
 
 def _of_mpu(mpu: Any) -> DataRanks:
@@ -121,8 +127,8 @@ def _of_device_mesh(mesh: DeviceMesh, name: str) -> DataRanks:
     return _of_group(group, source, shard_size)
 
 
-def _sizes(value: Any, name: str, world: int) -> int:
-    """The size of a shard group, from (replicas, shards) or a mapping from names of axes to sizes."""
+def _grid(value: Any, name: str, world: int, more: tuple[str, ...]) -> Grid:
+    """From (replicas, shards) or a mapping from names of axes to sizes; `more`: axes beside these two."""
     if isinstance(value, tuple | list) and len(value) == 2:
         value = dict(zip(DATA, value, strict=True))
     if not isinstance(value, Mapping):
@@ -134,6 +140,6 @@ def _sizes(value: Any, name: str, world: int) -> int:
         grid = Grid(world, dict(value))
     except GridError as error:
         raise ConfigError([f"{name}: {error}"]) from None
-    if grid.size(*DATA) != world:
+    if grid.size(*DATA, *more) != world:
         raise ValueError(f"{name}: got {value!r}; only the axes {' and '.join(DATA)} can be larger than 1 yet")
-    return grid.size("dp_shard")
+    return grid

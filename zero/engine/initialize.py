@@ -27,6 +27,7 @@ from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import is_enabled
+from zero.core.owner import cut_of
 from zero.core.refusals import in_channels_last, refusals
 from zero.core.sharded_module import ShardedModule, reclaim, wrap
 from zero.core.streaming import refuse_streaming
@@ -104,12 +105,13 @@ def initialize(
     check_places(args, model, optimizer, model_parameters, (config, config_params) != (None, None))
     source = resolve_config(args, config, config_params)
     _join(source, dist_init_required, distributed_port)
-    data = data_ranks(mesh_param, device_mesh, mpu)
+    layers_are_cut = any(cut_of(param) is not None for param in model.parameters())
+    data = data_ranks(mesh_param, device_mesh, mpu, layers_are_cut)
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
     stand_ins = [name for name, value in objects.items() if value is not None]
     assigned = assigned_run()
     settings = _load(source, data.size, stand_ins, assigned, model)
-    over = data.group, data.sharded_over(settings)
+    over = data.group, data.sharded_over(settings), data.tp
     device = local_device()
     # Before the model is touched: what is refused must leave it as it was, for the call that puts it right.
     loader = None
@@ -160,7 +162,7 @@ def _make_engine(
     groups: Groups,
     settings: Config,
     device: torch.device,
-    over: tuple[dist.ProcessGroup | None, int],
+    over: tuple[dist.ProcessGroup | None, int, int],
 ) -> Engine:
     # A tree has one leaf for each micro-batch, so each has to be reduced by itself.
     every = settings.zero.reduce_every_micro_batch or settings.zero.reduce == "tree"
@@ -168,12 +170,13 @@ def _make_engine(
     shard_optimizer = zero_optimizer.shard_optimizer if zero_optimizer else None
     recomputing = Recomputing(settings.zero.recompute, settings.activation_checkpointing, device)
     zero = settings.zero
-    group, shard_size = over
+    group, shard_size, tp = over
     same = {"shard_size": shard_size, "zero_hpz_partition_size": settings.secondary_shard_size}
     world = make_world(zero.timeout, zero.check_order, group, same)
     sharded = None
     try:
-        meshes = Meshes(world, sharding, shard_size, settings.secondary_shard_size, zero.reduce, zero.timeout)
+        sizes = shard_size, settings.secondary_shard_size
+        meshes = Meshes(world, sharding, *sizes, zero.reduce, zero.timeout, tp)
         with world.watchdog.call(Phase.INITIALIZE):
             sharded = _wrap(model, groups, sharding, world, meshes, device, settings, shard_optimizer, recomputing)
             if zero_optimizer is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zero.config.optimizers import MuonParams
+from zero.core.owner import cut_of
 from zero.core.torch_private import muon_learning_rate, torch_newton_schulz
 from zero.core.unit import Unit
 from zero.core.world import World
@@ -44,6 +45,10 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     marks_changes = False
 
     def __init__(self, params: MuonParams, compute_dtype: str, groups: Sequence[Group]) -> None:
+        if any(cut_of(param) is not None for group in groups if uses_muon(group) for param in group["params"]):
+            raise ValueError(
+                "Muon wants whole matrices, and this model has parts of some; set use_muon to false for these"
+            )
         super().__init__("muon", params, compute_dtype)
         self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
         self.formats = formats_of("muon", params, compute_dtype, groups)

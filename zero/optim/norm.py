@@ -169,7 +169,7 @@ def _squares(unit: Unit, mean: float) -> float | torch.Tensor:
 def _plain_squares(unit: Unit) -> float | torch.Tensor:
     known = unit.gradients.sum.squares()
     if known is not None:  # of the whole shard, which every replica has
-        return known if unit.mesh.replica.rank == 0 else 0.0
+        return known if unit.mesh.replica.rank == 0 and unit.mesh.counts else 0.0
     part = unit.counted(unit.gradients.shard)
     if not cuda.reads_wait(part.device):
         # What the host holds of a GPU's model it reads with all threads it has, as its updates do.

@@ -111,7 +111,10 @@ def runs(unit: UnitPlan, window: Span, moments: str) -> tuple[Run, ...]:
     parts: list[Run] = []
     for spec, start, stop in zip(unit.params, starts, [*starts[1:], unit.layout.numel], strict=True):
         part = Span(start, stop - start).intersect(window)
-        format = moments if is_compact(spec.numel, spec.ndim) else "fp32"
+        whole = spec.numel if spec.cut is None else spec.cut.full_numel
+        # A block of another cutting would be of other elements, with another scale.
+        fits = moments != "8bit" or spec.cut is None or spec.cut.in_blocks(BLOCK) is not None
+        format = moments if fits and is_compact(whole, spec.ndim) else "fp32"
         if not part.numel:
             continue
         if parts and parts[-1].format == format:

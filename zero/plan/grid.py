@@ -14,13 +14,26 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 class UnitAxes(NamedTuple):
-    """The axes along which the ranks that share a unit lie: it is cut along `shard`, and repeated along `replica`."""
+    """The axes along which ranks lie that have to do with a unit.
+
+    It is cut along `shard` and repeated along `replica`, and its gradient is summed along both. Along `same` ranks have
+    equal values and equal gradients, which are not summed; along `parts` lie the other parts of parameters that are cut
+    by a `Cut`.
+    """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
+    same: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Those that are not summed along."""
+        return (*self.same, *self.parts)
 
 
 DENSE = UnitAxes(("dp_shard",), ("dp_replicate",))
+PARTS = DENSE._replace(parts=("tp",))
 
 
 class GridError(ValueError):

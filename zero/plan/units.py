@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from zero.plan.cut import Cut
 from zero.plan.grid import DENSE, UnitAxes
 from zero.plan.layout import ALIGNMENT, Layout, make_layout
 from zero.plan.patterns import outermost
@@ -24,7 +25,7 @@ class ParamSpec(NamedTuple):
     """What planning must know of one parameter, as the module has it. `group`: in the optimizer; -1 means in none.
 
     `beside`: bytes that every rank keeps with it: the scales of a weight in 4 or 8 bits. `axes`: of the ranks that
-    share it.
+    share it; `cut`: what of a larger parameter it is, where it is not all of it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ParamSpec(NamedTuple):
     ndim: int = 1
     beside: int = 0
     axes: UnitAxes = DENSE
+    cut: Cut | None = None
 
 
 Parts = int | Sequence[int]  # ranks that state is cut over: of all units, or of each
@@ -156,7 +158,7 @@ def _name(anchor: ModuleNode, bucket: list[ParamSpec], several: bool) -> str:
         if first.requires_grad or first.group >= 0:
             traits.append(f"group {first.group}")
         if first.axes != DENSE:
-            traits.append(f"cut along {' x '.join(first.axes.shard) or 'nothing'}")
+            traits.append(f"along {' x '.join(first.axes.shard + first.axes.parts) or 'no axis'}")
         name += f"[{', '.join(traits)}]"
     return name
 

@@ -19,8 +19,10 @@ from zero.core.values import (
     cut_out,
     exact_piece,
     gradient,
+    own_part,
     reduced_piece,
     same_everywhere,
+    with_parts,
     write_exact,
 )
 from zero.utils.trained import require_trained, trained_param
@@ -34,7 +36,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
         return None
     owner = trained.owner
     agree(owner, what, check_idle(owner, what))
-    return assemble(owner, exact_piece(owner)).view(trained.shape)
+    return with_parts(owner, assemble(owner, exact_piece(owner))).view(trained.shape)
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     trained = require_trained(param, what)
     owner = trained.owner
     agree(owner, what, trained.value_error(what, value, trained.shape) or check_idle(owner, what))
-    whole = same_everywhere(owner, value.to(torch.float32)).reshape(-1)
+    whole = own_part(owner, same_everywhere(owner, value.to(torch.float32)))
     write_exact(owner, cut_out(owner, whole), whole)
 
 
@@ -62,7 +64,9 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     problem = check_idle(owner, what) or trained.key_error(what, optim_state_key)
     agree(owner, f"{what} {optim_state_key}", problem)
     state = trained.read(optim_state_key)
-    return assemble(owner, state).view(trained.shape) if isinstance(state, torch.Tensor) else state
+    if not isinstance(state, torch.Tensor):
+        return state
+    return with_parts(owner, assemble(owner, state)).view(trained.shape)
 
 
 @torch.no_grad()
@@ -76,7 +80,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor | flo
     if trained.is_number(optim_state_key):
         trained.write(optim_state_key, same_everywhere(owner, torch.as_tensor(value, dtype=torch.float64)).item())
     else:
-        trained.write(optim_state_key, cut_out(owner, same_everywhere(owner, value.to(torch.float32))))
+        trained.write(optim_state_key, cut_out(owner, own_part(owner, same_everywhere(owner, value.to(torch.float32)))))
 
 
 @torch.no_grad()
@@ -91,7 +95,10 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if trained is None:
         return None
     total = gradient(trained.owner, "safe_get_full_grad")
-    return None if total is None else total.mul_(trained.optimizer.factor_of(trained.owner.unit)).view(trained.shape)
+    if total is None:
+        return None
+    total.mul_(trained.optimizer.factor_of(trained.owner.unit))
+    return with_parts(trained.owner, total).view(trained.shape)
 
 
 @torch.no_grad()
@@ -103,7 +110,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     what = "safe_set_full_grad"
     trained = require_trained(param, what)
     storage = reduced_piece(trained.owner, what, trained.value_error(what, value, trained.shape))
-    whole = same_everywhere(trained.owner, value.to(torch.float32))
+    whole = own_part(trained.owner, same_everywhere(trained.owner, value.to(torch.float32)))
     storage.copy_(cut_out(trained.owner, whole) / trained.optimizer.factor_of(trained.owner.unit))
 
 

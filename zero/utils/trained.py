@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero.core.owner import Owner, owner_of
-from zero.core.values import piece
+from zero.core.values import full_shape, piece
 from zero.optim.optimizer import ZeroOptimizer
 
 
@@ -24,9 +24,9 @@ class TrainedParam(NamedTuple):
         return self.optimizer.param_groups[self.owner.unit.plan.group]
 
     @property
-    def shape(self) -> torch.Size:
-        """Of the whole parameter."""
-        return self.owner.param.shape
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, also where this rank's is a part of it."""
+        return full_shape(self.owner)
 
     def is_number(self, key: str) -> bool:
         """Whether state `key` is one number."""

@@ -22,6 +22,7 @@ from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
+from zero.core.values import full_shape
 from zero.core.world import Axis
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
 from zero.engine.checkpoint.random_state import for_rank
@@ -167,7 +168,8 @@ class CheckpointLoader:
                 own = owner_of(param).name
                 others = [name for name in names.get(id(param), ()) if name != own]
                 dtype = NAMES[unit.shard.dtype]
-                wanted.append(Wanted((own, *others), tuple(param.shape), dtype, unit.plan.name, group, *states))
+                shape = full_shape(owner_of(param))
+                wanted.append(Wanted((own, *others), shape, dtype, unit.plan.name, group, *states))
         return wanted
 
     @torch.no_grad()

@@ -26,7 +26,9 @@ from zero.engine.checkpoint.resume import rank_state, shared_state
 from zero.kernels.crc32 import crc32
 from zero.kernels.moments import BLOCK, Moment, blocks_of
 from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.cut import Cut
 from zero.plan.layout import Fragment
+from zero.plan.units import ParamSpec
 
 FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor": "state"}  # all others: moments
 
@@ -111,7 +113,8 @@ class SavePlan:
             more = _numbers(unit, self._optimizer) if trained else {}
             group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.dtype]
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
-                job.known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": tuple(param.shape)}
+                shape = _full(spec, param).shape
+                job.known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": shape}
         tied = _tied_names(self._engine.module)
         steps = self._engine.global_steps
         job.fields = {
@@ -133,14 +136,14 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
     `forms`: without values, on the meta device, and without bringing any.
     """
     take = _form if forms else torch.Tensor.narrow
-    shapes = dict(zip(unit.plan.layout.spans, (param.shape for param in unit.params), strict=True))
+    full = {spec.name: _full(spec, param) for spec, param in zip(unit.plan.params, unit.params, strict=True)}
     # That of a cut along all ranks, whatever is cut.
     window = unit.span
     shift = window.start - unit.window.start  # of what is written in what is kept
     for fragment in unit.plan.layout.fragments(window):
         part, numel = fragment._replace(at=fragment.at + shift), fragment.numel
         weight = take(unit.shard, 0, part.at, numel)
-        chunk = TensorChunk("weight", part.name, part.start, tuple(shapes[part.name]), weight)
+        chunk = TensorChunk("weight", part.name, part.start, full[part.name].shape, weight, full[part.name].boxes)
         yield chunk
         if unit.master is None or optimizer is None:
             continue
@@ -150,10 +153,16 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
             yield chunk._replace(kind=name, values=take(moment.values, 0, 0, numel))
             if moment.scales is not None:
                 scales, shape = take(moment.scales, 0, 0, blocks_of(numel)), (blocks_of(math.prod(chunk.shape)),)
-                yield TensorChunk(f"scales.{name}", part.name, part.start // BLOCK, shape, scales)
+                cut = full[part.name].in_blocks(BLOCK) if chunk.boxes else Cut(shape, ())
+                yield TensorChunk(f"scales.{name}", part.name, part.start // BLOCK, cut.shape, scales, cut.boxes)
     if unit.master is not None and optimizer is not None:
         for name, first, of, rows in optimizer.shard_optimizer.rows(unit, optimizer.param_groups[unit.plan.group]):
             yield TensorChunk("scales.rows", name, first, (of,), take(rows, 0, 0, rows.numel()))
+
+
+def _full(spec: ParamSpec, param: torch.Tensor) -> Cut:
+    """The parameter of which this one is a part; without boxes where it is all of it."""
+    return Cut(tuple(param.shape), ()) if spec.cut is None else spec.cut
 
 
 def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, forms: bool) -> dict[str, Moment]:

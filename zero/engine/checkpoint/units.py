@@ -23,6 +23,7 @@ from zero.engine.checkpoint.collective_read import LoadPlan
 from zero.engine.checkpoint.save_plan import saved_buffers
 from zero.kernels.moments import Moment
 from zero.optim.optimizer import ZeroOptimizer
+from zero.plan.cut import Cut
 from zero.plan.formats import BLOCK
 from zero.plan.layout import Fragment, Span
 
@@ -58,12 +59,12 @@ def load_unit(unit: Unit, optimizer: ZeroOptimizer | None, reader: Reader, plan:
 
 def _load_others(unit: Unit, reader: Reader, plan: LoadPlan) -> None:
     """Ask for the full buffer of a unit but for the own shard; the unit is borrowed, and the caller finishes."""
-    own, layout = unit.window, unit.plan.layout
+    own, layout, cuts = unit.window, unit.plan.layout, _cuts(unit)
     for window in (Span(0, own.start), Span(own.stop, layout.numel - own.stop)):
         for part in layout.fragments(window):
             name = plan.match.names[part.name]
             place = unit.full.narrow(0, window.start + part.at, part.numel)
-            reader.fill(place, plan.index.parameters[name].weight, part.start, f"weight of '{name}'")
+            reader.fill(place, plan.index.parameters[name].weight, part.start, f"weight of '{name}'", cuts[part.name])
 
 
 def replaced(units: Iterable[Unit], plan: LoadPlan) -> list[Unit]:
@@ -101,21 +102,25 @@ def restart(unit: Unit, optimizer: ZeroOptimizer) -> None:
 
 def _load_values(unit: Unit, reader: Reader, name: str, part: Fragment, masters: bool) -> None:
     parameter, start, numel = reader.index.parameters[name], part.start, part.numel
-    master = unit.master
+    master, cut = unit.master, _cuts(unit)[part.name]
     shard = unit.shard if master is None else master.shard
     place = shard.narrow(0, part.at, numel)
     if master is None:
-        fill_plain(reader, name, place, start, masters)
+        fill_plain(reader, name, place, start, masters, cut)
         return
     if _straight(unit, parameter, masters):
-        reader.fill(place, parameter.weight, start, f"weight of '{name}'")
+        reader.fill(place, parameter.weight, start, f"weight of '{name}'", cut)
         if parameter.master is not None:
             kept = master.tensor.narrow(0, part.at, numel)
-            reader.fill(kept, parameter.master, start, f"master of '{name}'")
+            reader.fill(kept, parameter.master, start, f"master of '{name}'", cut)
     else:
         for at, count in _slices(numel):
             write = partial(_write, unit, part.at + at)
-            reader.exact(name, start + at, count, write, masters)
+            reader.exact(name, start + at, count, write, masters, cut)
+
+
+def _cuts(unit: Unit) -> dict[str, Cut | None]:
+    return {spec.name: spec.cut for spec in unit.plan.params}
 
 
 def _straight(unit: Unit, parameter: Parameter, masters: bool) -> bool:
@@ -130,14 +135,16 @@ def _straight(unit: Unit, parameter: Parameter, masters: bool) -> bool:
     return masters and parameter.master is not None and parameter.master.dtype == NAMES[master.tensor.dtype]
 
 
-def fill_plain(reader: Reader, name: str, place: torch.Tensor, start: int, masters: bool = True) -> None:
+def fill_plain(
+    reader: Reader, name: str, place: torch.Tensor, start: int, masters: bool = True, cut: Cut | None = None
+) -> None:
     """Fill `place` [n], contiguous, of any dtype and on any device, with the values from element `start` on."""
     parameter = reader.index.parameters[name]
     if NAMES[place.dtype] == parameter.weight.dtype:
-        reader.fill(place, parameter.weight, start, f"weight of '{name}'")
+        reader.fill(place, parameter.weight, start, f"weight of '{name}'", cut)
         return
     for at, count in _slices(place.numel()):
-        reader.exact(name, start + at, count, place.narrow(0, at, count).copy_, masters)
+        reader.exact(name, start + at, count, place.narrow(0, at, count).copy_, masters, cut)
 
 
 def _write(unit: Unit, at: int, values: torch.Tensor) -> None:
@@ -146,22 +153,23 @@ def _write(unit: Unit, at: int, values: torch.Tensor) -> None:
 
 def _load_moments(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, name: str, part: Fragment) -> None:
     group = optimizer.param_groups[unit.plan.group]
-    parameter = reader.index.parameters[name]
+    parameter, cut = reader.index.parameters[name], _cuts(unit)[part.name]
     if stateless(parameter):
         optimizer.shard_optimizer.restart(unit, group, part)
         return
     for key, (moment, signed) in optimizer.shard_optimizer.kept(unit, group, part, make=parameter.moments).items():
         stored, scales = parameter.moments[key], parameter.scales.get(key)
         if DTYPES[stored.dtype] == moment.values.dtype and bool(reader.index.signed.get(key, True)) == signed:
-            reader.fill(moment.values[: part.numel], stored, part.start, f"{key} of '{name}'")
+            reader.fill(moment.values[: part.numel], stored, part.start, f"{key} of '{name}'", cut)
             if moment.scales is not None:
                 place = moment.scales[: -(-part.numel // BLOCK)]
-                reader.fill(place, scales, part.start // BLOCK, f"scales of {key} of '{name}'")
+                in_blocks = None if cut is None else cut.in_blocks(BLOCK)
+                reader.fill(place, scales, part.start // BLOCK, f"scales of {key} of '{name}'", in_blocks)
             continue
         for at, count in _slices(part.numel):
             last = at + count == part.numel
             target = moment.narrow(at, (moment.numel if last else at + count) - at)
-            reader.moment(name, key, part.start + at, count, partial(_round, target, signed))
+            reader.moment(name, key, part.start + at, count, partial(_round, target, signed), cut)
 
 
 def _load_rows(unit: Unit, optimizer: ZeroOptimizer, reader: Reader, names: Mapping[str, str]) -> None:

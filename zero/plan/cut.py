@@ -1,0 +1,133 @@
+"""A parameter that is a slice of a larger one: which boxes of the full tensor are here.
+
+Layers that are cut along rows, columns, heads or experts have plain local parameters, each with such a record. Who must
+know of the full one: loading and saving, `safe_get_full_*`, the norm, and optimizers of whole matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """The elements [offset, offset + size) along each dim of a tensor. Its own elements are in row-major order."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of its elements, one after the other."""
+        return tuple(math.prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
+
+    def index(self, at: Sequence[int]) -> int:
+        """Which of its elements lies at these coordinates of the tensor."""
+        places = zip(at, self.offset, self.strides, strict=True)
+        return sum((place - first) * stride for place, first, stride in places)
+
+    def meet(self, other: Box) -> Box | None:
+        """What two boxes have in common, None for nothing."""
+        first = tuple(map(max, self.offset, other.offset))
+        stops = map(min, self._stops(), other._stops())
+        sizes = tuple(stop - start for stop, start in zip(stops, first, strict=True))
+        return Box(first, sizes) if min(sizes, default=1) > 0 else None
+
+    def pieces(self, start: int, numel: int) -> Iterator[Box]:
+        """Boxes that one after the other are the elements [start, start + numel) of this one."""
+        if numel <= 0:
+            return
+        if len(self.sizes) < 2 or (start == 0 and numel == self.numel):
+            first = (self.offset[0] + start, *self.offset[1:]) if self.sizes else ()
+            yield Box(first, (numel,)) if len(self.sizes) == 1 else self
+            return
+        row = self.numel // self.sizes[0]
+        while numel > 0:  # a part of a row, whole rows, a part of a row
+            number, skip = divmod(start, row)
+            rows = numel // row if skip == 0 else 0
+            count = rows * row or min(numel, row - skip)
+            if rows:
+                yield Box((self.offset[0] + number, *self.offset[1:]), (rows, *self.sizes[1:]))
+            else:
+                for below in Box(self.offset[1:], self.sizes[1:]).pieces(skip, count):
+                    yield Box((self.offset[0] + number, *below.offset), (1, *below.sizes))
+            start, numel = start + count, numel - count
+
+    def _stops(self) -> Iterator[int]:
+        return (first + size for first, size in zip(self.offset, self.sizes, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def places(boxes: Sequence[Box], start: int, numel: int) -> Iterator[tuple[Box, int]]:
+    """The elements [start, start + numel) of boxes that follow each other: boxes, and how many elements come before."""
+    done, begin = 0, 0
+    for box in boxes:
+        first, stop = max(start, begin), min(start + numel, begin + box.numel)
+        for piece in box.pieces(first - begin, stop - first):
+            yield piece, done
+            done += piece.numel
+        begin += box.numel
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The full `shape`, and the boxes that are here, whose elements follow each other in the local tensor.
+
+    Along rows or columns that is one box; three for query, key and value that one matrix stacks. Raises ValueError for
+    boxes that do not lie in the shape, or that overlap.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        if problem := untidy(self.shape, self.boxes):
+            raise ValueError(f"Cut: {problem}")
+
+    @property
+    def numel(self) -> int:
+        """Elements that are here."""
+        return sum(box.numel for box in self.boxes)
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    def in_blocks(self, block: int) -> Cut | None:
+        """The same of a tensor with one element for `block` neighbours; None where boxes cut through these.
+
+        Its shape depends on that of the full tensor only: the last dims that together divide by `block` are one.
+        """
+        inner = [math.prod(self.shape[dim:]) for dim in range(len(self.shape))]
+        at = max((dim for dim, numel in enumerate(inner) if numel % block == 0), default=0)
+        below, boxes = math.prod(self.shape[at + 1 :]), []
+        for box in self.boxes:
+            first, numel = box.offset[at] * below, box.sizes[at] * below
+            ends = at == 0 and box.offset[0] + box.sizes[0] == self.shape[0]  # the last block may have fewer neighbours
+            if box.sizes[at + 1 :] != self.shape[at + 1 :] or first % block or (numel % block and not ends):
+                return None
+            boxes.append(Box((*box.offset[:at], first // block), (*box.sizes[:at], -(-numel // block))))
+        return Cut((*self.shape[:at], -(-inner[at] // block)), tuple(boxes))
+
+
+def untidy(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with boxes as parts of a tensor of this shape; None for nothing."""
+    for box in boxes:
+        if len(box.offset) != len(shape) or box.meet(whole(shape)) != box:
+            return f"box {box.offset} + {box.sizes} does not lie in {tuple(shape)}"
+    for at, box in enumerate(boxes):
+        if other := next((each for each in boxes[:at] if each.meet(box)), None):
+            return f"boxes {other.offset} + {other.sizes} and {box.offset} + {box.sizes} overlap"
+    return None
