@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero.config import Config, load
-from zero.core.agree import agree
+from zero.core.agree import alike
 from zero.core.world import Axis, backend_of, local_device
 from zero.recompute.call import recomputed
 from zero.recompute.holder import HOLDER
@@ -69,9 +68,8 @@ def configure(
     section = _config(deepspeed_config).activation_checkpointing.model_dump() if deepspeed_config else {}
     section |= {name: value for name, value in arguments.items() if value is not None}
     settings = _config({"activation_checkpointing": section}).activation_checkpointing
-    device = local_device() if axis.native else torch.device("cpu")  # of the messages
     what = "the ranks of mpu_ do not configure the same"
-    agree([f"{name} = {value}" for name, value in settings if name != "profile"], axis, device, what)
+    alike([f"{name} = {value}" for name, value in settings if name != "profile"], axis, what)
     inputs = InputStore(settings, axis)
     reset()
     HOLDER.axis, HOLDER.inputs = axis, inputs

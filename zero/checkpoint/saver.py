@@ -14,7 +14,7 @@ from zero.checkpoint.job import Job
 from zero.checkpoint.retention import Retention
 from zero.checkpoint.safe_file import TensorChunk
 from zero.checkpoint.store_barrier import StoreBarrier
-from zero.core import comm
+from zero.core.agree import agree
 from zero.core.world import Axis
 from zero.log import logger
 from zero.memory.host_bytes import LINE
@@ -140,15 +140,14 @@ class Saver:
         """All ranks know how the last save ended."""
         self._ended, self._error, self._thread = Outcome.NONE, None, None
 
-    def look(self, axis: Axis, device: torch.device, when: str) -> None:
+    def look(self, axis: Axis, when: str) -> None:
         """At a boundary that all ranks come to: raise, on all of them alike, what the save beside them failed with.
 
-        A collective over `axis`, with a message on `device`, while any rank has not heard how the save ended.
+        A collective over `axis` while any rank has not heard how the save ended.
         """
         if self.outcome is Outcome.NONE:
             return
-        mine = torch.tensor([int(self.outcome)], dtype=torch.int64, device=device)
-        outcomes = comm.gather_scalars(mine, axis, "outcome of a checkpoint").view(-1).tolist()
+        outcomes = agree(int(self.outcome), axis)
         if Outcome.RUNS in outcomes:
             return
         error = self._error

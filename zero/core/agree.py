@@ -1,39 +1,65 @@
-"""Whether all ranks say the same: one small exchange, and a second one only where they do not."""
+"""What each rank says, known to all: one small exchange, and a second one where something long is said."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zero.core import comm
-from zero.core.world import Axis
+from zero.core.world import Axis, local_device
 from zero.watchdog.hang_report import difference_text, first_difference
 
+_AT_ONCE = 248  # bytes that travel with the length, before it is known who says more
+_KINDS = (ValueError, OSError, RuntimeError)
 
-def agree(lines: Sequence[str], axis: Axis, device: torch.device, what: str, nothing: str = "nothing") -> None:
+
+def agree(value: Any, over: Axis, what: str = "", raises: Sequence[type[Exception]] = _KINDS) -> list[Any]:
+    """What each rank of `over` says, in their order: whatever JSON holds. Collective.
+
+    An exception as a `value` is raised on all ranks: here as it is, elsewhere as the first of `raises` that it is, else
+    as the last, with `what` (if anything), the first rank that has one, and its text.
+    """
+    error = value if isinstance(value, BaseException) else None
+    kind = next((at for at, each in enumerate(raises) if isinstance(error, each)), len(raises) - 1)
+    said = [json.loads(text) for text in _texts(json.dumps([-1, value] if error is None else [kind, str(error)]), over)]
+    if error is not None:
+        raise error
+    for rank, (kind, text) in zip(over.ranks, said, strict=True):
+        if kind >= 0:
+            raise raises[kind](f"{what}{': ' if what else ''}rank {rank}: {text}")
+    return [each for _, each in said]
+
+
+def alike(lines: Sequence[str], over: Axis, what: str, nothing: str = "nothing") -> None:
     """Raise RuntimeError on all ranks, with the first line that differs and who says what, unless all say the same.
 
-    A collective over `axis`; its messages are on `device`. `what` stands in front of the error, with `{index}` for
-    the index of the line; `nothing` is said of a rank whose lines have ended there.
+    Collective. `what` stands in front of the error, with `{index}` for the index of the line; `nothing` is said of a
+    rank whose lines have ended there.
     """
-    data = "\n".join(line.replace("\n", " ") for line in lines).encode()
-    digest = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")  # fits an int64
-    mine = torch.tensor([digest, len(data)], dtype=torch.int64, device=device)
-    hashes = comm.gather_scalars(mine, axis, "comparison").tolist()
-    if all(one == hashes[0] for one in hashes):
-        return
-    lists = [text.split("\n") for text in everyone(data.decode(), axis, device)]
-    index, there = first_difference(lists)
-    raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, axis.ranks)}")
+    lines = [line.replace("\n", " ") for line in lines]
+    digests = agree(hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest(), over)
+    if len(set(digests)) > 1:
+        index, there = first_difference(agree(lines, over))
+        raise RuntimeError(f"{what.format(index=index)}: {difference_text(there, nothing, over.ranks)}")
 
 
-def everyone(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """What each rank of the axis says, in their order; a collective, as `agree`."""
+def _texts(text: str, over: Axis) -> list[str]:
     data = text.encode()
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths = comm.gather_scalars(length, axis, "comparison").flatten().tolist()
-    mine = torch.frombuffer(bytearray(data.ljust(max(1, *lengths))), dtype=torch.uint8).to(device)
-    rows = comm.gather_scalars(mine, axis, "comparison").cpu()
-    return [bytes(row[:count].numpy()).decode() for row, count in zip(rows, lengths, strict=True)]
+    if over.size == 1:
+        return [text]
+    rows = _gathered(len(data).to_bytes(8, "little") + data[:_AT_ONCE].ljust(_AT_ONCE), over)
+    lengths = [int.from_bytes(row[:8], "little") for row in rows]
+    rows = [row[8:] for row in rows]
+    if max(lengths) > _AT_ONCE:
+        rows = _gathered(data.ljust(max(lengths)), over)
+    return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gathered(data: bytes, over: Axis) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = comm.gather_scalars(mine.to(local_device()) if over.native else mine, over, "comparison")
+    return [bytes(row.numpy()) for row in rows.cpu()]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zero.core import comm
+from zero.core.agree import agree
 from zero.core.unit import Unit
 from zero.core.world import World
 from zero.kernels.norm import sum_squares_into
@@ -27,11 +27,11 @@ class FirstNotFinite:
     backwards: how many have begun since the window did.
     """
 
-    def __init__(self, units: Sequence[Unit], world: World, device: torch.device) -> None:
+    def __init__(self, units: Sequence[Unit], world: World) -> None:
         self.enabled = False
         self.backwards = 0
         self._units = units
-        self._world, self._device = world, device
+        self._world = world
         self._names = [spec.name for unit in units for spec in unit.plan.params]
         self._found: tuple[int, int] | None = None  # (backward, index of the name)
 
@@ -52,8 +52,7 @@ class FirstNotFinite:
         """
         position, count = self._found or self._scan(), len(self._names)
         key = math.inf if position is None else position[0] * count + position[1]
-        own = torch.tensor([key], dtype=torch.float64, device=self._device)
-        least = comm.gather_scalars(own, self._world, "search for what is not finite").min().item()
+        least = min(agree(key, self._world))
         if math.isinf(least):
             return ALL_FINITE
         backward, index = divmod(int(least), count)

@@ -145,10 +145,7 @@ class Offload:
             what(world)
         except RuntimeError as error:
             problem = error
-        text = "no problem" if problem is None else str(problem)
-        agree([text], world, self._device, "state cannot be kept off the device on all ranks")
-        if problem is not None:
-            raise problem
+        agree(problem, world, "state cannot be kept off the device on all ranks")
 
     def _check_room(self, world: World) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))

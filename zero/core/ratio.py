@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from zero.config.zero_section import ZeroOptimization
-from zero.core import comm
+from zero.core.agree import agree
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.offload import has_own_memory
 from zero.core.world import Axis, World
@@ -54,10 +54,7 @@ def choose_ratio(
             own -= SLOTS * max(sum(record_nbytes(plan, 0, cut, numerics.formats, True)) for plan, cut in both)
             own -= sum(shard_nbytes(plan, cut, numerics.accumulate) for plan, cut in both if is_updated(plan))
             gradients = ""
-        rooms = comm.gather_scalars(
-            torch.tensor([own], dtype=torch.float64, device=device), world, "ratio of the offload"
-        )
-        room = max(0.0, rooms.min().item())
+        room = max(0.0, min(agree(own, world)))
         text = (
             f"each rank's device has {room / MIB:,.1f} MiB for state, beside parameters, gradients and a reserve of "
             f"{reserve / MIB:,.1f} MiB ({RESERVE:.0%}) for activations"

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.config import Config
 from zero.core import comm
-from zero.core.agree import agree
+from zero.core.agree import alike
 from zero.core.conversion import check_parameters, guard, unguard
 from zero.core.deferred_param import DeferredParam
 from zero.core.finite import FirstNotFinite
@@ -72,7 +72,7 @@ class ShardedModule:
         self.sharding = sharding
         self.world, self.data_size, self.device = world, data_size, device
         self.prefetcher = ParamPrefetcher(self.units, limits)
-        self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world, device))
+        self.reducer = Reducer(self.units, sharding, self.prefetcher, FirstNotFinite(self.trained, world))
         if any(unit.cut for unit in units):
             self.reducer.on_flush.append(uncalled_leaves(module, {unit.plan.anchor for unit in units}))
         self._hooks: dict[nn.Module, list[Callable[[], list[RemovableHandle]]]] = {}  # what attaches them
@@ -159,7 +159,7 @@ class ShardedModule:
         if watchdog.order is not None:
             order, watchdog.order = watchdog.order, []
             what = f"the ranks' orders of collectives differ in step {watchdog.status.steps}, at position {{index}}"
-            agree(order, self.world, self.device, what, "none any more")
+            alike(order, self.world, what, "none any more")
             watchdog.order.clear()  # the comparison itself
 
     def nbytes(self) -> StateBytes:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero.config.zero_section import OffloadOptimizer, ZeroOptimization
-from zero.core import comm, offload
+from zero.core import offload
+from zero.core.agree import agree
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.ratio import room_for_state
 from zero.core.world import Axis, World
@@ -73,8 +74,7 @@ def is_streamed(
     gradients, found = (numerics.accumulate, numerics.resting_dtype(world, shards)), rates(device)
     costs = update_costs(plans, places, parts, numerics.formats, gradients, found)
     lacks = costs.nbytes - room_for_state(section, plans, world, shards, device, sharding, numerics)[0]
-    mine = torch.tensor([costs.on_device, costs.on_host, lacks], dtype=torch.float64, device=device)
-    on_device, on_host, lacks = comm.gather_scalars(mine, world, "update of the offload").amax(0).tolist()
+    on_device, on_host, lacks = map(max, zip(*agree([costs.on_device, costs.on_host, lacks], world), strict=True))
     chosen = UpdateCosts(on_device, on_host, costs.through, lacks).streams(0)
     rank_zero(
         logging.INFO,

@@ -6,14 +6,13 @@ value [numel] holds on every stage; where shards are whole, the piece is the par
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zero.core import comm
-from zero.core.agree import everyone
+from zero.core.agree import agree
 from zero.core.master import rounded
 from zero.core.owner import Owner
 from zero.core.prefetcher import in_backward
@@ -28,30 +27,28 @@ def piece(owner: Owner, rank: int | None = None) -> Fragment:
     return layout.fragment(owner.name, layout.shard(axis.rank if rank is None else rank, axis.size))
 
 
-def agree(owner: Owner, what: str, problem: Exception | None = None, flags: Sequence[bool] = ()) -> list[bool]:
+def agree_on(owner: Owner, what: str, problem: Exception | None = None, flags: Sequence[bool] = ()) -> list[bool]:
     """Make sure that all ranks do `what` with this parameter and that none has a problem; collective.
 
     Returns for each flag whether any rank has it. Raises on all ranks alike, before anything is touched: `problem`
     where there is one, RuntimeError where another rank has one or does something else.
     """
-    mark = float(zlib.crc32(f"{what} {owner.name}".encode()))
-    values = torch.tensor(
-        [mark, -mark, problem is not None, *flags], dtype=torch.float64, device=owner.unit.full.device
-    )
-    mesh = owner.unit.mesh
-    for axis in (mesh.data, mesh.beside):
-        values = comm.gather_scalars(values, axis, "arguments").amax(0)
-    highest, lowest, bad, *found = values.tolist()
-    if problem is not None:
-        raise problem
-    if highest != -lowest:
-        raise RuntimeError(
-            f"rank {mesh.data.global_rank} does {what} with parameter '{owner.name}' and another rank something else; "
-            "it is a collective, which all ranks must call with the same parameters in the same order"
-        )
-    if bad:
-        raise RuntimeError(f"{what}: another rank cannot do it with parameter '{owner.name}'; nothing was changed")
-    return [bool(flag) for flag in found]
+    found: list[Any] = [*flags]
+    for axis in (owner.unit.mesh.data, owner.unit.mesh.beside):
+        said = agree([what, owner.name, None if problem is None else str(problem), *found], axis)
+        if problem is not None:
+            raise problem
+        for rank, (other, name, _, *_) in zip(axis.ranks, said, strict=True):
+            if (other, name) != (what, owner.name):
+                raise RuntimeError(
+                    f"rank {axis.global_rank} does {what} with parameter '{owner.name}' and rank {rank} {other} with "
+                    f"'{name}'; it is a collective, which all ranks must call with the same parameters in one order"
+                )
+        for rank, (_, _, text, *_) in zip(axis.ranks, said, strict=True):
+            if text is not None:
+                raise RuntimeError(f"{what} of parameter '{owner.name}': rank {rank}: {text}; nothing was changed")
+        found = [any(each) for each in zip(*(more for _, _, _, *more in said), strict=True)]
+    return found
 
 
 def check_idle(owner: Owner, what: str) -> Exception | None:
@@ -82,8 +79,8 @@ def with_parts(owner: Owner, own: torch.Tensor) -> torch.Tensor:
     if cut is None:
         return own
     full = torch.empty(cut.shape, dtype=own.dtype, device=own.device)
-    for rank, said in enumerate(everyone(json.dumps(cut.boxes), axis, own.device)):
-        boxes = [Box(tuple(offset), tuple(sizes)) for offset, sizes in json.loads(said)]
+    for rank, said in enumerate(agree(cut.boxes, axis)):
+        boxes = [Box(tuple(offset), tuple(sizes)) for offset, sizes in said]
         numel = sum(box.numel for box in boxes)
         part = own if rank == axis.rank else own.new_empty(numel)
         comm.broadcast(part, rank, axis)
@@ -158,7 +155,7 @@ def gradient(owner: Owner, what: str) -> torch.Tensor | None:
     """
     unit, grads = owner.unit, owner.unit.gradients
     flags = (grads.flat is not None, grads.shard is not None)
-    local, reduced = agree(owner, what, check_idle(owner, what), flags)
+    local, reduced = agree_on(owner, what, check_idle(owner, what), flags)
     total = None
     if reduced:
         part = piece(owner)
@@ -181,7 +178,7 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
     """
     grads = owner.unit.gradients
     flags = (grads.flat is not None, grads.shard is not None)
-    local, reduced = agree(owner, what, problem or check_idle(owner, what), flags)
+    local, reduced = agree_on(owner, what, problem or check_idle(owner, what), flags)
     if not (local or reduced):
         raise RuntimeError(
             f"{what}: parameter '{owner.name}' has no gradient (rank {owner.unit.mesh.data.global_rank}); "

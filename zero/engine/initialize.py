@@ -20,8 +20,7 @@ from zero.config import Config, load
 from zero.config.optimizers import MuonParams
 from zero.config.read import read
 from zero.config.sections import TIMEOUT
-from zero.core import comm
-from zero.core.agree import agree
+from zero.core.agree import agree, alike
 from zero.core.joining import init_distributed, refuse_alone
 from zero.core.leaf import mark_leaf_modules
 from zero.core.mesh import Meshes
@@ -182,8 +181,7 @@ def _make_engine(
             if zero_optimizer is not None:
                 sharded.reducer.divisor = settings.predivide
                 zero_optimizer.bind(sharded, settings.gradient_factor)
-            number = free_number(zero.report, world.global_rank)
-            number = int(comm.gather_scalars(torch.tensor([number], device=device), world, "run folder")[0])
+            number = agree(free_number(zero.report, world.global_rank), world)[0]
             engine = Engine(sharded, zero_optimizer, settings, device, recomputing, initialize)
     except BaseException:
         recomputing.undo()
@@ -225,7 +223,7 @@ def _wrap(
     what = "the ranks do not initialize the same engine"
     refused = refusals(model, bool(groups), sharding.params or is_enabled(section))
     refused += unwritable(settings.zero.alarm)
-    agree(refused or description(model, groups, settings), world, device, what)
+    alike(refused or description(model, groups, settings), world, what)
     if refused:
         raise ValueError(f"initialize(): {refused[0]}" + f" (and {len(refused) - 1} more)" * (len(refused) > 1))
     if names := in_channels_last(model):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from zero.core import comm
-from zero.core.agree import everyone
+from zero.core.agree import agree
 from zero.core.tensors import map_leaves
 from zero.core.world import Axis
 from zero.data import Loader
@@ -81,7 +80,7 @@ class Metrics:
         """[dtype, shape] of each leaf on each rank; ValueError on all ranks where one has something else."""
         wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         mine = [[str(leaf.dtype), list(leaf.shape)] for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        told = [json.loads(text) for text in everyone(json.dumps([wrong, mine]), self.axis, self._device)]
+        told = agree([wrong, mine], self.axis)
         for rank, (others, found) in zip(self.axis.ranks, told, strict=True):
             if others:
                 raise ValueError(f"{caller}: got {', '.join(others)} on rank {rank}; wanted tensors, or nested ones")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from zero.core import comm
+from zero.core.agree import agree
 from zero.core.owner import Owner, owner_of
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import TAGS, Unit
@@ -78,8 +79,7 @@ class WeightUpdates:
             of_unit = [changes[index] for changes in asked]
             marked = _MARKED if any(each.steps is not None for each in of_unit) else _NOTHING
             own.append(_ALL if not asked or any(each.all for each in of_unit) else marked)
-        device = self._sharded.device
-        rows = comm.gather_scalars(torch.tensor(own, device=device), self._sharded.world, "weight_updates").cpu()
+        rows = torch.tensor(agree(own, self._sharded.world))
         if not rows[:, :2].eq(rows[0, :2]).all():
             raise RuntimeError(
                 f"weight_updates(since=...): the ranks gave {rows[:, 0].tolist()} (-1 for None); it is a collective, "

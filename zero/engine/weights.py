@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -17,7 +16,7 @@ from zero.checkpoint.folder import check_folder
 from zero.checkpoint.model_files import LIMIT, NAME, size_of
 from zero.config import Config
 from zero.core.access import GatheredParameters
-from zero.core.agree import everyone
+from zero.core.agree import agree
 from zero.core.owner import owner_of
 from zero.core.quantized import load_beside, names_beside
 from zero.core.sharded_module import ShardedModule
@@ -267,7 +266,7 @@ class Weights:
             return names
         axis = self._sharded.world
         written = _written_by_peft(self._sharded.module, names) if axis.rank == 0 else []
-        return {name: names[name] for name in json.loads(everyone(json.dumps(written), axis, self._device)[0])}
+        return {name: names[name] for name in agree(written, axis)[0]}
 
     def _named_state(self, exclude_frozen_parameters: bool, prefix: str = "") -> dict[str, Any]:
         """The module's own tensors by the names of its state_dict, cut or not."""
@@ -295,18 +294,12 @@ class Weights:
             made[0] = os.path.abspath(Path(check_folder(parts[0], f"{caller}: the folder"), *parts[1:]))
 
         self._all_agree(_problem(make), ValueError)
-        paths = everyone(made[0], axis, self._device)
+        paths = agree(made[0], axis)
         return Path(self._validation.first_of(paths, f"{caller}: the path", axis.ranks, axis.rank == 0))
 
     def _all_agree(self, problem: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise on all ranks when one has a problem; collective."""
-        axis = self._sharded.world
-        problems = everyone(problem or "", axis, self._device)
-        if problem is not None:
-            raise kind(problem)
-        for rank, of_rank in zip(axis.ranks, problems, strict=True):
-            if of_rank:
-                raise kind(f"rank {rank}: {of_rank}")
+        agree(None if problem is None else kind(problem), self._sharded.world, raises=(kind,))
 
 
 def _is_frozen(value: Any) -> bool:

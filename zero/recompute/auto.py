@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.core import comm
+from zero.core.agree import agree
 from zero.core.owner import owner_of
 from zero.core.prefetcher import in_backward
 from zero.core.tensors import tensors_in
@@ -150,14 +150,13 @@ class Auto:
         return Choice(policies, max(choice.nbytes for choice in choices))
 
 
-def agreed(choice: Choice, modules: int, axis: Axis, device: torch.device) -> Choice:
+def agreed(choice: Choice, modules: int, axis: Axis) -> Choice:
     """One choice for all ranks of the axis: for each module the one that keeps least; collective.
 
     A module that no rank has called is recomputed in full.
     """
     codes = [_CODES.index(choice.policies.get(number)) for number in range(modules)]
-    own = torch.tensor([choice.nbytes, *codes], dtype=torch.int64, device=device)
-    nbytes, *codes = comm.gather_scalars(own, axis, "choice of what is recomputed").amax(dim=0).tolist()
+    nbytes, *codes = map(max, zip(*agree([choice.nbytes, *codes], axis), strict=True))
     return Choice({number: _CODES[code] or Policy.FULL for number, code in enumerate(codes)}, nbytes)
 
 

@@ -133,7 +133,7 @@ class Recomputing:
         """Choose policies by what the first step has shown; collective once, a no-op without policy "auto"."""
         if self._auto is None:
             return
-        choice = agreed(self._auto.choose(), len(self.modules), axis, self._device)
+        choice = agreed(self._auto.choose(), len(self.modules), axis)
         say(choice, self._auto.budget)
         for number, module in enumerate(self.modules):
             module.policy, module.auto = choice.policies[number], None

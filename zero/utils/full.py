@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zero.core.values import (
-    agree,
+    agree_on,
     assemble,
     check_idle,
     cut_out,
@@ -35,7 +35,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if trained is None:
         return None
     owner = trained.owner
-    agree(owner, what, check_idle(owner, what))
+    agree_on(owner, what, check_idle(owner, what))
     return with_parts(owner, assemble(owner, exact_piece(owner))).view(trained.shape)
 
 
@@ -45,7 +45,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     what = "safe_set_full_fp32_param"
     trained = require_trained(param, what)
     owner = trained.owner
-    agree(owner, what, trained.value_error(what, value, trained.shape) or check_idle(owner, what))
+    agree_on(owner, what, trained.value_error(what, value, trained.shape) or check_idle(owner, what))
     whole = own_part(owner, same_everywhere(owner, value.to(torch.float32)))
     write_exact(owner, cut_out(owner, whole), whole)
 
@@ -62,7 +62,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
         return None
     owner = trained.owner
     problem = check_idle(owner, what) or trained.key_error(what, optim_state_key)
-    agree(owner, f"{what} {optim_state_key}", problem)
+    agree_on(owner, f"{what} {optim_state_key}", problem)
     state = trained.read(optim_state_key)
     if not isinstance(state, torch.Tensor):
         return state
@@ -76,7 +76,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor | flo
     trained = require_trained(param, what)
     owner = trained.owner
     problem = check_idle(owner, what) or trained.state_error(what, optim_state_key, value, trained.shape)
-    agree(owner, f"{what} {optim_state_key}", problem)
+    agree_on(owner, f"{what} {optim_state_key}", problem)
     if trained.is_number(optim_state_key):
         trained.write(optim_state_key, same_everywhere(owner, torch.as_tensor(value, dtype=torch.float64)).item())
     else:

@@ -12,7 +12,7 @@ import torch
 
 from zero.core import comm
 from zero.core.owner import Owner
-from zero.core.values import agree, check_idle, exact_piece, piece, write_exact
+from zero.core.values import agree_on, check_idle, exact_piece, piece, write_exact
 from zero.utils.trained import require_trained, trained_param
 
 
@@ -37,7 +37,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     trained = require_trained(param, what)
     owner = trained.owner
     problem = trained.value_error(what, value, (piece(owner).numel,))
-    agree(owner, what, problem or check_idle(owner, what))
+    agree_on(owner, what, problem or check_idle(owner, what))
     own = value.to(device=owner.unit.full.device, dtype=torch.float32, copy=True)
     if own.numel():
         comm.broadcast(own, 0, owner.unit.mesh.replica)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zero.core import comm
 from zero.core.access import GatheredParameters
+from zero.core.agree import agree
 from zero.core.hashing import hash_tensor
 from zero.core.owner import owner_of
 from zero.core.values import assemble, exact_piece, gradient
@@ -150,8 +150,7 @@ def gradients(engine: Any) -> Values:
         return values
     sharded = engine._sharded
     sharded.reducer.before_step()
-    late = torch.tensor([float(sharded.reducer.late)], device=engine.device)
-    if bool(comm.gather_scalars(late, sharded.world).any()):
+    if any(agree(bool(sharded.reducer.late), sharded.world)):
         sharded.reducer.end(force=True)
     for name, param in engine.module.named_parameters():
         owner = owner_of(param)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import NamedTuple, TypeVar
 
 from zero.checkpoint.differences import Ask, Match
 from zero.checkpoint.index import Damaged, Index
-from zero.core.agree import everyone
+from zero.core.agree import agree
 from zero.core.world import Axis
 
 T = TypeVar("T")
@@ -33,22 +30,21 @@ class LoadPlan(NamedTuple):
 
 
 class CollectiveRead:
-    """The ranks of `axis`, whose messages are on `device`; `what` they do is said in errors.
+    """The ranks of `axis`; `what` they do is said in errors.
 
     Methods are collectives.
     """
 
-    def __init__(self, what: str, axis: Axis, device: torch.device) -> None:
+    def __init__(self, what: str, axis: Axis) -> None:
         self._what = what
         self._axis = axis
-        self._device = device
 
     def find(self, look: Callable[[], LoadPlan | None]) -> LoadPlan | None:
         """What all ranks find alike; raises on all of them where one cannot load it, or finds another save."""
         plan = self.read(look)
         save = None if plan is None else f"'{plan.index.tag}' saved as {plan.index.save}"
         place = None if plan is None else str(plan.place)
-        answers = self._tell([save, place, _host()])
+        answers = agree([save, place, _host()], self._axis)
         if len({save for save, *_ in answers}) > 1:
             ranks = zip(self._axis.ranks, answers, strict=True)
             each = "; ".join(f"rank {rank}: {save} in {place}" for rank, (save, place, _) in ranks)
@@ -67,7 +63,7 @@ class CollectiveRead:
         except REFUSALS as error:
             problem = error
         # What the other ranks are told: a text, and whether the checkpoint is damaged.
-        answers = self._tell(None if problem is None else (str(problem), isinstance(problem, Damaged)))
+        answers = agree(None if problem is None else [str(problem), isinstance(problem, Damaged)], self._axis)
         if after is not None:
             after(all(answer is None for answer in answers))
         if problem is not None:
@@ -77,10 +73,6 @@ class CollectiveRead:
                 text, damaged = answer
                 raise (Damaged if damaged else ValueError)(f"{self._what}: rank {rank}: {text}")
         return result
-
-    def _tell(self, value: Any) -> list[Any]:
-        """What each rank says, by rank."""
-        return [json.loads(text) for text in everyone(json.dumps(value), self._axis, self._device)]
 
 
 def _host() -> str:

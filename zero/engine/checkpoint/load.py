@@ -138,7 +138,7 @@ class CheckpointLoader:
         restore(self._engine, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
 
     def _ranks(self, what: str) -> CollectiveRead:
-        return CollectiveRead(what, self._sharded.world, self._engine.device)
+        return CollectiveRead(what, self._sharded.world)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
         """Raises RuntimeError where no load may begin, ValueError where the engine cannot take what is there."""

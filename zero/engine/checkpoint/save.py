@@ -164,7 +164,7 @@ class CheckpointSaver:
     def raise_failure(self) -> None:
         """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
         engine = self._engine
-        self.saver.look(self._sharded.world, engine.device, f"step {engine.global_steps} itself is done")
+        self.saver.look(self._sharded.world, f"step {engine.global_steps} itself is done")
 
     def _check_window(self) -> None:
         """Raise RuntimeError while gradients wait for a step."""

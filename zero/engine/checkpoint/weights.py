@@ -19,7 +19,7 @@ from zero.checkpoint.weight_files import sort_out, weights_at
 from zero.core.deferred_param import DeferredParam
 from zero.core.owner import owner_of
 from zero.core.state import State
-from zero.core.world import Axis, local_device
+from zero.core.world import Axis
 from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
 from zero.engine.checkpoint.save_plan import saved_buffers
 from zero.engine.checkpoint.units import fill_plain, fit, load_buffers, names_of_parameters
@@ -77,7 +77,7 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tupl
     if any(not isinstance(unit, DeferredParam) for unit in deferred):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = deferred[0].mesh.data if deferred else Axis(None, 1, 0, False)
-    ranks = CollectiveRead("load_weights", axis, local_device() if axis.native else torch.device("cpu"))
+    ranks = CollectiveRead("load_weights", axis)
     plan = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module), axis), Ask(strict=strict)))
 
     def read() -> None:
