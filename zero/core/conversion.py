@@ -69,7 +69,7 @@ def check_parameters(unit: Unit) -> None:
 
     So too where one that is trained has a gradient of its own: ours are taken from there as they land.
     """
-    for spec, param, trained in zip(unit.plan.params, unit.params, unit.required_grad, strict=True):
+    for spec, param, trained in zip(unit.plan.params, unit.params, unit.buffer.required_grad, strict=True):
         if unit.master is not None and param.grad is not None:
             raise RuntimeError(
                 f"parameter '{spec.name}' of {unit.buffer.name}: its .grad was assigned, and no step would use it; "

@@ -8,6 +8,7 @@ as a tree, there are as many shards as it has open subtrees: at most log2 of the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class Gradients:
         self._mesh = mesh
         self._dtypes = self._base = dtypes
         self._device = device
-        self._stream = placement.streams.reductions
+        self._placement = placement
         self._tag = tag
         self._filled: set[int] = set()  # parameters whose span of `flat` holds a gradient
         self._arrived: set[int] = set()  # parameters that got one in the backward that runs
@@ -204,21 +205,33 @@ class Gradients:
             flat = flat.to(self._dtypes.travel or self._dtypes.local)
         self._flat, self._dtypes = None, self._base
         self._filled.clear()
-        with self._stream.after_current():
+        with self._placement.streams.reductions.after_current():
             self._reduction = reduce(flat, self._mesh, self._tag, as_tree, self._memory)
 
     def advance(self, later: int) -> None:
         """Go on with the reduction, `later` units (1 or 2) having begun theirs since."""
         if self._reduction is not None:
-            with self._stream.before_current():
+            with (
+                self._placement.events.span("sum", self.plan.name),
+                self._placement.streams.reductions.before_current(),
+            ):
                 self._reduction.advance(self.sum, later)
 
     def finish(self) -> None:
         """Wait until `shard` holds the sum."""
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
-            with self._stream.before_current():
+            with (
+                self._placement.events.span("sum", self.plan.name),
+                self._placement.streams.reductions.before_current(),
+            ):
                 reduction.finish(self.sum)
+
+    @contextlib.contextmanager
+    def _adding(self) -> Iterator[None]:
+        placement = self._placement
+        with placement.events.span("sum", self.plan.name), placement.streams.reductions.before_current():
+            yield
 
     def drop(self) -> None:
         """Forget every gradient; waits for messages on their way, which still use the buffers."""

@@ -69,6 +69,14 @@ def share_beside(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None
         each.copy_(taken.clone().view(each.dtype).view(each.shape))
 
 
+@torch.no_grad()
+def share_equal(params: Sequence[nn.Parameter], plan: UnitPlan, axis: Axis) -> None:
+    """Take from the first rank the values of those that are the same on all ranks of the axis; collective."""
+    for spec, param in zip(plan.params, params, strict=True):
+        if spec.cut is None and owner_of(param) is None:  # one that is built under zero.Init has rank 0's values
+            comm.broadcast(param.data, 0, axis, plan.name)
+
+
 def _write(exact: torch.Tensor, out: torch.Tensor) -> None:
     """fp32 values into a flat buffer: as the dtype of `out` keeps them, int16 standing for remainders."""
     if out.dtype == torch.bfloat16:

@@ -62,7 +62,8 @@ class MasterSync:
 
     def fill(self) -> None:
         """Start to copy the shard to its place in the full buffer, from wherever it rests, on the current stream."""
-        self._filled = self._placement.read_shard(self.shard, self.own_part())
+        with self._copying(self._placement.shard_offloaded):
+            self._filled = self._placement.read_shard(self.shard, self.own_part())
 
     def wait_filled(self) -> None:
         """Have the current stream wait for that copy."""
@@ -142,8 +143,12 @@ class MasterSync:
     def publish(self, start: int = 0, numel: int | None = None) -> None:
         """Have the shard show what was written to the master, from element `start` on."""
         part = slice(start, None if numel is None else start + numel)
-        if self._placement.publish(self.master.shard, self.shard, part):
-            self._copied = record_event(self._buffer.full.device)
+        with self._copying(self._placement.shard_copied):
+            if self._placement.publish(self.master.shard, self.shard, part):
+                self._copied = record_event(self._buffer.full.device)
+
+    def _copying(self, copies: bool) -> contextlib.AbstractContextManager[None]:
+        return self._placement.events.span("copy", self._buffer.plan.name) if copies else contextlib.nullcontext()
 
     def exact(self) -> torch.Tensor:
         """The masters of this rank's shard as fp32 [n]; to be read only."""

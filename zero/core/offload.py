@@ -54,9 +54,8 @@ class Offload:
         state, params = section.offload_optimizer, section.offload_param
         self._state, self._params, self._drive = state, params, aio
         self._plans = plans
-        self._device = device
-        self._formats = numerics.formats
-        self._gradients, self._accumulate = numerics.resting_dtype(world, shards), numerics.accumulate
+        self._device, self._events = device, world.watchdog.events
+        self._numerics, self._gradients = numerics, numerics.resting_dtype(world, shards)
         self._shards = dict(zip((plan.name for plan in plans), shards, strict=True))
         ranks, parts = [shard.rank for shard in shards], [shard.size for shard in shards]
         self._separate = has_own_memory(device)
@@ -64,7 +63,7 @@ class Offload:
         self.placements = place(plans, parts, *where, ratio, params.max_in_cpu, streamed)
         buffers = state.buffer_count, params.buffer_count
         self.host = host_bytes(
-            plans, self.placements, ranks, parts, self._formats, self._gradients, self._separate, *buffers
+            plans, self.placements, ranks, parts, self._numerics.formats, self._gradients, self._separate, *buffers
         )
         self._arena: PinnedArena | None = None
         self._aio: Aio | None = None
@@ -99,6 +98,8 @@ class Offload:
             host_gradients=self._accumulator(plan) if updated_on_host else None,
             streamed=placement.streamed,
             queued=placement.streamed and Where.FILE not in placement,
+            events=self._events,
+            unit=plan.name,
         )
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Offload:
     def _record_nbytes(self, plan: UnitPlan, placement: Placement) -> int:
         copied = keeps_copy(placement, self._separate)
         shard = self._shards[plan.name]
-        return sum(record_nbytes(plan, shard.rank, shard.size, self._formats, copied))
+        return sum(record_nbytes(plan, shard.rank, shard.size, self._numerics.formats, copied))
 
     def _shard_nbytes(self, plan: UnitPlan, dtype: str) -> int:
         return shard_nbytes(plan, self._shards[plan.name].size, dtype)
@@ -136,7 +137,7 @@ class Offload:
     def _accumulator(self, plan: UnitPlan) -> HostGradAccumulator:
         dtype, numel = DTYPES[self._gradients], plan.layout.numel // self._shards[plan.name].size
         memory = self._arena.take(self._shard_nbytes(plan, self._gradients))[: numel * dtype.itemsize]
-        return HostGradAccumulator(memory.view(dtype), DTYPES[self._accumulate], self._staging)
+        return HostGradAccumulator(memory.view(dtype), DTYPES[self._numerics.accumulate], self._staging)
 
     def _all(self, what: Callable[[World], None], world: World) -> None:
         """Have every rank do `what`; RuntimeError on all ranks where one cannot."""

@@ -56,6 +56,7 @@ class ParamBuffer:
         self._int8: list[Int8] = []
         self._references = 0  # to the full buffer's memory, before it was filled
         self._classes = [type(param) for param in params]
+        self.required_grad = [param.requires_grad for param in params]  # at the start
         self.versions = [param._version for param in params]
 
     def adopt(self, full: torch.Tensor) -> None:

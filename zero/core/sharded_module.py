@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.config import Config
+from zero.config.zero_section import ZeroOptimization
 from zero.core import comm
 from zero.core.agree import alike
 from zero.core.conversion import check_parameters, guard, unguard
@@ -245,19 +246,11 @@ def wrap(
     units, freed = [], Freed()
     try:
         for index, plan in enumerate(plans):
-            placement = StatePlacement(device, device, streams) if offload is None else offload.placement(index)
-            unit = Unit(
-                plan, [by_name[spec.name] for spec in plan.params], index, shared[index], sharding.params, placement
-            )
-            units.append(unit)
-            dtypes = numerics.gradient_dtypes(plan.dtype, sharding)
-            unit.adopt(DTYPES[plan.dtype], device, dtypes, numerics.formats.remainder(plan.dtype))
-            unit.persistent = unit.cut and index in persistent
-            if section.zero_quantized_weights and plan.requires_grad and not unit.persistent:
-                unit.travel.quantize()
-            if section.zero_quantized_gradients and unit.gradients is not None:
-                unit.gradients.quantize()
-            unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
+            resting = None if offload is None else offload.placement(index)
+            placement = resting or StatePlacement(device, device, streams, events=world.watchdog.events)
+            params = [by_name[spec.name] for spec in plan.params]
+            units.append(unit := Unit(plan, params, index, shared[index], sharding.params, placement))
+            _adopt(unit, device, sharding, numerics, section, index in persistent)
             freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
         _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
@@ -271,6 +264,25 @@ def wrap(
     if world.writes:
         logger.debug("units: %s", [(unit.plan.name, unit.plan.layout.numel) for unit in units])
     return sharded
+
+
+def _adopt(
+    unit: Unit,
+    device: torch.device,
+    sharding: Sharding,
+    numerics: MixedPrecisionPolicy,
+    section: ZeroOptimization,
+    persistent: bool,
+) -> None:
+    dtype = unit.plan.dtype
+    gradient_dtypes = numerics.gradient_dtypes(dtype, sharding)
+    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype))
+    unit.persistent = unit.cut and persistent
+    if section.zero_quantized_weights and unit.plan.requires_grad and not unit.persistent:
+        unit.travel.quantize()
+    if section.zero_quantized_gradients and unit.gradients is not None:
+        unit.gradients.quantize()
+    unit.release()  # what a model holds whole at any moment is one unit, and those that stay so
 
 
 def _unwrap(model: nn.Module, made: Sequence[Unit]) -> None:

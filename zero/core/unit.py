@@ -11,8 +11,7 @@ The unit has the order in which they act.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from torch import nn
 
 from zero.core import comm
 from zero.core.gradients import GradientDtypes, Gradients
-from zero.core.initial_values import initial_values, share_beside
+from zero.core.initial_values import initial_values, share_beside, share_equal
 from zero.core.master import Master
 from zero.core.master_sync import MasterSync
 from zero.core.mesh import Mesh
-from zero.core.owner import Owner, owner_of
+from zero.core.owner import Owner
 from zero.core.param_buffer import ParamBuffer
 from zero.core.released import absent
 from zero.core.state import State
@@ -81,7 +80,6 @@ class Unit:
         self.optimizer: Callable[[], Any] = lambda: None  # until one is bound
         self.left_by: Any = None
         self._transfer: Any = None  # has `wait`
-        self.required_grad = [param.requires_grad for param in params]  # at the start
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -146,9 +144,7 @@ class Unit:
         """
         trained = self.plan.requires_grad
         share_beside(self.params, self.mesh.data, self.plan.name)
-        for spec, param in zip(self.plan.params, self.params, strict=True):
-            if spec.cut is None and owner_of(param) is None:  # one that is built under zero.Init has rank 0's values
-                comm.broadcast(param.data, 0, self.mesh.beside, self.plan.name)
+        share_equal(self.params, self.plan, self.mesh.beside)
         full, master = initial_values(self.params, self.plan, self.mesh, self.window, dtype, device, remainder)
         self.buffer.adopt(full)
         self.masters.adopt(trained, master)
@@ -206,14 +202,15 @@ class Unit:
         with self.buffer.lock:
             if self.state not in (State.SHARDED, State.REQUESTED, State.STALE):
                 return
-            if self.cut:
-                self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
-            room = self.travel.room()
-            if after_update:
-                streams.gathers.wait(streams.up.record_event())
-            with streams.gathers.after_current():
-                self._transfer = self.travel.begin(room)
-            self.buffer.move("gather")
+            with self.placement.events.span("gather", self.plan.name):
+                if self.cut:
+                    self.buffer.allocate()  # not on a side stream: memory is reused in the order of its own stream
+                room = self.travel.room()
+                if after_update:
+                    streams.gathers.wait(streams.up.record_event())
+                with streams.gathers.after_current():
+                    self._transfer = self.travel.begin(room)
+                self.buffer.move("gather")
 
     @untransformed
     def wait(self) -> None:
@@ -338,14 +335,15 @@ class Unit:
 
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
-        if self.masters.pending is not None:
+        if self.masters.updating:
+            with self.placement.events.span("wait update", self.plan.name):
+                self.masters.settle()
+        elif self.masters.pending is not None:
             self.masters.settle()
 
-    @contextlib.contextmanager
-    def acquired(self, changed: bool = False, step: bool = False, in_update: bool = False) -> Iterator[None]:
+    def acquired(self, changed: bool = False, step: bool = False, in_update: bool = False) -> Any:
         """See `MasterSync.acquired`."""
-        with self.masters.acquired(changed, step, in_update):
-            yield
+        return self.masters.acquired(changed, step, in_update)
 
     def take_writes(self) -> None:
         """Where parameters are not cut: take what users have written into them in place as their exact values."""
@@ -401,7 +399,8 @@ class Unit:
     def reduce(self, leaf: Any = None) -> None:
         """Start to turn the full gradient into its reduced shard, once an update has done with the last one."""
         self.settle()
-        self.gradients.reduce(leaf)
+        with self.placement.events.span("reduce", self.plan.name):
+            self.gradients.reduce(leaf)
 
     def dissolve(self, alone: bool = False) -> None:
         """Give every parameter storage of its own again, with its current value, and forget the flat buffers.
@@ -444,10 +443,11 @@ class Unit:
     def _release(self, keep_if_referenced: bool) -> None:
         if not self.cut or self.holds or self.state in (State.SHARDED, State.AWAY):
             return
-        self.wait()  # messages on their way still write into the buffer
-        self._keep_writes()
-        with self.buffer.lock:
-            self.buffer.free(keep_if_referenced)
+        with self.placement.events.span("release", self.plan.name):
+            self.wait()  # messages on their way still write into the buffer
+            self._keep_writes()
+            with self.buffer.lock:
+                self.buffer.free(keep_if_referenced)
 
     def _keep_writes(self) -> None:
         self.travel.keep_writes()

@@ -46,7 +46,7 @@ def agree_on(owner: Owner, what: str, problem: Exception | None = None, flags: S
                 )
         for rank, (_, _, text, *_) in zip(axis.ranks, said, strict=True):
             if text is not None:
-                raise RuntimeError(f"{what} of parameter '{owner.name}': rank {rank}: {text}; nothing was changed")
+                raise RuntimeError(f"rank {rank}: {text}; nothing was changed")
         found = [any(each) for each in zip(*(more for _, _, _, *more in said), strict=True)]
     return found
 

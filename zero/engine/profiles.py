@@ -17,7 +17,7 @@ from zero.engine.progress import Progress
 from zero.monitor.comms import CommsLog
 from zero.monitor.flops import FlopsProfile, matmul_rate
 from zero.monitor.step_report import Line
-from zero.monitor.taps import Taps
+from zero.monitor.taps import Taps, now
 from zero.monitor.trace import StepTrace
 from zero.optim.optimizer import ZeroOptimizer
 from zero.sizes.rates import DEVICES, REACHED
@@ -43,11 +43,14 @@ class Profiles:
         self._taps = Taps()
         self._ended = time.perf_counter()  # the last step
         section, rank = config.comms_logger, sharded.world.global_rank
-        self.comms = CommsLog(section, sharded.world, device, self._taps) if section.enabled else None
+        events, self._end_waits = sharded.world.watchdog.events, lambda: None
+        if sharded.world.native:  # else the host waits itself
+            events.clock = functools.partial(now, device)
+        self.comms = CommsLog(section, events) if section.enabled else None
         if config.wall_clock_breakdown and rank == 0 and not math.isinf(config.steps_per_print):
-            self._taps.waits(self, sharded.world, device, progress.waited)
+            self._end_waits = events.subscribe(waited=progress.waited)
         tell = None if config.zero.report is None else self._tell
-        self._trace = StepTrace(config.zero.profile, sharded, optimizer.shard_optimizer, device, self._taps, tell)
+        self._trace = StepTrace(config.zero.profile, sharded, device, self._taps, tell)
         self._flops: FlopsProfile | None = None
         if config.flops_profiler.enabled and rank == 0:
             dtype = config.autocast_dtype or config.compute_dtype
@@ -74,8 +77,9 @@ class Profiles:
         self._trace.close()
         if self._flops is not None:
             self._flops.close()
-        for each in (self, self.comms):
-            self._taps.remove(each)
+        self._end_waits()
+        if self.comms is not None:
+            self.comms.close()
 
 
 def asked(config: Config) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from zero.config import Config
 from zero.core.sharded_module import ShardedModule
 from zero.core.tensors import map_leaves
 from zero.core.torch_private import is_compiled
-from zero.core.unit import Unit
 from zero.log import logger
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.formats import ITEMSIZE
@@ -56,19 +55,20 @@ class Observed:
         self._sharded = sharded
         self._optimizer = optimizer
         self._begin = self.sent = 0
+        self._sizes = {
+            unit.plan.name: [ITEMSIZE[unit.plan.dtype] * spec.numel for spec in unit.plan.params]
+            for unit in sharded.units
+        }
 
     def __enter__(self) -> Observed:
         self._begin = self._sharded.world.watchdog.status.sent
-        for unit in self._sharded.units:
-            unit.gather = functools.partial(self._then_look, unit, unit.gather)
-            unit.reduce = functools.partial(self._then_look, unit, unit.reduce)
+        self._end = self._sharded.world.watchdog.events.subscribe(self._work)
         self._sharded.reducer.on_flush.append(self.look)
         self.look()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for unit in self._sharded.units:
-            del unit.gather, unit.reduce
+        self._end()
         self._sharded.reducer.on_flush.remove(self.look)
         self.sent = self._sharded.world.watchdog.status.sent - self._begin
 
@@ -77,13 +77,14 @@ class Observed:
         now = alive_now(self._sharded, self._optimizer)
         self.most = DeviceBytes(*map(max, self.most, now._replace(reduction=now.reduction + landing)))
 
-    def _then_look(self, unit: Unit, verb: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        sizes = [ITEMSIZE[unit.plan.dtype] * spec.numel for spec in unit.plan.params]
-        reduces = verb.__name__ == "reduce"
-        if reduces:
+    @contextlib.contextmanager
+    def _work(self, verb: str, unit: str) -> Iterator[None]:
+        sizes = self._sizes.get(unit, [0]) if verb == "reduce" else [0]
+        if verb == "reduce":
             self.look(max(sizes))  # when the largest gradient came, the messages before were there, too
-        verb(*args, **kwargs)
-        self.look(sizes[0] if reduces else 0)  # of the module that runs first the gradient comes last
+        yield
+        if verb in ("gather", "reduce"):
+            self.look(sizes[0])  # of the module that runs first the gradient comes last
 
 
 def alive_now(sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> DeviceBytes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.store import Store
 from zero.memory.streams import Streams, record_event
+from zero.watchdog.events import Events
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class StatePlacement:
     shard_store:     where the shard rests;
     host_gradients:  where the reduced gradient rests if the host computes the step; else None;
     streamed:        the device computes the step, though the state rests elsewhere;
-    queued:          and nothing that the step needs comes from a drive, so that no thread has to wait for it.
+    queued:          and nothing that the step needs comes from a drive, so that no thread has to wait for it;
+    events:          of the engine; unit: the name of this one.
     """
 
     update_device: torch.device
@@ -39,6 +42,8 @@ class StatePlacement:
     host_gradients: HostGradAccumulator | None = None
     streamed: bool = False
     queued: bool = False
+    events: Events = field(default_factory=Events)
+    unit: str = ""
 
     @property
     def updated_on_host(self) -> bool:
@@ -83,16 +88,20 @@ class StatePlacement:
         After an exception nothing is written back, so what rests elsewhere is as it was.
         """
         complete = False
-        self.state_store.acquire()
+        with self._span("wait read", self.state_store):
+            self.state_store.acquire()
         try:
-            self.shard_store.acquire(overwrite=step and self.shard_copied)
+            with self._span("wait read", self.shard_store):
+                self.shard_store.acquire(overwrite=step and self.shard_copied)
             try:
                 yield
                 complete = changed
             finally:
-                self.shard_store.write_back(complete)
+                with self._span("write", self.shard_store):
+                    self.shard_store.write_back(complete)
         finally:
-            self.state_store.write_back(complete)
+            with self._span("write", self.state_store):
+                self.state_store.write_back(complete)
 
     def publish(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> bool:
         """Copy `part` of the master's shard to the shard, where they are two; True where a stream still copies."""
@@ -109,11 +118,15 @@ class StatePlacement:
 
     def read_shard(self, shard: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
         """Start to copy the shard to `target` [n] on the current stream; returns an event after the copy."""
-        self.shard_store.acquire()
+        with self._span("wait read", self.shard_store):
+            self.shard_store.acquire()
         target.copy_(shard, non_blocking=True)
         event = record_event(target.device)
         self.shard_store.write_back(changed=False, after=event)
         return event
+
+    def _span(self, verb: str, store: Store) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if store.resident else self.events.span(verb, self.unit)
 
     def state_nbytes(self, master_shard: torch.Tensor, master_nbytes: int) -> int:
         """Bytes of a master of `master_nbytes` on the device, and of its copy of the shard."""

@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from zero.config.profile_sections import CommsLogger
-from zero.core.world import Axis
 from zero.log import logger
-from zero.monitor.taps import Stamp, Taps, ended, seconds
+from zero.monitor.taps import Stamp, ended, seconds
+from zero.watchdog.events import Events
 from zero.watchdog.rank_status import Collective
 
 # DeepSpeed's names of operations, as `prof_ops` has them, and what they are here.
@@ -52,13 +50,13 @@ class Traffic:
 class CommsLog:
     """Notes the collectives of one engine's rank from now on, and writes a table of them."""
 
-    def __init__(self, section: CommsLogger, axis: Axis, device: torch.device, taps: Taps) -> None:
+    def __init__(self, section: CommsLogger, events: Events) -> None:
         self._all, self._verbose = section.prof_all, section.verbose
         self._names = {name for each in section.prof_ops for name in _NAMES.get(each, (each,))}
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._waits: deque[tuple[Collective, Stamp, Stamp, Stamp]] = deque()  # not counted yet
         self._last: dict[tuple[str, str], tuple[int, Stamp]] = {}  # number and end, as one may be waited for in parts
-        taps.waits(self, axis, device, self._waited)
+        self.close = events.subscribe(waited=self._waited)
 
     def traffic(self, by_unit: bool = False) -> dict[str, Traffic]:
         """What was waited for so far, by operation or by unit ("" has what concerns no unit)."""

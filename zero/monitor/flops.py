@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.config.profile_sections import FlopsProfiler
 from zero.core.torch_private import backward_task
 from zero.log import logger
-from zero.monitor.taps import Stamp, Taps, forward_of, now, seconds
+from zero.monitor.taps import Stamp, Taps, now, seconds
 
 
 @dataclass
@@ -103,8 +103,8 @@ class FlopsProfile:
             self._counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
             self._counter.__enter__()
         for path, row in self.rows.items():
-            where = forward_of(self._module.get_submodule(path))
-            self._taps.replace(self, *where, functools.partial(self._followed, row))
+            module = self._module.get_submodule(path)
+            self._taps.replace(self, module, functools.partial(self._followed, row))
 
     def close(self) -> None:
         """The run ends; what was counted and not told is."""

@@ -1,31 +1,30 @@
-"""Methods of live objects replaced for a while, so that what watches an engine costs nothing while nothing watches."""
+"""The forwards of modules, replaced for a while: there is no other place that sees one run again in the backward."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.core.world import Axis
-from zero.watchdog.rank_status import Collective
-
 Stamp = float | torch.cuda.Event
 By = Callable[[Callable[..., Any]], Callable[..., Any]]
-Told = Callable[["Collective", Stamp, Stamp, Stamp], None]  # a collective, its begin, and one wait for it: begin, end
 
 
 class Taps:
-    """Replaces methods on the objects of one engine, each for somebody, who may end it at any time."""
+    """Replaces forwards of one engine's modules, each for somebody, who may end it at any time."""
 
     def __init__(self) -> None:
         # By object and name: the object, what stood there before all of us, and who has replaced it by what, in order.
         self._chains: dict[tuple[int, str], tuple[Any, Any, list[tuple[object, By]]]] = {}
 
-    def replace(self, who: object, owner: Any, name: str, by: By) -> None:
-        """Have `owner.name` be `by(owner.name)`, on this object only."""
+    def replace(self, who: object, module: nn.Module, by: By) -> None:
+        """Have the forward of a module be `by(forward)`, on this object only."""
+        self._replace(who, *_forward_of(module), by)
+
+    def _replace(self, who: object, owner: Any, name: str, by: By) -> None:
         chain = self._chains.setdefault((id(owner), name), (owner, vars(owner).get(name), []))
         chain[2].append((who, by))
         setattr(owner, name, by(getattr(owner, name)))
@@ -41,43 +40,10 @@ class Taps:
             if before is not None:
                 setattr(owner, name, before)
             for other, by in kept:
-                self.replace(other, owner, name, by)
-
-    def waits(self, who: object, axis: Axis, device: torch.device, told: Told) -> None:
-        """Call `told` after each wait for a collective of the axis's engine, on the thread that has waited.
-
-        On a GPU the stamps are events of its current stream, of which a wait takes as long as the stream stood still.
-        """
-        # Of a backend that is not the device's own the host waits itself.
-        clock = device if axis.native else torch.device("cpu")
-
-        def begun(begin: Callable[..., Collective]) -> Callable[..., Collective]:
-            def call(*args: Any, **kwargs: Any) -> Collective:
-                collective = _Begun(*begin(*args, **kwargs))
-                collective.at = now(clock)
-                return collective
-
-            return call
-
-        def waited(wait: Callable[..., None]) -> Callable[..., None]:
-            def call(works: Sequence[Any], collective: Collective, **more: Any) -> None:
-                start = now(clock)
-                wait(works, collective, **more)
-                told(collective, getattr(collective, "at", start), start, now(clock))
-
-            return call
-
-        self.replace(who, axis.watchdog, "begin", begun)
-        self.replace(who, axis.watchdog, "wait", waited)
+                self._replace(other, owner, name, by)
 
 
-class _Begun(Collective):
-    """With the stamp of its begin in `at`."""
-
-    at: Stamp
-
-
-def forward_of(module: nn.Module) -> tuple[Any, str]:
+def _forward_of(module: nn.Module) -> tuple[Any, str]:
     """Where the forward of a module is replaced, so that what `zero.recompute` runs again goes through it, too."""
     own = vars(module).get("forward")
     return (own, "inner") if hasattr(own, "inner") else (module, "forward")

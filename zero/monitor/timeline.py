@@ -14,10 +14,8 @@ import torch
 from torch.profiler import record_function
 
 from zero.core.sharded_module import ShardedModule
-from zero.core.state import State
 from zero.core.torch_private import backward_task
-from zero.core.unit import Unit
-from zero.monitor.taps import Stamp, Taps, forward_of
+from zero.monitor.taps import Stamp, Taps
 from zero.watchdog.rank_status import Collective
 
 MESSAGES = "messages"  # the stream of collectives, each from its begin until it was waited for
@@ -53,24 +51,18 @@ class Timeline:
     spans: in the order of their ends.
     """
 
-    def __init__(
-        self, sharded: ShardedModule, shard_optimizer: Any, device: torch.device, traced: bool, taps: Taps
-    ) -> None:
+    def __init__(self, sharded: ShardedModule, traced: bool, taps: Taps) -> None:
         """`traced`: name them in the trace of torch's profiler, which runs, too."""
         self.spans: list[Span] = []
         self._traced = traced
         self._taps = taps
-        self._taps.waits(self, sharded.world, device, self._waited)
-        self._taps.replace(self, sharded.world.watchdog, "call", self._call)
-        self._around(shard_optimizer, "update", lambda unit, *_, **__: f"update {unit.plan.name}")
-        for unit in sharded.units:
-            self._follow(unit)
-            if unit.plan.anchor:
-                name = functools.partial(_pass, unit.plan.anchor)
-                self._around(*forward_of(sharded.module.get_submodule(unit.plan.anchor)), name)
+        self._end = sharded.world.watchdog.events.subscribe(self._work, self._waited)
+        for name in {unit.plan.anchor for unit in sharded.units} - {""}:
+            self._taps.replace(self, sharded.module.get_submodule(name), functools.partial(self._passes, name))
 
     def stop(self) -> list[Span]:
-        """Leave the engine as it was; returns the spans."""
+        """Watch no more; returns the spans."""
+        self._end()
         self._taps.remove(self)
         return self.spans
 
@@ -83,49 +75,14 @@ class Timeline:
             finally:
                 self.spans.append(Span(threading.current_thread().name, name, start, time.perf_counter()))
 
-    def _follow(self, unit: Unit) -> None:
-        """Each verb of the unit, where it has something to do."""
-        gone = (State.SHARDED, State.REQUESTED, State.STALE)
-        placement, gradients = unit.placement, unit.gradients
-        self._verb(unit, "send", "gather", unit, lambda: unit.state in gone)
-        self._verb(unit, "settle", "wait update", unit, lambda: unit.masters.updating)
-        self._verb(unit, "release", "release", unit, lambda: unit.cut and unit.state is State.FULL)
-        if placement.shard_offloaded:
-            self._verb(unit.masters, "fill", "copy", unit)
-        if placement.shard_copied:
-            self._verb(unit.masters, "publish", "copy", unit)
-        for store in (placement.state_store, placement.shard_store):
-            if not store.resident:
-                self._verb(store, "acquire", "wait read", unit)
-                self._verb(store, "write_back", "write", unit)
-        if gradients is not None:
-            self._verb(unit, "reduce", "reduce", unit)
-            self._verb(gradients, "advance", "sum", unit, lambda: gradients.travelling)
-            self._verb(gradients, "finish", "sum", unit, lambda: gradients.travelling)
+    def _work(self, verb: str, unit: str) -> contextlib.AbstractContextManager[None]:
+        return self._span(f"{verb} {unit}".strip())
 
-    def _verb(self, owner: Any, method: str, verb: str, unit: Unit, when: Callable[[], bool] = lambda: True) -> None:
-        name = f"{verb} {unit.plan.name}"
-        self._around(owner, method, lambda *_, **__: name if when() else None)
-
-    def _around(self, owner: Any, method: str, name: Callable[..., str | None]) -> None:
-        """Record calls of `owner.method` for whose arguments there is a name."""
-
-        def by(inner: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(inner)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                span = name(*args, **kwargs)
-                with contextlib.nullcontext() if span is None else self._span(span):
-                    return inner(*args, **kwargs)
-
-            return call
-
-        self._taps.replace(self, owner, method, by)
-
-    def _call(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        @contextlib.contextmanager
-        def call(phase: Any) -> Iterator[None]:
-            with self._span(phase.value), inner(phase):
-                yield
+    def _passes(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._span(f"{'forward' if backward_task() < 0 else 'recompute'} {name}"):
+                return forward(*args, **kwargs)
 
         return call
 
@@ -134,10 +91,6 @@ class Timeline:
             name = f"{collective.direction} {collective.unit}".strip()
             self.spans.append(Span(threading.current_thread().name, f"wait {name}", start, end))
             self.spans.append(Span(MESSAGES, name, begun, end))
-
-
-def _pass(name: str, *_: Any, **__: Any) -> str:
-    return f"{'forward' if backward_task() < 0 else 'recompute'} {name}"
 
 
 def kernel_spans(events: Iterable[Any], later: float, gap: float = 20e-6) -> list[Span]:

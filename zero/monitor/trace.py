@@ -33,7 +33,6 @@ class StepTrace:
         self,
         section: Profile,
         sharded: ShardedModule,
-        shard_optimizer: Any,
         device: torch.device,
         taps: Taps,
         tell: Callable[[Mapping[str, Any]], None] | None,
@@ -44,7 +43,7 @@ class StepTrace:
         self._first, self._last = section.steps or EARLY
         self._on = self._traced or (section.steps is None and tell is not None)
         self._folder, self._tell = Path(section.dir), tell
-        self._parts = (sharded, shard_optimizer, device, self._traced, taps)
+        self._device, self._parts = device, (sharded, self._traced, taps)
         self._timeline: Timeline | None = None
         self._profiler: profile | None = None
         self._ends: list[float] = []  # of the steps; the first of them is the begin
@@ -58,7 +57,7 @@ class StepTrace:
                 self.close()
         elif self._on and self._first - 1 <= step < self._last:
             self._first = step + 1
-            self._start(*self._parts[2:4])
+            self._start(self._device, self._traced)
 
     def close(self) -> None:
         """End the recording, if one runs, and write what there is of whole steps."""
@@ -67,7 +66,7 @@ class StepTrace:
         spans, self._timeline, self._on = self._timeline.stop(), None, False
         if self._profiler is not None:
             self._profiler.stop()
-            if self._parts[2].type == "cuda":  # reading the events takes its time
+            if self._device.type == "cuda":  # reading the events takes its time
                 events = self._profiler.events()
                 mark = next(event.time_range.start for event in events if event.name == _MARK)
                 spans += kernel_spans(events, self._marked - mark / 1e6)

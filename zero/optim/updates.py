@@ -176,7 +176,8 @@ class UnitUpdater:
             changes, before = unit.masters.changes, None
             if changes is not None and not self._optimizer.marks_changes:
                 before = unit.master.shard.clone()
-            with contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad):
+            norms = contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad)
+            with norms, placement.events.span("update", unit.plan.name):
                 self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
             if before is not None:
                 mark(changes.marks(), before, unit.master.shard)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zero.errors import Parted
 from zero.watchdog.device_waits import DeviceWaits
+from zero.watchdog.events import Events
 from zero.watchdog.hang_detector import EXPLAINS, OUTLIVES, HangDetector
 from zero.watchdog.hang_report import Phase, clipped
 from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
@@ -32,6 +33,7 @@ DIRECTIONS = ("gather", "reduce", "replica gather")
 class Watchdog:
     """One per engine, known to the axes of its mesh. Without `start`, as in a world of one, it only counts.
 
+    events: what the engine does, for whoever watches it;
     units: names by index, from which the tags of messages are made;
     order: texts of the collectives begun since the last check, or None when nobody asks for their order;
     store: what ranks tell each other, None where nothing is sent.
@@ -39,6 +41,7 @@ class Watchdog:
 
     def __init__(self, rank: int = 0) -> None:
         self.status = RankStatus(rank)
+        self.events = Events()
         self.units: Sequence[str] = ()
         self.order: list[str] | None = None
         self._counting = threading.Lock()
@@ -92,6 +95,7 @@ class Watchdog:
             status.last = collective = Collective(direction, unit, status.number, sent)
         if self.order is not None:
             self.order.append(collective.text)
+        self.events.began(collective.number)
         return collective
 
     def wait(self, works: Iterable[dist.Work], collective: Collective, on_host: bool = False) -> None:
@@ -99,6 +103,10 @@ class Watchdog:
 
         Where messages end on the device it is the current stream that waits; this thread, too, if `on_host`.
         """
+        with self.events.waiting(collective):
+            self._wait(works, collective, on_host)
+
+    def _wait(self, works: Iterable[dist.Work], collective: Collective, on_host: bool) -> None:
         waiting, device = Waiting(collective, time.monotonic()), self._device
         try:
             if device is None:
@@ -136,7 +144,8 @@ class Watchdog:
             status.failing = False
             self._tell()  # before others take us for lost
         try:
-            yield
+            with self.events.span(phase.value):
+                yield
             if phase is Phase.STEP:
                 status.steps += 1
         except BaseException as error:
