@@ -211,20 +211,14 @@ class Gradients:
     def advance(self, later: int) -> None:
         """Go on with the reduction, `later` units (1 or 2) having begun theirs since."""
         if self._reduction is not None:
-            with (
-                self._placement.events.span("sum", self.plan.name),
-                self._placement.streams.reductions.before_current(),
-            ):
+            with self._adding():
                 self._reduction.advance(self.sum, later)
 
     def finish(self) -> None:
         """Wait until `shard` holds the sum."""
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
-            with (
-                self._placement.events.span("sum", self.plan.name),
-                self._placement.streams.reductions.before_current(),
-            ):
+            with self._adding():
                 reduction.finish(self.sum)
 
     @contextlib.contextmanager

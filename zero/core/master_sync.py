@@ -62,7 +62,7 @@ class MasterSync:
 
     def fill(self) -> None:
         """Start to copy the shard to its place in the full buffer, from wherever it rests, on the current stream."""
-        with self._copying(self._placement.shard_offloaded):
+        with self._span("copy", self._placement.shard_offloaded):
             self._filled = self._placement.read_shard(self.shard, self.own_part())
 
     def wait_filled(self) -> None:
@@ -88,7 +88,8 @@ class MasterSync:
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
         while (pending := self.pending) is not None:
-            wait_event(self._end_of(pending), self._buffer.full.device)
+            with self._span("wait update", self.updating):
+                wait_event(self._end_of(pending), self._buffer.full.device)
             with self._buffer.lock:
                 if self.pending is pending:  # while one thread waited, another may have begun the next update
                     self.pending = None
@@ -143,12 +144,12 @@ class MasterSync:
     def publish(self, start: int = 0, numel: int | None = None) -> None:
         """Have the shard show what was written to the master, from element `start` on."""
         part = slice(start, None if numel is None else start + numel)
-        with self._copying(self._placement.shard_copied):
+        with self._span("copy", self._placement.shard_copied):
             if self._placement.publish(self.master.shard, self.shard, part):
                 self._copied = record_event(self._buffer.full.device)
 
-    def _copying(self, copies: bool) -> contextlib.AbstractContextManager[None]:
-        return self._placement.events.span("copy", self._buffer.plan.name) if copies else contextlib.nullcontext()
+    def _span(self, verb: str, does: bool) -> contextlib.AbstractContextManager[None]:
+        return self._placement.events.span(verb, self._buffer.plan.name) if does else contextlib.nullcontext()
 
     def exact(self) -> torch.Tensor:
         """The masters of this rank's shard as fp32 [n]; to be read only."""

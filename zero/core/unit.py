@@ -335,10 +335,7 @@ class Unit:
 
     def settle(self) -> None:
         """Wait until no update of the shard runs any more; raises what it raised, and again each time."""
-        if self.masters.updating:
-            with self.placement.events.span("wait update", self.plan.name):
-                self.masters.settle()
-        elif self.masters.pending is not None:
+        if self.masters.pending is not None:
             self.masters.settle()
 
     def acquired(self, changed: bool = False, step: bool = False, in_update: bool = False) -> Any:
