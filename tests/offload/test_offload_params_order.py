@@ -15,7 +15,6 @@ import torch.distributed as dist
 from models import batch, config, make_net, step
 
 import zero
-from zero.core.state import State
 
 BLOCKS = 6
 
@@ -63,47 +62,6 @@ def test_the_next_read_starts_before_the_compute_ends(pool, tmp_path, world, sta
             name = f"read blocks.{index}"
             if name in events:
                 assert events.index(name) < events.index(f"end blocks.{index - 1}")
-
-
-def test_nothing_is_read_ahead_where_nothing_may_come_ahead(pool, tmp_path):
-    (events,) = pool.run(1, forwards, str(tmp_path), 3, None, {"stage3_prefetch_bucket_size": 0})
-    for index in range(1, BLOCKS):
-        name = f"read blocks.{index}"
-        assert name not in events or events.index(f"end blocks.{index - 1}") < events.index(name)
-
-
-def held(folder: str, slots: int) -> list[tuple[int, int, int]]:
-    """At each forward of a block: slots that wait for a use, units in memory, and units on their way to it."""
-    engine, _ = start(folder, slots, **ONE_AHEAD)
-    pool, units, seen = engine._sharded.offload.swap_files["param"].pool, engine._sharded.units, []
-
-    def look(*_: Any) -> None:
-        states = [unit.state for unit in units]
-        ahead = sum(buffer.prefetched for buffer in pool.buffers)
-        seen.append((ahead, states.count(State.FULL) + states.count(State.CONCEALED), states.count(State.GATHERING)))
-
-    for index in range(2):
-        step(engine, index)
-    for block in engine.module.blocks:
-        block.register_forward_pre_hook(look)
-    step(engine, 2)
-    with torch.no_grad():
-        engine(*batch(3, 2))
-    left = sum(buffer.prefetched for buffer in pool.buffers)
-    engine.destroy()
-    return [*seen, (left, 0, 0)]
-
-
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_reads_go_further_than_gathers(pool, tmp_path, slots):
-    """Slots in host memory fill with what comes; on the device there is the unit in use, the root's, and the next."""
-    (seen,) = pool.run(1, held, str(tmp_path), slots)
-    *during, (left, _, _) = seen
-    assert left == 0, "after an evaluation slots wait for units that nobody will use"
-    assert max(ahead for ahead, _, _ in during) <= slots
-    assert max(full + coming for _, full, coming in during) <= 3
-    if slots == 4:
-        assert max(ahead for ahead, _, _ in during) >= 2
 
 
 def unforeseen(folder: Path | str, slots: int) -> list[float]:

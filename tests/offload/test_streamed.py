@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,6 @@ import zero
 import zero.core.ratio
 import zero.core.streaming
 from zero.config import ConfigError
-from zero.memory.host_bytes import SLOTS, record_nbytes
-from zero.memory.store import Store
-from zero.memory.streamed_store import Slots, StreamedStore
-from zero.memory.streams import Streams
 from zero.memory.update_costs import UpdateRates
 
 STREAMED = {"offload_optimizer": GPU}
@@ -63,104 +58,6 @@ def engine_of(section: dict[str, Any], **more: Any) -> Any:
     world = dist.get_world_size() if dist.is_initialized() else 1
     given = config(stage, world, **{**BF16, **more}, zero_optimization={"stage": stage, **section})
     return zero.initialize(model=make_net(blocks=4, width=WIDE), config=given)[0]
-
-
-def tensors_of(engine: Any, unit: Any) -> list[torch.Tensor]:
-    moments = [tensor for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit)]
-    return [unit.master.tensor, *moments]
-
-
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_never_more_than_two_units_are_on_the_device(monkeypatch, tmp_path, device):
-    counts: list[int] = []
-
-    def counted(store: StreamedStore, act: Any) -> None:
-        act(store)
-        units = [unit for unit in engine._sharded.trained if unit.placement.state_store.attached] if engine else []
-        counts.append(len(units))
-
-    engine = None
-    for name in ("attach", "detach"):
-        act = getattr(StreamedStore, name)
-        monkeypatch.setattr(StreamedStore, name, lambda store, act=act: counted(store, act))
-    with as_on_a_gpu():
-        engine = engine_of({"offload_optimizer": {**GPU, "device": device, "nvme_path": str(tmp_path)}})
-    units, formats = engine._sharded.trained, engine._sharded.numerics.formats
-    assert len(units) > SLOTS and len({unit.plan.layout.numel for unit in units}) > 1
-    for number in range(3):
-        step(engine, number)
-        zero.utils.safe_get_full_fp32_param(engine.module.head.weight)  # beside the updates
-    engine.optimizer.settle()
-    assert 1 <= max(counts) <= SLOTS and len(counts) > 3 * 2 * len(units)
-    assert sum(tensor.numel() for unit in units for tensor in tensors_of(engine, unit)) == 0
-    sizes = [sum(record_nbytes(unit.plan, 0, 1, formats, False)) for unit in units]
-    assert engine.state_nbytes().optimizer == SLOTS * max(sizes)
-    host = engine.host_nbytes()
-    assert (host.files if device == "nvme" else host.memory) == sum(sizes), "a gradient or a copy is on the host, too"
-    assert {unit.optimizer for unit in engine.describe().units} == {"file" if device == "nvme" else "host"}
-    engine.destroy()
-
-
-def test_a_third_unit_at_once_is_an_error_not_a_wait():
-    slots = Slots(64, CPU, Streams.beside(CPU))
-    stores = [StreamedStore(Store(torch.zeros(64, dtype=torch.uint8)), f"u{i}", 64, slots) for i in range(3)]
-    values = [torch.full((16,), float(i)) for i in range(3)]
-    for store, value in zip(stores, values, strict=True):
-        store.put([value])
-    stores[0].acquire()
-    stores[0].acquire()  # nests
-    with ThreadPoolExecutor(1) as other:  # also by threads, of which any may be the last
-        other.submit(stores[0].acquire).result()
-        stores[0].write_back(changed=False)
-    stores[1].acquire()
-    assert values[0].tolist() == [0.0] * 16 and values[1].tolist() == [1.0] * 16 and values[2].numel() == 0
-    with pytest.raises(RuntimeError, match=r"unit 'u2' needs a place on the device.*update to 'host'"):
-        stores[2].acquire()
-    values[0].add_(5.0)
-    stores[0].write_back(changed=True)
-    assert values[0].numel() == 16
-    values[1].add_(5.0)
-    stores[1].write_back(changed=False)
-    with ThreadPoolExecutor(1) as other:
-        other.submit(stores[0].write_back, changed=False).result()  # what the inner use has changed is kept
-    for store, wanted in zip(stores, (5.0, 1.0, 2.0), strict=True):
-        store.acquire()
-        assert values[stores.index(store)].tolist() == [wanted] * 16
-        store.write_back(changed=False)
-
-
-def test_what_was_brought_ahead_is_there_for_its_own_unit_only(monkeypatch):
-    copied: list[str] = []
-    copy = StreamedStore._copy
-    monkeypatch.setattr(StreamedStore, "_copy", lambda store, *both: (copied.append(store._unit), copy(store, *both)))
-    slots = Slots(64, CPU, Streams.beside(CPU))
-    stores = [StreamedStore(Store(torch.zeros(64, dtype=torch.uint8)), f"u{i}", 64, slots) for i in range(3)]
-    values = [torch.full((16,), float(i)) for i in range(3)]
-    for store, value in zip(stores, values, strict=True):
-        store.put([value])
-
-    def use(at: int) -> float:
-        stores[at].acquire()
-        found = values[at][0].item()
-        values[at].add_(10)
-        stores[at].write_back(changed=True)
-        return found
-
-    for store in stores[:2] * 2:
-        store.bring()
-    assert copied[3:] == ["u0", "u1"] and all(value.numel() == 0 for value in values)
-    assert [use(at) for at in (2, 0, 1, 0)] == [2, 0, 1, 10]  # the first takes the place of one that was brought
-    assert copied[5:] == ["u2", "u2", "u0", "u0", "u1", "u0", "u0"]
-    stores[0].acquire()
-    values[0].add_(100)
-    stores[0].bring()  # it is there, and is being changed
-    assert copied[12:] == ["u0"]
-    stores[1].acquire()
-    stores[2].bring()  # there is no room
-    assert values[0][0] == 120 and values[1][0] == 11 and values[2].numel() == 0
-    for store in stores[:2]:
-        store.write_back(changed=False)
-    assert [use(at) for at in range(3)] == [20, 11, 12]  # what was not written back is forgotten
 
 
 def continued(folder: str, first: dict[str, Any], then: dict[str, Any]) -> list[torch.Tensor]:
@@ -268,8 +165,3 @@ def test_ratio_auto_leaves_room_for_what_streams(monkeypatch, tmp_path):
     units = max(count for count, _ in found)
     assert (units, 0) in found and (0, 0) in found
     assert any(0 < streamed < units for _, streamed in found), found
-
-
-def test_rates_are_measured(monkeypatch):
-    monkeypatch.setattr(zero.core.streaming, "_NBYTES", 1 << 14)
-    assert all(rate > 0 for rate in zero.core.streaming.rates(CPU))
