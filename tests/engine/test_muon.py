@@ -182,15 +182,10 @@ def test_stages_agree_in_every_format_beside_adamw(pool, kind, moments):
         assert [differences(one, ranks[0]) for one in ranks] == [[]] * 4
 
 
-def shares(number: int, rank: int) -> list[torch.Tensor]:
-    """As the oracle deals them to two ranks."""
-    return [part[2 * rank : 2 * rank + 2] for part in batch(number, 4)]
-
-
 @pytest.mark.long
 def test_a_whole_net_is_as_near_to_the_truth_as_torchs(pool):
     training = Training(2, STEPS, 1, 0.5, optimizer=Both)
-    found = scenario(pool, Model(make_net, shares), whole_net(3, "gram", "fp32"))
+    found = scenario(pool, "dealt", whole_net(3, "gram", "fp32"))
     assert near(found[0].weights, training)
 
 
