@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import multiprocessing as mp
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -79,9 +80,25 @@ def said_by(call: Callable[[], object]) -> str:
     """The type and text of the error that a call raises; "nothing" if it raises none."""
     try:
         call()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+@contextlib.contextmanager
+def listening(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """What zero says on this rank inside, from a level up, as if it had said nothing before."""
+    from zero.log import _said
+
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero").addHandler(handler)
+    _said.cache_clear()
+    try:
+        yield said
+    finally:
+        logging.getLogger("zero").removeHandler(handler)
 
 
 class Pool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from device import moved
-from models import WIDE, TiedNet, batch, config, make_net
+from models import WIDE, TiedNet, batch, config, make_net, share
 from torch import nn
 
 import zero
@@ -46,6 +46,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = 3) -> Callable[[], nn.Modu
 
 MODELS: dict[str, Model] = {
     "net": Model(make_net),  # a language model with the sizes of a toy
+    "dealt": Model(make_net, lambda number, part: share(number)),  # on what oracle.py deals to the ranks
     "wide": Model(lambda: make_net(width=WIDE)),  # matrices that are large enough for moments in 8 bits
     "tied": Model(seeded(TiedNet)),  # tied, frozen, and with a buffer
 }

@@ -5,16 +5,17 @@ In fp32 the stages must agree to the bit, and their error against plain fp64 may
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import scenario
 import torch
-import torch.distributed as dist
-from models import config
 from oracle import Training, backward, near
+from scenario import Model, Record, differences, runs, same
 from torch import nn
 
-import zero
+__all__ = ["STEPS", "Loop", "build", "check", "inputs", "one_backward", "run", "same"]
 
 STEPS = 3
 Loop = Callable[[Any, torch.Tensor, int, float], torch.Tensor]  # (model or engine, x, rank, factor of the loss) -> loss
@@ -36,29 +37,21 @@ def build(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind()
 
 
-def run(kind: Callable[[], nn.Module], loop: Loop, stage: int, section: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Train under `stage`; further keys of `zero_optimization` in `section`."""
-    model, rank = build(kind), dist.get_rank()
-    settings = config(stage, dist.get_world_size(), **more)
-    settings["zero_optimization"].update(section)
-    engine, *_ = zero.initialize(model=model, config=settings)
-    losses = []
-    for step in range(STEPS * settings["gradient_accumulation_steps"]):
-        losses.append(loop(engine, inputs(step, rank), rank, 1.0))
-        engine.step()
-    engine.destroy()
-    return {"losses": losses, "params": {name: param.detach() for name, param in model.named_parameters()}}
+def _model(kind: Callable[[], nn.Module]) -> Model:
+    return Model(functools.partial(build, kind), _inputs)
 
 
-def run_all(kind: Callable[[], nn.Module], loop: Loop, section: dict[str, Any], more: dict[str, Any]) -> list[Any]:
-    """`run` under all stages."""
-    return [run(kind, loop, stage, section, **more) for stage in range(4)]
+def _inputs(number: int, part: int) -> tuple[torch.Tensor, int]:
+    return inputs(number, part), part
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs have bitwise the same losses and parameters."""
-    losses = all(torch.equal(a, b) for a, b in zip(one["losses"], other["losses"], strict=True))
-    return losses and all(torch.equal(one["params"][name], other["params"][name]) for name in one["params"])
+def _under(loop: Loop, engine: Any, number: int, args: tuple[torch.Tensor, int]) -> torch.Tensor:
+    return loop(engine, *args, 1.0)
+
+
+def run(kind: Callable[[], nn.Module], loop: Loop, stage: int, section: dict[str, Any]) -> Record:
+    """Train under `stage` on this rank; further keys of `zero_optimization` in `section`."""
+    return scenario.run(_model(kind), {"stage": stage, "section": section}, STEPS, loop=functools.partial(_under, loop))
 
 
 def check(
@@ -77,8 +70,10 @@ def check(
 
     training = Training(2, STEPS, accumulation, build=lambda: build(kind), micro=micro)
     # Where micro-batches add up before they are reduced, sums have another order than where they do not.
-    more = {"accumulation": accumulation, "zero": {"reduce_every_micro_batch": True}}
-    for rank, stages in enumerate(pool.run(2, run_all, kind, loop, section or {}, more)):
-        assert near(stages[0]["params"], training), f"rank {rank}"
-        for stage in (1, 2, 3):
-            assert same(stages[0], stages[stage]), f"stage {stage} on rank {rank}"
+    json = {"accumulation": accumulation, "section": section or {}, "zero": {"reduce_every_micro_batch": True}}
+    how = {"steps": STEPS, "loop": functools.partial(_under, loop)}
+    cases = [((_model(kind), {"stage": stage, **json}), how) for stage in range(4)]
+    for rank, stages in enumerate(pool.run(2, runs, cases)):
+        assert near(stages[0].weights, training), f"rank {rank}"
+        for stage, record in enumerate(stages):
+            assert not differences(record, stages[0]), f"stage {stage} on rank {rank}"

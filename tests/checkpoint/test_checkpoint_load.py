@@ -85,42 +85,6 @@ def test_whole_parameters_are_read_or_sent_alike(pool: Any, tmp_path: Path, stag
     pool.run(2, both_ways, tmp_path, stage, more)
 
 
-def converted(folder: Path) -> None:
-    """In another precision values are rounded where they belong, and sent."""
-    saved(folder, engine_of(Small(), stage=2)).destroy()
-    engine = engine_of(Small(), stage=2, **BF16)
-    assert messages(engine, folder, False) == len(engine._sharded.units)
-    engine.destroy()
-
-
-def test_what_is_converted_is_sent(pool: Any, tmp_path: Path) -> None:
-    pool.run(2, converted, tmp_path)
-
-
-def broken(folder: Path) -> None:
-    """A bad byte that one rank alone reads: both raise, nobody waits for a message, and a whole one repairs it."""
-    engine = engine_of(Small(), stage=2)
-    train(engine)
-    engine.save_checkpoint(folder, tag="good")
-    wanted = held(engine)
-    engine.save_checkpoint(folder, tag="bad")
-    if dist.get_rank() == 0:
-        (path,) = (folder / "bad").glob("moments-00001-*")
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    dist.barrier()
-    with pytest.raises(ValueError, match="are not what was saved"):
-        engine.load_checkpoint(folder, tag="bad")
-    engine.load_checkpoint(folder, tag="good")
-    assert_equal(held(engine), wanted)
-    engine.destroy()
-
-
-def test_a_failure_of_one_rank_leaves_none_waiting(pool: Any, tmp_path: Path) -> None:
-    pool.run(2, broken, tmp_path)
-
-
 class Seeing(torch.nn.Identity):
     """Its state beside the buffers is a tensor."""
 

@@ -280,13 +280,3 @@ def test_where_names_differ_between_ranks_that_of_rank_0_is_taken(pool: Pool, tm
     wanted = ["save_checkpoint(): tag", "save_checkpoint(): save_dir", "save_16bit_model()", "save_pretrained()"]
     assert [text[: len(start)] for text, start in zip(first, wanted, strict=mode == "")] == ([] if mode else wanted)
     assert all("; that of rank 0 is taken, now and later" in text for text in first)
-
-
-def test_a_file_system_that_syncs_no_folders_is_no_error() -> None:
-    handle = os.open("/proc", os.O_RDONLY)
-    with pytest.raises(OSError, match="Invalid argument"):
-        os.fsync(handle)
-    os.close(handle)
-    folders.sync(Path("/proc"))
-    with pytest.raises(FileNotFoundError):
-        folders.sync(Path("/nothing"))

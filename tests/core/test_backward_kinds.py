@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
 from matrix_models import Base, Extra
-from models import Block, config
+from models import Block
+from oracle import backward
+from scenario import settings
 from stages import build, check, inputs, one_backward
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -43,22 +44,35 @@ class Reentrant(Blocks):
 
 
 class NotReentrant(Blocks):
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+    """Every block, with further options of `checkpoint`."""
 
+    early_stop = True
+    options: ClassVar[dict[str, Any]] = {}
 
-class NoEarlyStop(Blocks):
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        with set_checkpoint_early_stop(False):
+        with set_checkpoint_early_stop(self.early_stop):
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=False, **self.options)
         return x
+
+
+class NoEarlyStop(NotReentrant):
+    early_stop = False
+
+
+def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(NotReentrant):
+    """What matrices give is kept, the rest is recomputed."""
+
+    options: ClassVar[dict[str, Any]] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
 
 
 class Nested(Blocks):
-    """Blocks recomputed inside of what is recomputed, both kinds in each other."""
+    """Two blocks in one go, of which one is recomputed again inside, both kinds in each other."""
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         def outer(y: torch.Tensor, kind: bool) -> torch.Tensor:
@@ -67,14 +81,6 @@ class Nested(Blocks):
 
         x = checkpoint(outer, x.detach().requires_grad_(), True, use_reentrant=True)
         return checkpoint(outer, x, False, use_reentrant=False)
-
-
-class Several(Blocks):
-    """Several blocks in one go, of both kinds."""
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint_sequential(list(self.blocks[:2]), 1, x.detach().requires_grad_(), use_reentrant=True)
-        return checkpoint(lambda y: self.blocks[3](self.blocks[2](y)), x, use_reentrant=False)
 
 
 class Parts(Blocks):
@@ -111,20 +117,6 @@ class Wrapped(Blocks):
             self.blocks[index] = checkpoint_wrapper(self.blocks[index], checkpoint_impl=kinds[index % 2])
 
 
-class Selective(Blocks):
-    """What matrices give is kept, the rest is recomputed."""
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            kept = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-        return x
-
-
 class TwiceReentrant(Blocks):
     """A block recomputed twice, and a third time not; a gradient comes after its unit was complete."""
 
@@ -148,43 +140,33 @@ class TwiceOnOneRank(Blocks):
         return self.head(self.blocks[3](self.blocks[2](x))).square().mean()
 
 
-KINDS = [
-    *(Reentrant, NotReentrant, NoEarlyStop, Nested, Several, Parts, PartsOfBlocks, Wrapped, Selective),
-    *(TwiceReentrant, TwiceOnOneRank),
-]
+KINDS = [Reentrant, NoEarlyStop, Nested, PartsOfBlocks, TwiceOnOneRank]
+MORE = [NotReentrant, Parts, Wrapped, Selective, TwiceReentrant]
 
 
-@pytest.mark.parametrize("kind", [*KINDS[::2], *longer(*KINDS[1::2])], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*KINDS, *longer(*MORE)], ids=lambda kind: kind.__name__)
 def test_checkpointing(pool, kind):
     check(pool, kind)
 
 
-@pytest.mark.parametrize("kind", [Reentrant, TwiceOnOneRank], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [TwiceOnOneRank, *longer(Reentrant)], ids=lambda kind: kind.__name__)
 def test_checkpointing_with_accumulation(pool, kind):
     check(pool, kind, accumulation=2)
 
 
-def whole(reentrant: bool, model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
+def whole_reentrant(model: Any, x: torch.Tensor, rank: int, factor: float, reentrant: bool = True) -> torch.Tensor:
     """The whole model recomputed, twice in one loss."""
     x = x.requires_grad_()
     loss = checkpoint(model, x, rank, use_reentrant=reentrant)
-    loss = loss + checkpoint(model, x * 2, rank, use_reentrant=reentrant)
-    (loss * factor).backward()
-    return loss.detach()
-
-
-def whole_reentrant(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    return whole(True, model, x, rank, factor)
+    return backward(loss + checkpoint(model, x * 2, rank, use_reentrant=reentrant), factor)
 
 
 def whole_not_reentrant(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    return whole(False, model, x, rank, factor)
+    return whole_reentrant(model, x, rank, factor, False)
 
 
 def several_forwards(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    loss = model(x, rank) + model(x * 2, rank) * model(x - 1, rank)
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(model(x, rank) + model(x * 2, rank) * model(x - 1, rank), factor)
 
 
 def in_between(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -206,8 +188,7 @@ def in_between(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.T
 def retained(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
     loss = model(x, rank) / 2
     (loss * factor).backward(retain_graph=True)
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(loss, factor)
 
 
 def for_inputs(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -224,9 +205,7 @@ def penalty(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
     x = x.requires_grad_()
     loss = model(x, rank)
     (direction,) = torch.autograd.grad(loss, x, create_graph=True)
-    loss = loss + model(x * 2, rank) + direction.square().sum()
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(loss + model(x * 2, rank) + direction.square().sum(), factor)
 
 
 def for_parameters(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -238,9 +217,7 @@ def for_parameters(model: Any, x: torch.Tensor, rank: int, factor: float) -> tor
     only = torch.autograd.grad(part * 2, next(iter(params.values())))
     loss = loss * (1 + sum(grad.abs().mean() for grad in (*(body.values() if by is params else body), *only)))
     grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-    loss = loss + sum(grad.square().sum() for grad in grads)
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(loss + sum(grad.square().sum() for grad in grads), factor)
 
 
 def one_by_one(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -263,9 +240,7 @@ def weights(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
     loss = model(x, rank) + 1e-2 * term
     with zero.GatheredParameters(params[3:]):
         late = sum(param.detach().cos() @ param.pow(3) for param in params[3:] if param.dim() == 1)
-    loss = loss + late if rank == 1 else loss
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(loss + late if rank == 1 else loss, factor)
 
 
 def adapted(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -277,8 +252,7 @@ def adapted(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
         moved = [param - 0.1 * grad for param, grad in zip(params, grads, strict=True)]
         values = dict(zip(names, moved, strict=True))
         loss = torch.func.functional_call(inner, values, (x * 2, rank))
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(loss, factor)
 
 
 def transformed(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -294,8 +268,7 @@ def transformed(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.
         found = [torch.func.grad(call)(own, x), torch.func.vmap(torch.func.grad(call), (None, 0))(params, x[:, None])]
     loss = 1 + sum(grad.detach().square().sum() for grads in found for grad in grads.values())
     loss = loss * (model(x, rank) + torch.func.grad(lambda x: model(x, rank))(x).square().sum())
-    (loss * factor).backward()
-    return loss.detach()
+    return backward(loss, factor)
 
 
 def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -308,59 +281,38 @@ def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
     return one_backward(model, x, rank, factor)
 
 
-LOOPS = [
-    *(whole_reentrant, whole_not_reentrant, several_forwards, in_between, retained, for_inputs),
-    *(penalty, for_parameters, one_by_one, weights, adapted, transformed, growing),
-]
+LOOPS = [whole_reentrant, several_forwards, retained, penalty, one_by_one, adapted, growing]
+MORE_LOOPS = [whole_not_reentrant, in_between, for_inputs, for_parameters, weights, transformed]
 
 
-@pytest.mark.parametrize("loop", [*LOOPS[::2], *longer(*LOOPS[1::2])], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [*LOOPS, *longer(*MORE_LOOPS)], ids=lambda loop: loop.__name__)
 def test_loop(pool, loop):
     check(pool, Blocks, loop)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "loop"),
-    [(Reentrant, one_backward), (Nested, one_backward), (Blocks, whole_reentrant)],
-    ids=lambda each: each.__name__,
-)
-def test_a_backward_ends_once_with_the_outermost(kind, loop):
-    """How many times the end of a backward was seen in one, by stage."""
-    rank, found = dist.get_rank(), []
-    for stage in range(4):
-        engine, *_ = zero.initialize(model=build(kind), config=config(stage, 2))
-        reducer = engine._sharded.reducer
-        loop(engine, inputs(0, rank), rank, 1.0)
-        found.append(reducer.rounds)
-        assert not reducer.open
-        engine.destroy()
-    assert found == [1, 1, 1, 1]
-
-
-def most_alive(kind: type[nn.Module]) -> int:
+def most_alive(kinds: list[type[nn.Module]]) -> dict[str, int]:
     """The most blocks that are whole at once while gradients land, in the third step."""
-    engine, *_ = zero.initialize(
-        model=build(kind),
-        config={**config(3, 2), "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1}},
-    )
-    rank, most = dist.get_rank(), 0
-    units = [unit for unit in engine._sharded.units if unit.plan.name.startswith("blocks")]
+    rank, most = dist.get_rank(), {}
+    for kind in kinds:
+        engine, *_ = zero.initialize(
+            model=build(kind), config=settings(3, 2, section={"stage3_prefetch_bucket_size": 1})
+        )
 
-    def look(param: nn.Parameter) -> None:
-        nonlocal most
-        most = max(most, sum(unit.full.untyped_storage().nbytes() > 0 for unit in units))
+        def look(param: nn.Parameter, engine: Any = engine, name: str = kind.__name__) -> None:
+            units = engine.describe().units
+            whole = sum(unit.name.startswith("blocks") and unit.state != "sharded" for unit in units)
+            most[name] = max(most.get(name, 0), whole)
 
-    for step in range(3):
-        if step == 2:
-            for param in engine.module.parameters():
-                param.register_post_accumulate_grad_hook(look)
-        engine.backward(engine(inputs(step, rank), rank))
-        engine.step()
-    engine.destroy()
+        for step in range(3):
+            if step == 2:
+                for param in engine.module.parameters():
+                    param.register_post_accumulate_grad_hook(look)
+            engine.backward(engine(inputs(step, rank), rank))
+            engine.step()
+        engine.destroy()
     return most
 
 
-@pytest.mark.parametrize("kind", [Blocks, Reentrant, NotReentrant, PartsOfBlocks], ids=lambda kind: kind.__name__)
-def test_blocks_are_released_as_their_gradients_land(pool, kind):
-    assert all(most <= 3 for most in pool.run(2, most_alive, kind))
+def test_blocks_are_released_as_their_gradients_land(pool):
+    for most in pool.run(2, most_alive, [Blocks, Reentrant, NotReentrant, PartsOfBlocks]):
+        assert len(most) == 4 and all(1 <= count <= 3 for count in most.values()), most

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from alive import alive, only_new
 from marks import longer
-from models import batch, config, make_net, share
+from models import batch, config, make_net, share, step
+from ranks import said_by
+from scenario import settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,36 +31,13 @@ from zero.engine.deepspeed_getters import DeepSpeedGetters
 BF16 = {"bf16": {"enabled": True}}
 
 
-def one_micro_step(engine: Any, number: int) -> None:
-    engine.backward(engine(*share(number)))
-    engine.step()
-
-
-def at_once(engine: Any) -> None:
-    pass
-
-
-def between_steps(engine: Any) -> None:
-    for number in range(4):
-        one_micro_step(engine, number)
-
-
-def in_a_window(engine: Any) -> None:
-    for number in range(3):
-        one_micro_step(engine, number)
-
-
-def before_the_step(engine: Any) -> None:
-    engine.backward(engine(*share(0)))
-
-
-def after_a_forward(engine: Any) -> None:
-    between_steps(engine)
-    engine(*share(0))
+def steps(engine: Any, count: int = 4) -> None:
+    for number in range(count):
+        step(engine, number)
 
 
 def after_an_exception(engine: Any) -> None:
-    between_steps(engine)
+    steps(engine)
     handle = engine.module.blocks[1].norm.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine(*share(0))
@@ -67,24 +46,28 @@ def after_an_exception(engine: Any) -> None:
 
 def after_a_plain_backward_raised(engine: Any) -> None:
     """The engine has not seen it yet."""
-    between_steps(engine)
+    steps(engine)
     x = engine.module.embed(torch.tensor([[1, 2]]))
     x.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.module.head(engine.module.blocks[1](x)).sum().backward()
 
 
-MOMENTS = [
-    *(at_once, between_steps, in_a_window, before_the_step),
-    *(after_a_forward, after_an_exception, after_a_plain_backward_raised),
-]
+MOMENTS: dict[str, Callable[[Any], Any]] = {
+    "in a window": lambda engine: steps(engine, 3),
+    "after a plain backward raised": after_a_plain_backward_raised,
+    "at once": lambda engine: None,
+    "between steps": steps,
+    "before the step": lambda engine: engine.backward(engine(*share(0))),
+    "after a forward": lambda engine: (steps(engine), engine(*share(0))),
+    "after an exception": after_an_exception,
+}
 
 
 def make(stage: int, net: nn.Module, **more: Any) -> tuple[Any, ...]:
-    data = TensorDataset(*batch(0, 8))
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    settings = config(stage, 2, accumulation=2, scheduler=schedule, **more)
-    return zero.initialize(model=net, config=settings, training_data=data)
+    json = settings(stage, 2, accumulation=2, scheduler=schedule, **more)
+    return zero.initialize(model=net, config=json, training_data=TensorDataset(*batch(0, 8)))
 
 
 def hooks_of(net: nn.Module) -> int:
@@ -97,90 +80,63 @@ def hooks_of(net: nn.Module) -> int:
 
 
 @only_new()
-def leftovers(stage: int, moment: Callable[[Any], None], more: dict[str, Any]) -> dict[str, Any]:
+def leftovers(stage: int, moment: str, more: dict[str, Any]) -> dict[str, Any]:
     """What is still there after an engine that was destroyed at `moment`."""
     net = make_net()
     if more:
         net.to(torch.bfloat16)  # as the engine leaves it
     before = alive()
     made = make(stage, net, **more)
-    moment(made[0])
-    engine = made[0]
-    engine.destroy()
-    engine.destroy()
+    MOMENTS[moment](made[0])
+    made[0].destroy()
+    made[0].destroy()
+    held = alive()
     dead = [weakref.ref(item) for item in made]
-    del made, engine
+    del made
     after = alive()
     return {
+        "held": held.nbytes - before.nbytes < 2000,  # the loader's data, and generators
         "alive": [type(ref()).__name__ for ref in dead if ref() is not None],
         "tensors": after.tensors - before.tensors,
         "nbytes": after.nbytes - before.nbytes,
         "ours": sorted(set(after.ours) - set(before.ours)),
         "hooks": hooks_of(net),
         "classes": {type(param) for param in net.parameters()} == {nn.Parameter},
-        "owners": any(hasattr(param, "_zero_owner") for param in net.parameters()),
         "separate": len({param.untyped_storage().data_ptr() for param in net.parameters()}),
-        "params": len(list(net.parameters())),
     }
 
 
-def all_moments(stage: int) -> list[tuple[str, dict[str, Any]]]:
+def all_moments(stage: int) -> dict[str, dict[str, Any]]:
     for more in (BF16, {}):  # imports, and what is made once for the process, such as defaults of sections left out
-        leftovers(stage, in_a_window, more)
-    moments = MOMENTS if stage in (0, 3) else [in_a_window, after_a_plain_backward_raised]
-    found = [(moment.__name__, leftovers(stage, moment, {})) for moment in moments]
-    return [*found, ("bf16", leftovers(stage, in_a_window, BF16))]
+        leftovers(stage, "in a window", more)
+    moments = list(MOMENTS) if stage in (0, 3) else list(MOMENTS)[:2]
+    return {moment: leftovers(stage, moment, {}) for moment in moments} | {"16": leftovers(stage, moments[0], BF16)}
 
 
 @pytest.mark.parametrize("stage", [3, *longer(0, 1, 2)])
 def test_nothing_is_left(pool, stage):
+    """Nor do engine, optimizer and loader keep any state while the user still holds them."""
+    wanted = {"held": True, "alive": [], "tensors": 0, "nbytes": 0, "ours": [], "hooks": 0, "classes": True}
+    wanted |= {"separate": len(list(make_net().parameters()))}
     for rank, cases in enumerate(pool.run(2, all_moments, stage)):
-        for name, found in cases:
-            wanted = {"alive": [], "tensors": 0, "nbytes": 0, "ours": [], "hooks": 0, "classes": True, "owners": False}
-            wanted |= {"separate": found["params"], "params": found["params"]}
+        for name, found in cases.items():
             assert found == wanted, f"rank {rank}, {name}"
-
-
-@only_new()
-def state_kept_by_the_optimizer(stage: int) -> tuple[int, int]:
-    """Tensors alive beyond those of the module while the user still holds all that `initialize` returned."""
-    net = make_net()
-    before = alive()
-    made = make(stage, net)
-    between_steps(made[0])
-    made[0].destroy()
-    after = alive()
-    return after.tensors - before.tensors, after.nbytes - before.nbytes
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_destroyed_engine_that_is_still_held_keeps_no_state(pool, stage):
-    for tensors, nbytes in pool.run(2, state_kept_by_the_optimizer, stage):
-        assert tensors <= 8  # the loader's data, and generators
-        assert nbytes < 2000
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
 def test_a_second_engine_trains_the_same(stage):
     """A second engine on the same module trains as one on a module that never had an engine."""
-    moment = after_an_exception
     losses = []
     for used in (True, False):
         net = make_net()
         if used:
-            start = {name: value.clone() for name, value in net.state_dict().items()}
-            made = make(stage, net)
-            moment(made[0])
-            made[0].destroy()
-            net.load_state_dict(start)
+            engine = make(stage, net)[0]
+            after_an_exception(engine)
+            engine.destroy()
+            net.load_state_dict(make_net().state_dict())
         engine = make(stage, net)[0]
-        losses.append([])
-        for number in range(6):
-            loss = engine(*share(number))
-            engine.backward(loss)
-            engine.step()
-            losses[-1].append(loss.item())
+        losses.append([step(engine, number).item() for number in range(6)])
         engine.destroy()
     assert losses[0] == losses[1]
 
@@ -219,8 +175,8 @@ def test_a_destroyed_engine_says_so_whatever_it_is_asked(more):
 
 
 @only_new()
-def dropped(stage: int) -> dict[str, Any]:
-    """Engine and module are let go without `destroy()`."""
+def dropped(stage: int, with_module: bool) -> dict[str, Any]:
+    """What is still there after an engine, and maybe its module, were let go without `destroy()`."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -228,97 +184,73 @@ def dropped(stage: int) -> dict[str, Any]:
     net = make_net()
     made = make(stage, net)
     logging.getLogger("zero").addHandler(handler)
-    in_a_window(made[0])
-    dead = [weakref.ref(made[0]), weakref.ref(net), *(weakref.ref(unit) for unit in made[0]._sharded.units)]
-    del made, net
+    steps(made[0], 3)
+    dead = [weakref.ref(each) for each in (*made[:2], made[1].shard_optimizer, *([net] if with_module else []))]
+    del made
+    if with_module:
+        del net
     after = alive()
     logging.getLogger("zero").removeHandler(handler)
+    gone = all(ref() is None for ref in dead)
     return {
-        "alive": [type(ref()).__name__ for ref in dead if ref() is not None],
-        "tensors": after.tensors - before.tensors,
+        "gone": gone,
+        "tensors": (after.tensors - before.tensors) * with_module,
         "said": said,
-        "garbage": len(gc.garbage),
+        "garbage": gc.garbage,
     }
 
 
-@pytest.mark.parametrize("stage", [2, 3, *longer(0, 1)])
-def test_an_engine_that_is_dropped_is_collected_too(pool, stage):
-    for found in pool.run(2, dropped, stage):
-        assert found == {"alive": [], "tensors": 0, "said": [], "garbage": 0}
-
-
-@only_new()
-def engine_only(stage: int) -> bool:
-    """The engine is let go, its module is kept: whether the engine, the optimizer and its moments are gone."""
-    net = make_net()
-    made = make(stage, net)
-    between_steps(made[0])
-    rule = made[1].shard_optimizer
-    dead = [weakref.ref(made[0]), weakref.ref(made[1]), weakref.ref(rule)]
-    del made, rule
-    alive()
-    return all(ref() is None for ref in dead)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_module_does_not_keep_its_engine(pool, stage):
-    assert pool.run(2, engine_only, stage) == [True, True]
+@pytest.mark.parametrize(
+    ("stage", "with_module"), [(2, True), (3, True), (1, False), (3, False), *longer((0, True), (1, True))]
+)
+def test_an_engine_that_is_dropped_is_collected_too(pool, stage, with_module):
+    """A module does not keep its engine."""
+    for found in pool.run(2, dropped, stage, with_module):
+        assert found == {"gone": True, "tensors": 0, "said": [], "garbage": []}
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 DROPPED = [
-    *((stage, {}, {}) for stage in (0, 3)),
-    (1, OFFLOAD, {}),
-    *longer((1, {}, {}), (2, {}, {}), (3, OFFLOAD, {}), (3, {"stage3_param_persistence_threshold": 10**6}, BF16)),
+    *((stage, {}, "fp32") for stage in (0, 3)),
+    (1, OFFLOAD, "fp32"),
+    *longer((1, {}, "fp32"), (2, {}, "fp32"), (3, OFFLOAD, "fp32")),
+    *longer((3, {"stage3_param_persistence_threshold": 10**6}, "bf16")),
 ]
 
 
-def dropped_between(stage: int, section: dict[str, Any], more: dict[str, Any], drop: bool) -> dict[str, Any]:
-    """The losses of two engines on one module, of which the first was dropped, or destroyed; and what it has left."""
+def dropped_between(json: dict[str, Any], drop: bool) -> tuple[list[float], list[torch.Tensor], str]:
+    """The losses of two engines on one module, of which the first was dropped, or destroyed; and what was said."""
     net, losses, said = make_net(), [], ""
-    settings = config(stage, 2, **{"zero_optimization": {"stage": stage, **section}, **more})
+    section = json["zero_optimization"]
+    cut = section["stage"] == 3 or "offload_optimizer" in section
     for index in range(2):
-        engine, optimizer, *_ = zero.initialize(model=net, config=settings)
-        for number in range(3):
-            loss = engine(*share(3 * index + number))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        engine, optimizer, *_ = zero.initialize(model=net, config=json)
+        losses += [step(engine, 3 * index + number).item() for number in range(3)]
         if not drop or index:
             engine.destroy()
         elif dist.get_rank() == 0:
             engine.__dict__["circle"] = [engine]  # such as a trainer object is; the other rank's is in none
-            del engine, loss
+            del engine
             gc.collect()
         dist.barrier()
-        if drop and not index and stage == 3:  # one rank holds its engine still
-            try:
-                zero.initialize(model=net, config=settings)
-            except RuntimeError as error:
-                said = str(error)
-        engine = loss = None
+        if drop and not index and section["stage"] == 3:  # one rank holds its engine still
+            said = said_by(lambda: zero.initialize(model=net, config=json))
+        engine = None
         gc.collect()
-        if not index:
-            plain = not any(hasattr(param, "_zero_owner") for param in net.parameters()) and hooks_of(net) == 0
-            with pytest.raises(RuntimeError, match="not attached to an engine"):
-                optimizer.step()
-    values = [param.detach().float() for param in net.parameters()]
-    return {"losses": losses, "values": values, "plain": plain, "said": said}
+        assert cut or hooks_of(net) == 0, "given back at once"
+        with pytest.raises(RuntimeError, match="not attached to an engine"):
+            optimizer.step()
+    return losses, [param.detach().float() for param in net.parameters()], said
 
 
-def dropped_or_destroyed(*case: Any) -> tuple[bool, bool, str]:
-    ours, wanted = dropped_between(*case, True), dropped_between(*case, False)
-    same = ours["losses"] == wanted["losses"] and all(map(torch.equal, ours["values"], wanted["values"]))
-    return same, ours["plain"], ours["said"]
-
-
-@pytest.mark.parametrize(("stage", "section", "more"), DROPPED)
-def test_an_engine_that_was_dropped_gives_its_parameters_back(pool, stage, section, more):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "section", "precision"), DROPPED)
+def test_an_engine_that_was_dropped_gives_its_parameters_back(stage, section, precision):
     """At once where they are whole and settled; where they are cut, or updates run, to the next `initialize`."""
-    for same, plain, said in pool.run(2, dropped_or_destroyed, stage, section, more):
-        assert same
-        assert plain == (stage < 3 and not section)
-        assert ("of an engine that was dropped" in said) == (stage == 3), said
+    json = settings(stage, 2, section=section, precision=precision)
+    (losses, values, said), (wanted, destroyed, _) = (dropped_between(json, drop) for drop in (True, False))
+    assert losses == wanted and all(map(torch.equal, values, destroyed))
+    assert ("of an engine that was dropped" in said) == (stage == 3), said
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -331,5 +263,4 @@ def test_a_parameter_that_was_swapped_away_does_not_stop_it(stage):
     with pytest.raises(RuntimeError, match=r"parameter 'norm.weight' .* its .grad was assigned"):
         engine.step()
     engine.destroy()
-    assert net.norm.weight.eq(0).all()
-    assert not any(hasattr(param, "_zero_owner") for param in net.parameters())
+    assert net.norm.weight.eq(0).all() and hooks_of(net) == 0

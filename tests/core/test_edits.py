@@ -2,118 +2,91 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from marks import each_once
-from masters import exact, part
-from models import batch, config, make_net
+from models import config, make_net
+from scenario import Record, differences, run
 from torch import nn
 
 import zero
+from zero.utils import safe_get_full_fp32_param
 
 FILLED, COPIED, LATE = "blocks.1.up.weight", "embed.weight", "head.bias"
 
 
-def step(engine: Any, index: int) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    share = 6 // world
-    tokens, targets = batch(index, 6)
-    part = slice(share * rank, share * (rank + 1))
-    engine.backward(engine(tokens[part], targets[part]))
-    engine.step()
-
-
-def start(stage: int, master: str) -> Any:
-    """An engine after two steps: no master is what its parameter says any more. `master` "" computes in fp32."""
-    world = dist.get_world_size()
+def trained(stage: int, master: str, **more: Any) -> Record:
+    """After two steps no master is what its parameter says any more. `master` "" computes in fp32."""
     params = {"lr": 1e-2, "weight_decay": 0.1, "zero": {"master": master or "fp32"}}
-    settings = config(
-        stage, world, micro=6 // world, bf16={"enabled": bool(master)}, optimizer={"type": "AdamW", "params": params}
-    )
-    engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
-    for index in range(2):
-        step(engine, index)
-    return engine
+    json = {"stage": stage, "precision": "bf16" if master else "fp32", "optimizer": {"type": "AdamW", "params": params}}
+    return run("net", json, **{"steps": 2, **more})
+
+
+def exact(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
 
 
 def write(engine: Any) -> dict[str, torch.Tensor]:
-    """Edit three parameters as users do; returns the values that must be exact, in fp32."""
-    net = engine.module
-    filled, copied, late = map(net.get_parameter, (FILLED, COPIED, LATE))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad(), zero.GatheredParameters([filled, copied, late], modifier_rank=0):
-        nn.init.normal_(filled, generator=generator)
+    """Edit three parameters as users do, where they are cut inside of a block; the values that must be exact."""
+    params = {name: engine.module.get_parameter(name) for name in (FILLED, COPIED, LATE)}
+    filled, copied, late = params.values()
+    cut = engine.zero_optimization_stage() == 3
+    with torch.no_grad(), zero.GatheredParameters(params.values(), modifier_rank=0, enabled=cut):
+        nn.init.normal_(filled, generator=torch.Generator().manual_seed(3))
         copied[1:3].copy_(torch.full_like(copied[1:3], 0.3))
         late.add_(0.1)
-    with zero.GatheredParameters([filled, copied, late]):
-        return {name: net.get_parameter(name).detach().float().clone() for name in (FILLED, COPIED, LATE)}
+    with zero.GatheredParameters(params.values()):
+        return {name: param.detach().float().clone() for name, param in params.items()}
 
 
-def write_in_place(engine: Any) -> dict[str, torch.Tensor]:
-    """The same edits without asking us; only where parameters are not cut."""
-    net = engine.module
-    generator = torch.Generator().manual_seed(3)
-    nn.init.normal_(net.get_parameter(FILLED), generator=generator)
-    with torch.no_grad():
-        net.get_parameter(COPIED)[1:3].copy_(torch.full_like(net.get_parameter(COPIED)[1:3], 0.3))
-        net.get_parameter(LATE).add_(0.1)
-    return {name: net.get_parameter(name).detach().float().clone() for name in (FILLED, COPIED, LATE)}
-
-
-def edited(stage: int, master: str, look: bool) -> dict[str, Any]:
-    """Two steps, edits, two steps; with `look`, masters are read between, which must not matter."""
-    engine = start(stage, master)
-    before = exact(engine)
-    cut = engine._sharded.units[0].cut
-    wanted = write(engine) if cut else write_in_place(engine)
-    right = True
-    if look:
-        for name, value in exact(engine).items():
-            now = part(engine, name, wanted[name]) if name in wanted else before[name]
-            right = right and torch.equal(value, now)
-    for index in (2, 3):
-        step(engine, index)
-    engine.destroy()
-    return {"right": right, "params": {name: param.detach() for name, param in engine.module.named_parameters()}}
+def edited_before_the_third(look: bool, engine: Any, number: int, args: Any) -> torch.Tensor:
+    """With `look`, masters are read around the edits, which must not matter."""
+    if number == 2:
+        before = exact(engine) if look else {}
+        wanted = before | write(engine)
+        assert not look or all(torch.equal(value, wanted[name]) for name, value in exact(engine).items())
+    engine.backward(loss := engine(*args))
+    return loss
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world", "masters"), each_once([2, 1], [("fp32", "remainder"), ("",)]))
 def test_an_edit_is_exact_and_the_next_step_begins_there(world, masters):
-    found = [edited(stage, master, look) for stage in range(4) for master in masters for look in (True, False)]
-    assert all(run["right"] for run in found)
-    for run in found[1:]:
-        assert all(torch.equal(value, found[0]["params"][name]) for name, value in run["params"].items())
+    loops = [functools.partial(edited_before_the_third, look) for look in (True, False)]
+    first, *others = [
+        trained(stage, master, steps=4, loop=loop) for stage in range(4) for master in masters for loop in loops
+    ]
+    assert not any(differences(found, first, "weights") for found in others)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "master"), each_once([0, 1, 2], ["fp32", "remainder"]))
 def test_a_loaded_state_dict_is_exact(stage, master):
-    engine = start(stage, master)
-    values = {name: value.bfloat16() for name, value in make_net(seed=9, blocks=2).state_dict().items()}
-    engine.module.load_state_dict(values)
-    found = [torch.equal(value, part(engine, name, values[name].float())) for name, value in exact(engine).items()]
-    assert found
-    assert all(found)
+    values = {name: value.bfloat16() for name, value in make_net(seed=9).state_dict().items()}
+
+    def loaded(engine: Any) -> bool:
+        engine.module.load_state_dict(values)
+        return all(torch.equal(value, values[name].float()) for name, value in exact(engine).items())
+
+    assert trained(stage, master, keep=loaded).seen == [True]
 
 
-def through_data(master: str) -> tuple[float, float]:
+def through_data(engine: Any) -> tuple[float, float]:
     """How far the master is from what was written through `.data`, and from what it was before."""
-    engine = start(1, master)
     before = exact(engine)[LATE]
     engine.module.get_parameter(LATE).data.fill_(3.0)
     now = exact(engine)[LATE]
     return (now - 3.0).abs().max().item(), (now - before).abs().max().item()
 
 
-def test_writes_through_data_are_seen_by_remainders_only(pool):
+@pytest.mark.ranks(1)
+def test_writes_through_data_are_seen_by_remainders_only():
     """As the documentation says: `.data` goes around the counters that we look at."""
-    (near, _), *_ = pool.run(1, through_data, "remainder")
+    (near, _), (_, moved) = (trained(1, master, keep=through_data).seen[0] for master in ("remainder", "fp32"))
     assert near <= 2**-7  # half a bf16 step at 3
-    (_, moved), *_ = pool.run(1, through_data, "fp32")
     assert moved == 0.0
 
 

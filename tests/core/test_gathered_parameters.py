@@ -3,202 +3,152 @@ exact value, what nobody wrote keeps its exact master, and no rank is left waiti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from masters import exact, part
-from models import batch, config, make_net, share, step
+from models import config, make_net, step
+from ranks import said_by
+from scenario import differences, run, settings
 from torch import nn
 
 import zero
-from zero.core.owner import is_released, owner_of
+from zero.core.owner import is_released
+from zero.utils import safe_get_full_fp32_param
 
 ONE, TWO, THREE = "blocks.1.up.weight", "embed.weight", "head.bias"
 MASTERS = ("", "fp32", "remainder")  # "": computes in fp32
+OPEN = zero.GatheredParameters
 
 
 def start(stage: int = 3, master: str = "fp32") -> Any:
     """An engine after two steps, so that masters are not what their parameters say."""
-    world = dist.get_world_size()
-    params = {"lr": 1e-2, "zero": {"master": master or "fp32"}}
-    settings = config(
-        stage, world, micro=2, bf16={"enabled": bool(master)}, optimizer={"type": "AdamW", "params": params}
-    )
-    engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "zero": {"master": master or "fp32"}}}
+    made = settings(stage, dist.get_world_size(), precision="bf16" if master else "fp32", optimizer=optimizer)
+    engine, *_ = zero.initialize(model=make_net(blocks=2), config=made)
     for index in range(2):
         step(engine, index)
     return engine
 
 
-def masters_kept(stage: int, master: str) -> list[bool]:
-    """Rank 1 opens three parameters, writes one, and one element of another past the version counter."""
-    engine = start(stage, master)
-    net, before = engine.module, exact(engine)
-    one, two, three = map(net.get_parameter, (ONE, TWO, THREE))
-    with torch.no_grad(), zero.GatheredParameters([one, two, three], modifier_rank=1):
-        if dist.get_rank() == 1:
-            two.copy_(two * 1)  # the same 16 bits: a write all the same
-            three.data[3] = 7.0
-        numel = three.numel()
-    now = exact(engine)
-    with zero.GatheredParameters([two, three]):
-        wanted_two, wanted_three = two.detach().float().clone(), three.detach().float().clone()
-    untouched = [torch.equal(now[name], value) for name, value in before.items() if name not in (TWO, THREE)]
-    right = [torch.equal(now[TWO], part(engine, TWO, wanted_two)) if TWO in now else True, wanted_three[3] == 7.0]
-    if THREE in now:
-        changed = part(engine, THREE, torch.arange(numel) == 3)
-        right.append(torch.equal(now[THREE][~changed], before[THREE][~changed]))
-        right.append(bool((now[THREE][changed] == 7.0).all()))
+def value(*params: nn.Parameter) -> list[float]:
+    with OPEN(params):
+        return torch.cat([param.float().flatten() for param in params]).unique().tolist()
+
+
+def goes_on(engine: Any) -> None:
+    step(engine, 2)
     engine.destroy()
-    return [*untouched, *map(bool, right)]
 
 
 @pytest.mark.ranks(2)
-def test_what_was_not_written_keeps_its_exact_master():
-    found = {f"{stage} {master}": masters_kept(stage, master) for stage in (0, 2, 3) for master in MASTERS}
-    for case, right in found.items():
-        assert all(right), case
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_was_not_written_keeps_its_exact_master(stage):
+    """Rank 1 opens three parameters, writes one, and one element of another past the version counter."""
+    for master in MASTERS:
+        engine = start(stage, master)
+        net = engine.module
+        one, two, three = map(net.get_parameter, (ONE, TWO, THREE))
+        wanted = {name: safe_get_full_fp32_param(param).clone() for name, param in net.named_parameters()}
+        with torch.no_grad(), OPEN([one, two, three], modifier_rank=1):
+            if dist.get_rank() == 1:
+                two.copy_(two * 1)  # the same 16 bits: a write all the same
+                three.data[3] = 7.0
+        with OPEN([two, three]):
+            wanted[TWO], wanted[THREE][3] = two.detach().float().clone(), 7.0
+        for name, param in net.named_parameters():
+            assert torch.equal(safe_get_full_fp32_param(param), wanted[name]), f"{master} {name}"
+        engine.destroy()
 
 
-def given(kind: str, net: nn.Module, extra: nn.Parameter) -> Any:
-    return {
-        "one": net.get_parameter(ONE),
-        "list": [net.get_parameter(ONE)],
-        "twice, unsorted": [net.get_parameter(ONE), net.get_parameter(TWO), net.get_parameter(ONE)],
-        "generator": (param for param in net.parameters()),
-        "mixed with plain ones": [extra, net.get_parameter(ONE)],
-        "empty": [],
-        "plain only": (extra,),
-    }[kind]
-
-
-KINDS = ("one", "list", "twice, unsorted", "generator", "mixed with plain ones", "empty", "plain only")
-
-
-def of_every_kind() -> dict[str, list[bool]]:
+@pytest.mark.ranks(2)
+def test_what_may_be_given():
     engine = start()
-    net, found = engine.module, {}
-    extra = nn.Parameter(torch.ones(2))
-    for kind in KINDS:
-        before = [name for name, param in net.named_parameters() if not is_released(param)]
-        with zero.GatheredParameters(given(kind, net, extra)):
-            wanted = given(kind, net, extra)
-            opened = [wanted] if isinstance(wanted, torch.Tensor) else list(wanted)
-            whole = [not is_released(param) and bool(torch.isfinite(param).all()) for param in opened]
-        after = [name for name, param in net.named_parameters() if not is_released(param)]
-        found[kind] = [*whole, before == after == []]
-    with zero.GatheredParameters(net.parameters(), enabled=False):
-        found["disabled"] = [is_released(param) for param in net.parameters()]
+    net, extra = engine.module, nn.Parameter(torch.ones(2))
+    one, two = net.get_parameter(ONE), net.get_parameter(TWO)
+    for given in (one, [one], [one, two, one], list(net.parameters()), [extra, one], [], (extra,)):
+        opened = [given] if isinstance(given, torch.Tensor) else given
+        with OPEN(given if len(opened) < 5 else net.parameters()):  # a generator
+            assert all(not is_released(param) and param.isfinite().all() for param in opened)
+        assert all(map(is_released, net.parameters())) and not is_released(extra)
+    with OPEN(net.parameters(), enabled=False):
+        assert all(map(is_released, net.parameters()))
     engine.destroy()
-    return found
-
-
-def test_what_may_be_given(pool):
-    for found in pool.run(2, of_every_kind):
-        for kind, right in found.items():
-            assert all(right), kind
 
 
 @pytest.mark.ranks(2)
 def test_nested_blocks_lose_no_write():
     engine = start()
     param, other = engine.module.get_parameter(ONE), engine.module.get_parameter(TWO)
-    rank, found = dist.get_rank(), {}
-
-    def value(of: nn.Parameter = param) -> list[float]:
-        with zero.GatheredParameters(of):
-            return of.float().unique().tolist()
-
-    with zero.GatheredParameters([param, other]):
-        with zero.GatheredParameters(param):
-            found["read in read"] = not is_released(param)
-        found["still open"] = not is_released(param)
-        with torch.no_grad(), zero.GatheredParameters([other, param], modifier_rank=1):
+    rank = dist.get_rank()
+    with OPEN([param, other]):
+        with OPEN(param):
+            assert not is_released(param)
+        assert not is_released(param)
+        with torch.no_grad(), OPEN([other, param], modifier_rank=1):
             param.fill_(2.0 + rank)
-        found["seen by the outer"] = param.float().unique().tolist()
-    found["write in read"] = value()
-    with torch.no_grad(), zero.GatheredParameters(param, modifier_rank=0):
+        assert param.float().unique().tolist() == [3.0], "seen by the outer one"
+    assert value(param) == [3.0]
+    with torch.no_grad(), OPEN(param, modifier_rank=0):
         param.fill_(5.0 + rank)
-        with zero.GatheredParameters(param):
+        with OPEN(param):
             param[0] = 4.0  # belongs to the block around
-        with zero.GatheredParameters(param, modifier_rank=1):
+        with OPEN(param, modifier_rank=1):
             param[1] = 8.0 + rank
         param[2] = 10.0 + rank
-    found["write in write"] = value()
-    try:
-        with torch.no_grad(), zero.GatheredParameters(param):
-            with zero.GatheredParameters(param, modifier_rank=0):
-                param.fill_(1.0)
-            param.fill_(3.0)
-    except RuntimeError as error:
-        found["lost"] = str(error)
-    found["kept"] = value()
-    found["released"] = is_released(param) and is_released(other)
-    engine.destroy()
-    assert found["read in read"]
-    assert found["still open"]
-    assert found["seen by the outer"] == found["write in read"] == [3.0]
-    assert found["write in write"] == [4.0, 6.0, 9.0, 10.0]  # rank 1's on leaving its block, rank 0's after
-    assert found["lost"] == (
+    assert value(param) == [4.0, 6.0, 9.0, 10.0]  # rank 1's on leaving its block, rank 0's after
+    with pytest.raises(RuntimeError) as lost, torch.no_grad(), OPEN(param):
+        with OPEN(param, modifier_rank=0):
+            param.fill_(1.0)
+        param.fill_(3.0)
+    assert str(lost.value) == (
         f"['{ONE}'] changed inside GatheredParameters without modifier_rank, so the change would be lost; "
         "pass modifier_rank=0 to keep rank 0's values"
     )
-    assert found["kept"] == [1.0]
-    assert found["released"]
+    assert value(param) == [1.0]
+    assert is_released(param) and is_released(other)
+    engine.destroy()
 
 
 @pytest.mark.ranks(2)
 def test_parameters_that_are_whole_already():
     """Blocks in a forward, when parameters are whole already, stay out of its way."""
-    engine = start()
-    param, found = engine.module.get_parameter(ONE), {}
+    engine, seen = start(), []
+    param = engine.module.get_parameter(ONE)
 
     def inside(module: nn.Module, args: Any, output: Any) -> None:
-        with zero.GatheredParameters(module.weight):
+        with OPEN(module.weight):
             pass
-        found["whole"] = not is_released(param)
+        seen.append(is_released(param))
 
-    handle = engine.module.blocks[1].up.register_forward_hook(inside)
-    tokens, targets = batch(0, 2)
-    engine.backward(engine(tokens, targets))
-    engine.step()
-    handle.remove()
-    found["released"] = is_released(param)
+    engine.module.blocks[1].up.register_forward_hook(inside)
+    step(engine, 2)
+    assert seen == [False] and is_released(param)
     engine.destroy()
-    assert found == {"whole": True, "released": True}
 
 
-def raising(stage: int, rank: int) -> tuple[str, list[float], bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exception_on_one_rank_leaves_nobody_waiting(stage):
     """One rank raises inside of a block that writes; all leave, and the engine goes on."""
-    engine = start(stage)
-    param, said = engine.module.get_parameter(ONE), ""
-    try:
-        with torch.no_grad(), zero.GatheredParameters(param, modifier_rank=1):
-            param.fill_(2.0 + dist.get_rank())
-            if dist.get_rank() == rank:
-                raise KeyError("mine")
-    except KeyError as error:
-        said = str(error)
-    with zero.GatheredParameters(param):
-        values = param.float().unique().tolist()
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
-    engine.destroy()
-    return said, values, bool(torch.isfinite(param).all())
-
-
-def raising_everywhere() -> list[Any]:
-    return [raising(stage, rank) for stage in (1, 3) for rank in (0, 1)]
-
-
-def test_an_exception_on_one_rank_leaves_nobody_waiting(pool):
-    first, second = pool.run(2, raising_everywhere)
-    assert [said for said, _, _ in first] == ["'mine'", ""] * 2
-    assert [said for said, _, _ in second] == ["", "'mine'"] * 2
-    assert all(values == [3.0] and finite for _, values, finite in first + second)
+    engine, rank = start(stage), dist.get_rank()
+    param = engine.module.get_parameter(ONE)
+    for raises in (0, 1):
+        said = ""
+        try:
+            with torch.no_grad(), OPEN(param, modifier_rank=1):
+                param.fill_(2.0 + rank + raises)
+                if rank == raises:
+                    raise KeyError("mine")
+        except KeyError as error:
+            said = str(error)
+        assert said == ("'mine'" if rank == raises else "")
+        assert value(param) == [3.0 + raises]
+    goes_on(engine)
+    assert param.isfinite().all()
 
 
 REPLACEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -209,41 +159,31 @@ REPLACEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def replacing() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for stage in (1, 3):
-        engine = start(stage)
-        param = engine.module.get_parameter(ONE)
-        shape, dtype = param.shape, param.dtype
-        for name, change in REPLACEMENTS.items():
-            said = ""
-            try:
-                with zero.GatheredParameters(param, modifier_rank=1):
-                    if dist.get_rank() == 1:
-                        param.data = change(param.data)
-            except RuntimeError as error:
-                said = str(error)
-            with zero.GatheredParameters(param):
-                kept = (param.shape, param.dtype) == (shape, dtype)
-                found[f"{stage} {name}"] = (said, kept, bool((param == 3.0).all()))
-            with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
-                param.fill_(1.0)
-        engine.backward(engine(*batch(0, 2)))
-        engine.step()
-        engine.destroy()
-    return found
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_may_be_replaced_by_its_like_only(stage):
+    engine, rank = start(stage), dist.get_rank()
+    param = engine.module.get_parameter(ONE)
+    shape, dtype = param.shape, param.dtype
 
+    def replace(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with OPEN(param, modifier_rank=1):
+            if rank == 1:
+                param.data = change(param.data)
 
-def test_data_may_be_replaced_by_its_like_only(pool):
-    for rank, found in enumerate(pool.run(2, replacing)):
-        for case, (said, kept, taken) in found.items():
-            assert kept, case
-            fits = case.split(" ", 1)[1] in ("same shape", "transposed memory")
-            assert taken == fits, case
-            assert (said == "") == fits, case
-            if said:
-                assert said.startswith(f"['{ONE}']: the data of these parameters was replaced"), case
-                assert ("(25, 12)" in said) == (rank == 1), case
+    for name, change in REPLACEMENTS.items():
+        said = said_by(functools.partial(replace, change))
+        with OPEN(param):
+            assert (param.shape, param.dtype) == (shape, dtype), name
+            taken = bool((param == 3.0).all())
+        fits = name in ("same shape", "transposed memory")
+        assert (taken, said == "nothing") == (fits, fits), name
+        if not fits:
+            assert said.startswith(f"RuntimeError: ['{ONE}']: the data of these parameters was replaced"), name
+            assert ("(25, 12)" in said) == (rank == 1), name
+        with OPEN(param, modifier_rank=0), torch.no_grad():
+            param.fill_(1.0)
+    goes_on(engine)
 
 
 @pytest.mark.ranks(2)
@@ -277,113 +217,79 @@ def test_what_a_graph_reads_is_kept_until_it_changes():
     assert list(found.values()) == [True] * 4, found
 
 
-def refused() -> list[str]:
+@pytest.mark.ranks(2)
+def test_what_is_refused_before_anybody_waits():
     engine = start()
-    params, said = list(engine.module.parameters()), []
-    for given, ways in (
-        (params, {"modifier_rank": 2}),
-        ([], {"modifier_rank": -1}),
-        (params, {"modifier_rank": True}),
-        (params, {"modifier_rank": "0"}),
-        (engine.module, {}),
-        ([params], {}),
-        (None, {}),
+    params = list(engine.module.parameters())
+    rank = "ValueError: GatheredParameters(modifier_rank=...): got {}; wanted a rank from 0 to 1, or None"
+    wanted = "ValueError: GatheredParameters(params=...): got {}; wanted parameters"
+    for given, ways, text in (
+        (params, {"modifier_rank": 2}, rank.format("2")),
+        ([], {"modifier_rank": -1}, rank.format("-1")),
+        (params, {"modifier_rank": True}, rank.format("True")),
+        (params, {"modifier_rank": "0"}, rank.format("'0'")),
+        (engine.module, {}, wanted.format("Net") + ", like module.parameters()"),
+        ([params], {}, wanted.format("a list among them")),
+        (None, {}, wanted.format("NoneType") + ", like module.parameters()"),
     ):
-        try:
-            with zero.GatheredParameters(given, **ways):
-                said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
+        assert said_by(lambda given=given, ways=ways: OPEN(given, **ways).__enter__()) == text
     engine.destroy()
-    return said
-
-
-def test_what_is_refused_before_anybody_waits(pool):
-    for said in pool.run(2, refused):
-        rank = "GatheredParameters(modifier_rank=...): got {}; wanted a rank from 0 to 1, or None"
-        params = "GatheredParameters(params=...): got {}; wanted parameters"
-        assert said == [
-            *(rank.format(value) for value in ("2", "-1", "True", "'0'")),
-            params.format("Net") + ", like module.parameters()",
-            params.format("a list among them"),
-            params.format("NoneType") + ", like module.parameters()",
-        ]
 
 
 @pytest.mark.ranks(2)
 def test_a_built_model_can_be_read_and_loaded():
     """The same blocks on a model that no engine has yet."""
+    rank = dist.get_rank()
     with zero.Init():
         model = make_net()
-        with zero.GatheredParameters(model.head.weight, modifier_rank=1), torch.no_grad():
-            model.head.weight.fill_(2.0 + dist.get_rank())
-        with zero.GatheredParameters(model.embed.weight, modifier_rank=1), torch.no_grad():
-            model.embed.weight.fill_(4.0 + dist.get_rank())  # written as modifier 1; rank 0's if written without
-    found = {}
-    with zero.GatheredParameters([*model.parameters(), None]):  # the bias of a layer that has none
-        found["inside"] = [param.unique().tolist() for param in (model.head.weight, model.embed.weight)]
+        for param, number in ((model.head.weight, 2.0), (model.embed.weight, 4.0)):
+            with OPEN(param, modifier_rank=1), torch.no_grad():
+                param.fill_(number + rank)
+    with OPEN([*model.parameters(), None]):  # the bias of a layer that has none
+        assert [param.unique().tolist() for param in (model.head.weight, model.embed.weight)] == [[3.0], [5.0]]
     values = make_net(seed=9).state_dict()
-    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
-        if dist.get_rank() == 0:
+    with OPEN(model.parameters(), modifier_rank=0):
+        if rank == 0:
             model.load_state_dict(values)
-    with zero.GatheredParameters(model.parameters()):
-        found["loaded"] = all(torch.equal(param, values[name]) for name, param in model.named_parameters())
-    try:
-        with zero.GatheredParameters(model.head.weight), torch.no_grad():
-            model.head.weight.zero_()
-    except RuntimeError as error:
-        found["lost"] = str(error)
-    found["released"] = all(map(is_released, model.parameters()))
-    assert found["inside"] == [[3.0], [5.0]]
-    assert found["loaded"]
-    assert found["lost"].startswith("['head.weight'] changed inside GatheredParameters without modifier_rank")
-    assert found["released"]
+    with OPEN(model.parameters()):
+        assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
+    lost = r"\['head.weight'\] changed inside GatheredParameters without modifier_rank"
+    with pytest.raises(RuntimeError, match=lost), OPEN(model.head.weight), torch.no_grad():
+        model.head.weight.zero_()
+    assert all(map(is_released, model.parameters()))
 
 
 def test_without_ranks():
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 1))
     param = engine.module.get_parameter(ONE)
-    with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+    with OPEN(param, modifier_rank=0), torch.no_grad():
         param.fill_(2.0)
     with pytest.raises(ValueError, match="wanted a rank from 0 to 0"):
-        zero.GatheredParameters(param, modifier_rank=1)
-    assert owner_of(param).unit.exact().eq(2.0).sum() >= param.numel()
+        OPEN(param, modifier_rank=1)
+    assert safe_get_full_fp32_param(param).eq(2.0).all()
 
 
-def train_and_step_inside(alone: bool, disturbed: bool, **more: Any) -> tuple[list[torch.Tensor], list[str]]:
-    """Weights after three steps and what was said; `disturbed`: each step is tried inside the block first."""
-    rank, said = dist.get_rank(), []
-    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2, zero_optimization={"stage": 3, **more}))
+def tried_inside(alone: bool, said: list[str], engine: Any, number: int, args: Any) -> torch.Tensor:
+    """Backward, and each step is tried inside a block first."""
+    engine.backward(loss := engine(*args))
     last = engine.module.get_parameter(THREE if alone else "blocks.2.up.weight")
-    for index in range(3):
-        engine.backward(engine(*share(index)))
-        if disturbed:
-            with zero.GatheredParameters([last] if rank == 0 or not alone else []):
-                try:
-                    engine.step()
-                except RuntimeError as error:
-                    said.append(str(error))
-        engine.step()
-    assert engine.global_steps == 3
-    engine.destroy()
-    return [param.detach() for param in engine.module.parameters()], said
-
-
-def steps_inside(alone: bool, more: dict[str, Any]) -> tuple[bool, list[str]]:
-    weights, said = train_and_step_inside(alone, True, **more)
-    return all(map(torch.equal, weights, train_and_step_inside(alone, False, **more)[0])), said
+    with OPEN([last] if dist.get_rank() == 0 or not alone else []):
+        said.append(said_by(engine.step))
+    return loss
 
 
 WHOLE = {"stage3_param_persistence_threshold": 10**6}
 
 
-@pytest.mark.parametrize("more", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("section", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
 @pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "rank 0 alone"])
-def test_a_step_inside_changes_nothing_and_works_outside(pool, alone, more):
+def test_a_step_inside_changes_nothing_and_works_outside(alone, section):
     """One rank can be inside alone where the parameters stay whole; the other raises, too."""
-    for rank, (same, said) in enumerate(pool.run(2, steps_inside, alone, {**more, **(WHOLE if alone else {})})):
-        here = "" if alone and rank else f"; here ['{'<root>' if alone else 'blocks.2'}']"
-        who = "rank 0" if alone else "ranks 0, 1"
-        text = f"step() while GatheredParameters holds parameters open ({who}{here}); step outside of it"
-        assert said == [text] * 3
-        assert same
+    json, said = {"stage": 3, "section": {**section, **(WHOLE if alone else {})}}, []
+    found = run("net", json, loop=functools.partial(tried_inside, alone, said))
+    here = "" if alone and dist.get_rank() else f"; here ['{'<root>' if alone else 'blocks.2'}']"
+    who = "rank 0" if alone else "ranks 0, 1"
+    text = f"HeldOpen: step() while GatheredParameters holds parameters open ({who}{here}); step outside of it"
+    assert said == [text] * 3
+    assert found.steps == 3 and not differences(found, run("net", json))

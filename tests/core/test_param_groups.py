@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from closeness import allowed, error, twice
-from models import batch, config, make_net, share
+from models import batch, config, make_net, step
 from oracle import Training, backward, exact, limits, train
 from torch import nn
 
@@ -38,21 +37,15 @@ def change(groups: list[dict[str, Any]], step: int) -> None:
 
 def engine_run(stage: int, client: bool, dtype: torch.dtype) -> list[torch.Tensor]:
     """`client`: the user's own optimizer, whose own groups are changed, not the engine's."""
-    world = dist.get_world_size()
     net = make_net(blocks=2)
     net.embed.to(dtype)  # a model of two dtypes under compute fp32 keeps both
-    settings = config(stage, world)
-    given: dict[str, Any] = {"model_parameters": groups_of(net)}
-    groups = None
-    if client:
-        optimizer = adamw_of_groups(net)
-        given, groups = {"optimizer": optimizer}, optimizer.param_groups
     net.embed.register_forward_hook(lambda module, args, output: output.float())
-    engine = zero.initialize(model=net, config=settings, **given)[0]
-    for step in range(4):
-        change(engine.optimizer.param_groups if groups is None else groups, step)
-        engine.backward(engine(*share(step)))
-        engine.step()
+    own = adamw_of_groups(net)
+    given = {"optimizer": own} if client else {"model_parameters": groups_of(net)}
+    engine = zero.initialize(model=net, config=config(stage, 2), **given)[0]
+    for number in range(4):
+        change((own if client else engine.optimizer).param_groups, number)
+        step(engine, number)
     engine.destroy()
     return [param.detach().clone() for param in net.parameters()]
 
@@ -61,9 +54,13 @@ def micro(half: bool) -> Any:
     """With `half` the embedding is read, and its gradient made, in bf16; its master stays as it is."""
 
     def run(net: Any, number: int, rank: int, world: int, factor: float) -> torch.Tensor:
-        tokens, targets = batch(number, 2 * world)
+        tokens, targets = (each[2 * rank : 2 * rank + 2] for each in batch(number, 2 * world))
         embed = net.embed.weight.bfloat16() if half else net.embed.weight
-        return backward(net_loss(net, embed, tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]), factor)
+        x = nn.functional.embedding(tokens, embed).to(net.head.weight.dtype)
+        for block in net.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(net.head(net.norm(x)).flatten(0, 1), targets.flatten())
+        return backward(loss, factor)
 
     return run
 
@@ -72,18 +69,8 @@ def adamw_of_groups(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups_of(net), lr=1e-2, weight_decay=0.1)
 
 
-def net_loss(net: nn.Module, embed: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The Net's forward with the weight `embed`, with its loss in the dtype of the net."""
-    x = nn.functional.embedding(tokens, embed).to(net.head.weight.dtype)
-    for block in net.blocks:
-        x = block(x)
-    return nn.functional.cross_entropy(net.head(net.norm(x)).flatten(0, 1), targets.flatten())
-
-
-def all_runs(client: bool) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-    runs = [engine_run(stage, client, torch.float32) for stage in range(4)]
-    mixed = [engine_run(stage, client, torch.bfloat16) for stage in range(4)]
-    return runs, mixed
+def all_runs(client: bool) -> list[list[list[torch.Tensor]]]:
+    return [[engine_run(stage, client, dtype) for stage in range(4)] for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["json", "client"])
@@ -99,14 +86,10 @@ def test_groups_keep_their_settings_and_take_new_ones(pool, client):
     truth = list(exact(training).params.values())
     limit_half = allowed(truth, *twice(lambda: train(training._replace(micro=micro(True)), "fp32").params.values()))
     for runs, mixed in pool.run(2, all_runs, client):
-        for run in runs:
-            assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+        for same in (runs, mixed):
+            assert all(all(map(torch.equal, run, same[0])) for run in same)
         assert error(runs[0], truth) <= limits(training, "fp32")[1]
-        for run in mixed:
-            assert all(torch.equal(a, b) for a, b in zip(run, mixed[0], strict=True))
-        dtypes = [param.dtype for param in mixed[0]]
-        assert dtypes[0] == torch.bfloat16
-        assert set(dtypes[1:]) == {torch.float32}
+        assert [param.dtype for param in mixed[0]] == [torch.bfloat16, *[torch.float32] * (len(truth) - 1)]
         assert error(mixed[0][1:], truth[1:]) <= limit_half
 
 
@@ -127,19 +110,19 @@ def test_groups_that_are_empty_or_frozen_are_left_out():
     client = torch.optim.SGD([{"params": []}, {"params": net.parameters(), "lr": 0.25}], lr=1.0)
     engine = zero.initialize(model=net, optimizer=client, config=config(0, 1))[0]
     assert engine.get_lr() == [0.25]
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
+    step(engine, 0)
     assert engine.was_step_applied()
 
 
 def test_what_shards_cannot_do_is_said():
     engine = zero.initialize(model=make_net(), config=config(0, 1))[0]
+    optimizer = engine.optimizer
     with pytest.raises(RuntimeError, match=r"add_param_group\(\): the parameters are cut into units"):
-        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(RuntimeError, match=r"optimizer.state_dict\(\): each rank has a shard"):
-        engine.optimizer.state_dict()
+        optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"optimizer.load_state_dict\(\): each rank has a shard"):
-        engine.optimizer.load_state_dict({})
+        optimizer.load_state_dict({})
 
 
 def test_rates_and_attributes_that_users_read():
@@ -151,7 +134,6 @@ def test_rates_and_attributes_that_users_read():
     ranks = (engine.get_data_parallel_rank(), engine.get_model_parallel_rank(), engine.get_tensor_parallel_rank())
     assert ranks == (0, 0, 0)
     assert engine.param_names[engine.module.head.bias] == "head.bias"
-    for step in range(4):
-        engine.backward(engine(*batch(step, 2)))
-        engine.step()
+    for number in range(4):
+        step(engine, number)
     assert engine.gas_boundary_ctr == 2

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import Net, config, make_net
-from stages import one_backward, run, same
-from test_lifetime import LATER_BACKWARD, LATER_FORWARD, Recorder, step
-from torch import nn
+import torch.distributed as dist
+from models import make_net, step
+from scenario import runs, same, settings
 
 import zero
-from zero.plan.memory import alive_nbytes
-from zero.plan.order import Limits
-from zero.plan.sharding import Sharding
 
-BLOCK, ROOT = 661, 449  # elements of the units of make_net(blocks=2)
+UNITS = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+ROOT, BLOCK = 449, 661  # their elements
 P = "stage3_prefetch_bucket_size"
 LIVE = "stage3_max_live_parameters"
 REUSE = "stage3_max_reuse_distance"
@@ -25,92 +22,77 @@ WHOLE = "stage3_param_persistence_threshold"
 IN_ALL = "stage3_model_persistence_threshold"
 
 
-def verbs(section: dict[str, int]) -> tuple[list[str], bool]:
-    """Verbs of the third step, and whether the bytes of parameters at rest are those that planning tells."""
-    settings = config(3, 2)
-    settings["zero_optimization"].update(section)
+class Seen(NamedTuple):
+    """Of the third step: gathers begun when each block computes first, and gathers of each unit; and bytes at rest."""
+
+    begun: list[int]
+    gathers: list[int]
+    resting: int
+    planned: int
+
+
+def seen(section: dict[str, int]) -> Seen:
+    logger = {"enabled": True, "prof_all": False, "prof_ops": ["gather"]}
+    json = settings({"stage": 3, "section": section, "comms_logger": logger}, 2)
+    planned = zero.estimate(make_net(), json, 2).configured.device.parameters
+    engine: Any = zero.initialize(model=make_net(), config=json)[0]
+    sent, begun, send = 0, [], dist.isend
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return send(*args, **kwargs)
+
+    for index in range(2):
+        step(engine, index)
+    before = Counter({name: each.count for name, each in engine.log_comms_summary(by_unit=True).items()})
+    for block in engine.module.blocks:
+        block.norm.register_forward_pre_hook(lambda *_: begun.append(sent))
     with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
-        recorder = Recorder(patch)
-        for index in range(3):
-            recorder.take()
-            step(engine, index)
-    plans = [unit.plan for unit in engine._sharded.units]
-    limits = Limits(whole=section.get(WHOLE, 0), whole_in_all=section.get(IN_ALL, sys.maxsize))
-    planned = alive_nbytes(plans, Sharding.of_stage(3), 2, limits=limits).parameters
-    found = recorder.take()[0], engine.state_nbytes().parameters == planned
-    assert [sum(spec.numel for spec in unit.plan.params) for unit in engine._sharded.units] == [ROOT, BLOCK, BLOCK]
+        patch.setattr(dist, "isend", count)
+        step(engine, 2)
+    after = {name: each.count for name, each in engine.log_comms_summary(by_unit=True).items()}
+    found = Seen(begun, [after[name] - before[name] for name in UNITS], engine.state_nbytes().parameters, planned)
     engine.destroy()
     return found
 
 
-def test_without_a_bucket_nothing_is_fetched_ahead(pool):
-    for found, _ in pool.run(2, verbs, {P: 0}):
-        for index, verb in enumerate(found):
-            if verb.startswith("gather"):
-                assert found[index + 1] == verb.replace("gather", "wait")
-
-
-def test_a_bucket_holds_one_unit_at_least(pool):
-    for section in ({P: 1}, {P: 2 * BLOCK - 1}):
-        for found, _ in pool.run(2, verbs, section):
-            assert found == [*LATER_FORWARD, *LATER_BACKWARD]
-
-
-def test_as_many_units_as_fit_are_fetched_ahead(pool):
-    for section in ({P: 2 * BLOCK}, {}):
-        for found, _ in pool.run(2, verbs, section):
-            assert found[:4] == ["gather <root>", "wait <root>", "gather blocks.0", "gather blocks.1"]
-
-
-def test_nothing_is_fetched_ahead_beyond_the_limit_of_what_is_live(pool):
-    for found, _ in pool.run(2, verbs, {LIVE: ROOT + 2 * BLOCK - 1}):
-        assert found[:4] == ["gather <root>", "wait <root>", "gather blocks.0", "wait blocks.0"]
-    assert pool.run(2, verbs, {LIVE: ROOT + BLOCK - 1}) == pool.run(2, verbs, {P: 0})
-
-
-def test_a_unit_that_is_used_again_soon_stays(pool):
-    for found, _ in pool.run(2, verbs, {REUSE: 10**9}):
-        for unit in ("<root>", "blocks.0", "blocks.1"):
-            assert [verb for verb in found if verb.endswith(unit)] == [
-                *(f"gather {unit}", f"wait {unit}", f"release {unit}", f"reduce {unit}")
-            ]
-    # Between its uses lie the root, whose own unit is used once more, and for the first block the second one twice.
-    for found, _ in pool.run(2, verbs, {REUSE: ROOT}):
-        assert [found.count(f"gather {unit}") for unit in ("<root>", "blocks.0", "blocks.1")] == [1, 2, 1]
+@pytest.mark.parametrize(
+    ("section", "begun"),
+    [
+        ({P: 0}, [2, 3, 4]),  # none ahead
+        ({P: 1}, [3, 4, 4]),  # one at least
+        ({P: 2 * BLOCK - 1}, [3, 4, 4]),
+        ({P: 2 * BLOCK}, [4, 4, 4]),  # as many as fit
+        ({}, [4, 4, 4]),
+        ({LIVE: ROOT + 2 * BLOCK - 1}, [2, 3, 4]),
+        ({LIVE: ROOT + BLOCK - 1}, [2, 3, 4]),
+    ],
+)
+def test_units_are_fetched_ahead_as_far_as_bucket_and_limit_allow(pool, section, begun):
+    for found in pool.run(2, seen, section):
+        assert found.begun == begun
 
 
 @pytest.mark.parametrize(
-    ("section", "whole"),
+    ("section", "gathers", "whole"),
     [
-        ({WHOLE: ROOT - 1}, []),
-        ({WHOLE: ROOT}, ["<root>"]),
-        ({WHOLE: BLOCK}, ["<root>", "blocks.0", "blocks.1"]),
-        ({WHOLE: BLOCK, IN_ALL: 2 * BLOCK}, ["<root>", "blocks.0"]),
-        ({WHOLE: BLOCK, IN_ALL: BLOCK - 1}, ["<root>"]),
-        ({WHOLE: BLOCK, IN_ALL: 0}, []),
+        ({}, [1, 2, 2, 2], []),
+        ({REUSE: 10**9}, [1, 1, 1, 1], []),  # a unit that is used again soon stays
+        ({WHOLE: ROOT - 1}, [1, 2, 2, 2], []),
+        ({WHOLE: ROOT}, [1, 2, 2, 2], [0]),
+        ({WHOLE: BLOCK}, [1, 1, 1, 1], [0, 1, 2, 3]),
+        ({WHOLE: BLOCK, IN_ALL: 2 * BLOCK}, [1, 1, 2, 2], [0, 1]),
+        ({WHOLE: BLOCK, IN_ALL: BLOCK - 1}, [1, 2, 2, 2], [0]),
+        ({WHOLE: BLOCK, IN_ALL: 0}, [1, 2, 2, 2], []),
     ],
 )
-def test_small_units_stay_whole_and_are_gathered_once_a_step(pool, section, whole):
-    for found, as_planned in pool.run(2, verbs, section):
-        for unit in ("<root>", "blocks.0", "blocks.1"):
-            own = [verb for verb in found if verb.endswith(unit)]
-            if unit in whole:
-                assert own == [f"reduce {unit}", f"release {unit}", f"gather {unit}", f"wait {unit}"]
-            else:
-                assert own.count(f"gather {unit}") == (1 if unit == "<root>" else 2)
-        assert as_planned
-
-
-class Scalar(Net):
-    """A Net whose tokens come from numbers, as the other tests give them."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=2)
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        tokens = (x.abs() * 4).long().clamp(max=16)
-        return super().forward(tokens, (tokens * 3 + 1) % 17)
+def test_what_stays_is_gathered_once_a_step(pool, section, gathers, whole):
+    """Also where small units stay whole, whose bytes are planned."""
+    elements = sum(size * (1 if index in whole else 0.5) for index, size in enumerate([ROOT, BLOCK, BLOCK, BLOCK]))
+    for found in pool.run(2, seen, section):
+        assert found.gathers == gathers
+        assert 4 * elements <= found.resting == found.planned, "what is more is padding"
 
 
 KNOBS: list[dict[str, int]] = [
@@ -127,24 +109,17 @@ KNOBS: list[dict[str, int]] = [
 ]
 
 
-def all_knobs(kind: type[nn.Module]) -> list[dict[str, Any]]:
-    return [run(kind, one_backward, 3, section) for section in [{}, *KNOBS]]
-
-
 def test_no_knob_changes_a_number(pool):
-    for standard, *others in pool.run(2, all_knobs, Scalar):
+    for standard, *others in pool.run(2, runs, [(("net", {"stage": 3, "section": knob}), {}) for knob in [{}, *KNOBS]]):
         for section, found in zip(KNOBS, others, strict=True):
             assert same(standard, found), section
 
 
 @pytest.mark.ranks(2)
 def test_what_stays_whole_can_be_read_between_steps():
-    settings = config(3, 2)
-    settings["zero_optimization"][WHOLE] = ROOT
-    engine, *_ = zero.initialize(model=make_net(blocks=2), config=settings)
+    engine = zero.initialize(model=make_net(), config=settings({"stage": 3, "section": {WHOLE: ROOT}}, 2))[0]
     step(engine, 0)
     with zero.GatheredParameters(engine.module.head.weight):
-        equal = torch.equal(engine.module.head.weight, engine.module.head.weight.clone())
-    found = equal and engine.module.head.weight.isfinite().all().item()
+        wanted = engine.module.head.weight.clone()
+    assert torch.equal(engine.module.head.weight, wanted) and wanted.isfinite().all()
     engine.destroy()
-    assert found

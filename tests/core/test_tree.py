@@ -1,14 +1,22 @@
-"""The promise: the order of a sum in a tree is a function of positions, however ranks and micro-batches share them."""
+"""The promise: sums and random numbers of the tree depend on positions, however ranks and micro-batches share them."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import config
+from torch import nn
 
-from zero.core.tree import Tree
+import zero
+from zero.config import ConfigError, load
+from zero.core.tree import Tree, sum_tree
+
+TREE = {"reduce": "tree"}
 
 
 def joined(left: str, right: str) -> str:
@@ -28,12 +36,6 @@ def balanced(leaves: dict[int, str], first: int, size: int) -> str | None:
         return leaves.get(first)
     left, right = balanced(leaves, first, size // 2), balanced(leaves, first + size // 2, size // 2)
     return joined(left, right) if left and right else left or right
-
-
-def test_four_leaves():
-    assert summed({position: str(position) for position in range(4)}) == "((0+1)+(2+3))"
-    assert summed({position: str(position) for position in range(6)}) == "(((0+1)+(2+3))+(4+5))"
-    assert summed({}) is None
 
 
 @settings(deadline=None)
@@ -63,14 +65,77 @@ def test_as_many_sums_are_kept_as_there_are_open_subtrees(positions):
     for position in positions:
         tree.put(position, 1)
         assert len(tree) == len(tree.values) <= (position + 1).bit_length()
-        assert sum(tree.values) == positions.index(position) + 1
     assert tree.take() == len(positions)
     assert len(tree) == 0
 
 
-@pytest.mark.parametrize("position", [3, 2, -1])
-def test_positions_rise(position):
-    tree: Tree[int] = Tree(int.__add__)
-    tree.put(3, 1)
-    with pytest.raises(ValueError, match=re.escape(f"position: got {position}; wanted one behind 3")):
-        tree.put(position, 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_rows_are_added_in_pairs(count, dtype):
+    rows = torch.randn(count, 37, generator=torch.Generator().manual_seed(count)).to(dtype)
+    kept, out = rows.clone(), torch.empty(37)
+    sum_tree(list(rows), out)
+    level = list(rows.float())
+    while len(level) > 1:
+        level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
+    assert torch.equal(out, level[0])
+    assert torch.equal(rows, kept)
+
+
+class Draw(nn.Module):
+    """Shows what it draws; `fail` raises in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, fail: bool = False) -> torch.Tensor:
+        drawn = torch.rand(4)
+        if fail:
+            raise RuntimeError("in the middle")
+        return self.weight.sum() * 0 + drawn
+
+
+def drawn() -> list[Any]:
+    torch.manual_seed(4)
+    engine, *_ = zero.initialize(model=Draw(), config=config(0, 1, accumulation=2, zero=TREE))
+    found = []
+    for _ in range(4):
+        outputs = [engine() for _ in range(2)]
+        found += [output.tolist() for output in outputs]
+        engine.backward(outputs[-1].sum())
+        engine.step()
+    return found
+
+
+def test_draws_differ_between_steps_micro_batches_and_forwards_and_repeat():
+    found = drawn()
+    assert len({tuple(values) for values in found}) == 8
+    assert drawn() == found
+
+
+def test_the_script_keeps_its_own_random_numbers():
+    engine, *_ = zero.initialize(model=Draw(), config=config(0, 1, zero=TREE))
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    engine()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        engine(fail=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    engine.eval()
+    assert torch.equal(engine(), torch.rand(4, generator=torch.Generator().manual_seed(9)) + 0 * engine.weight)
+
+
+@pytest.mark.parametrize(
+    ("world", "steps", "fix"), [(3, 4, "the number of ranks"), (2, 3, "gradient_accumulation_steps")]
+)
+def test_a_window_that_is_no_power_of_two_is_refused(world, steps, fix):
+    json = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps, "zero": TREE}
+    text = (
+        f"zero.reduce: 'tree' wants powers of two; got world size {world} x gradient_accumulation_steps={steps} = "
+        f"{world * steps} micro-batches per optimizer step; change {fix}, or use 'ranks'"
+    )
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load(json, world)
+    assert load({**json, "zero": {}}, world).zero.reduce == "auto"
+    assert load({**json, "gradient_accumulation_steps": 4}, 2).zero.reduce == "tree"

@@ -1,17 +1,23 @@
-"""The promise: Muon on shards is torch.optim.Muon, bit by bit, wherever its state rests and whatever is cut."""
+"""The promise: Muon on shards is torch.optim.Muon, bit by bit, wherever its state rests and whatever is cut.
+
+NorMuon, which is Muon with `beta2`, divides each row as its paper says, with one number of state for each row.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from marks import longer
-from models import WIDE, batch, config, equal, make_net, share, train, train_parts
+from models import WIDE, batch, config, make_net
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from oracle import Training, near
+from scenario import Model, Record, differences, run, same, scenario
 from torch import nn
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zero
 from zero.kernels.newton_schulz import newton_schulz
@@ -19,71 +25,71 @@ from zero.optim import matrix
 from zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 STEPS, PARTS = 3, 4  # micro-batches of a step, whatever the ranks
-MATRICES = 6
-MUON = {"lr": 1e-2, "muon_lr": 2e-2, "weight_decay": 0.1, "ns_method": "standard"}
+MATRICES, ROWS = 6, 3 * (25 + 12)
+LR, DECAY, BETA2 = 2e-2, 0.1, 0.9
+MUON = {"lr": 1e-2, "muon_lr": LR, "weight_decay": DECAY, "ns_method": "standard"}
 
 
-def matrices_only(net: nn.Module) -> nn.Module:
+def muon(stage: int, section: dict[str, Any] | None = None, **params: Any) -> dict[str, Any]:
+    """The JSON, with sums whose order does not depend on the ranks."""
+    optimizer = {"type": "Muon", "params": MUON | params}
+    return {"stage": stage, "section": section or {}, "optimizer": optimizer, "zero": {"reduce": "tree"}}
+
+
+def matrices(width: int = 12) -> nn.Module:
+    """A net of which only matrices of hidden layers are trained."""
+    net = make_net(width=width)
     for name, param in net.named_parameters():
         param.requires_grad_("blocks" in name and param.ndim == 2)
     return net
 
 
-def gradients(net: nn.Module, params: list[nn.Parameter], step: int) -> list[torch.Tensor]:
-    """The means over micro-batches, added in the order of the tree."""
-    parts = []
-    for part in range(PARTS):
-        parts.append(torch.autograd.grad(net(*batch(PARTS * step + part, 2)), params))
-    return [((a + b) + (c + d)) * 0.25 for a, b, c, d in zip(*parts, strict=True)]
-
-
-def torch_muon(clipping: float = 0.0, **arguments: Any) -> dict[str, torch.Tensor]:
-    """Plain torch in one process."""
-    net = matrices_only(make_net())
+def by_hand(update: Callable[[list[nn.Parameter]], Callable[[], None]]) -> dict[str, torch.Tensor]:
+    """Plain torch in one process: `update` of the parameters gives what makes a step of their gradients."""
+    net = matrices()
     params = [param for param in net.parameters() if param.requires_grad]
-    optimizer = torch.optim.Muon(params, **({"lr": 2e-2, "weight_decay": 0.1} | arguments))
-    for step in range(STEPS):
-        for param, grad in zip(params, gradients(net, params, step), strict=True):
-            param.grad = grad
-        optimizer.step()
+    step = update(params)
+    for number in range(STEPS):
+        parts = [torch.autograd.grad(net(*batch(PARTS * number + part, 2)), params) for part in range(PARTS)]
+        for param, a, b, c, d in zip(params, *parts, strict=True):
+            param.grad = ((a + b) + (c + d)) * 0.25  # in the order of the tree
+        step()
     return {name: param.detach() for name, param in net.named_parameters()}
 
 
-def trained(
-    stage: int, *, section: dict[str, Any] | None = None, params: dict[str, Any] | None = None, **more: Any
-) -> Any:
-    """The same under an engine; its parameters, and how often this rank has run Newton-Schulz."""
-    world = dist.get_world_size()
-    settings = config(stage, world, accumulation=PARTS // world, zero={"reduce": "tree"}, **more)
-    settings["zero_optimization"] |= section or {}
-    settings["optimizer"] = {"type": "Muon", "params": MUON | (params or {})}
-    model, calls = matrices_only(make_net()), []
-    with pytest.MonkeyPatch.context() as patch:
-        plain = matrix.torch_newton_schulz
+@functools.cache
+def torch_muon(**arguments: Any) -> dict[str, torch.Tensor]:
+    return by_hand(lambda params: torch.optim.Muon(params, **({"lr": LR, "weight_decay": DECAY} | arguments)).step)
+
+
+def assert_same(records: list[Record], wanted: dict[str, torch.Tensor], what: str = "") -> None:
+    for record in records:
+        assert [name for name, value in wanted.items() if not torch.equal(record.weights[name], value)] == [], what
+
+
+def counted(jsons: list[dict[str, Any]]) -> list[tuple[Record, int]]:
+    """Trainings on this rank, with how often it has run Newton-Schulz in each, and the bytes of its state."""
+    found, plain, calls = [], matrix.torch_newton_schulz, []
+    with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(bool(jsons[0]["section"])):
         patch.setattr(matrix, "torch_newton_schulz", lambda *args: calls.append(args[0].shape) or plain(*args))
-        engine, *_ = zero.initialize(model=model, config=settings)
-        train_parts(engine, range(STEPS), PARTS)
-        engine.destroy()
-    return {name: param.detach() for name, param in model.named_parameters()}, len(calls)
+        for json in jsons:
+            before = len(calls)
+            record = run(matrices, json, STEPS, parts=PARTS, keep=state_bytes)
+            found.append((record, len(calls) - before))
+    return found
 
 
-def every_stage(stages: tuple[int, ...] = (0, 1, 2, 3), section: dict[str, Any] | None = None) -> list[Any]:
-    with as_on_a_gpu(section is not None):
-        return [trained(stage, section=section) for stage in stages]
+def state_bytes(engine: Any) -> int:
+    return engine.state_nbytes().optimizer
 
 
 @pytest.mark.parametrize("world", [2, 4, *longer(1)])
 def test_every_stage_and_world_is_torchs_bit_by_bit(pool, world):
-    wanted = torch_muon()
-    ranks = pool.run(world, every_stage)
-    for rank in ranks:
-        for stage, (found, _) in enumerate(rank):
-            wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-            assert wrong == [], f"stage {stage}"
-    for stage in range(4):
-        calls = sum(rank[stage][1] for rank in ranks)
+    ranks = pool.run(world, counted, [muon(stage) for stage in range(4)])
+    for stage, of_stage in enumerate(zip(*ranks, strict=True)):
+        assert_same([record for record, _ in of_stage], torch_muon(), f"stage {stage}")
         whole = world if stage == 0 else 1  # where nothing is cut, every rank does all
-        assert calls == whole * MATRICES * STEPS, f"stage {stage}"
+        assert sum(calls for _, calls in of_stage) == whole * MATRICES * STEPS, f"stage {stage}"
 
 
 NVME = {"offload_optimizer": {"device": "nvme"}}
@@ -96,10 +102,46 @@ NVME = {"offload_optimizer": {"device": "nvme"}}
 def test_offloaded_state_trains_alike(pool, world, stages, section, tmp_path):
     if section is NVME:
         section = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    wanted = torch_muon()
-    for rank in pool.run(world, every_stage, stages, section):
-        for found, _ in rank:
-            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    for rank in pool.run(world, counted, [muon(stage, section) for stage in stages]):
+        assert_same([record for record, _ in rank], torch_muon())
+
+
+def under_init() -> nn.Module:
+    with zero.Init(config_dict_or_path=config(3, 1)):
+        return matrices()
+
+
+def test_matrices_that_init_has_cut_have_their_true_shapes():
+    assert_same([run(under_init, muon(3), STEPS, parts=PARTS)], torch_muon())
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}])
+def test_matrices_are_orthogonalised_where_nothing_is_said_of_zero(more):
+    settings = config(0, 1, optimizer={"type": "Muon", "params": MUON | {"weight_decay": 0}}, **more)
+    del settings["zero_optimization"]
+    engine, *_ = zero.initialize(model=matrices(), config=settings)
+    trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    before = {name: safe_get_full_fp32_param(param) for name, param in trained.items()}
+    engine.backward(engine(*batch(0, 2)))
+    engine.step()
+    for name, param in trained.items():
+        moved = (before[name] - safe_get_full_fp32_param(param)) / (LR * max(1, len(param) / param.shape[1]) ** 0.5)
+        singular = torch.linalg.svdvals(moved.double())
+        assert singular[0] < 1.3 and (singular > 0.5).sum() >= 5, f"{name}: a gradient has no such singular values"
+    engine.destroy()
+
+
+def test_momentum_is_not_normalised_in_place():
+    """torch.optim.Muon does so where parameters are bf16 and Nesterov is off."""
+    params = MUON | {"nesterov": False, "momentum": 0.5, "zero": {"master": "fp32"}}
+    settings = config(0, 1, optimizer={"type": "Muon", "params": params}, bf16={"enabled": True})
+    engine, *_ = zero.initialize(model=matrices(), config=settings)
+    engine.backward(engine(*batch(0, 2)))
+    weight = engine.module.blocks[0].up.weight
+    grad = safe_get_full_grad(weight)
+    engine.step()
+    assert torch.equal(safe_get_full_optimizer_state(weight, "momentum_buffer"), 0.5 * grad)
+    engine.destroy()
 
 
 def in_fp64(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
@@ -113,8 +155,8 @@ class Both:
         hidden = {name for name, param in net.named_parameters() if "blocks" in name and param.ndim == 2}
         ours, others = ([p for n, p in net.named_parameters() if (n in hidden) is those] for those in (True, False))
         self.made = [
-            torch.optim.Muon(ours, lr=2e-2, weight_decay=0.1),
-            torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1),
+            torch.optim.Muon(ours, lr=LR, weight_decay=DECAY),
+            torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.95), eps=1e-10, weight_decay=DECAY),
         ]
 
     def step(self) -> None:
@@ -129,90 +171,72 @@ class Both:
             one.zero_grad()
 
 
-def whole(kind: str, moments: str, width: int) -> list[dict[str, Any]]:
-    """A whole net under each stage."""
-    params = {**MUON, "ns_method": kind, "zero": {"moments": moments}}
-    more = {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 0.5}
-    world = dist.get_world_size()
-    return [train(make_net(width=width), world, config(stage, world, **more), STEPS) for stage in range(4)]
+def whole_net(stage: int, kind: str, moments: str) -> dict[str, Any]:
+    return {**muon(stage, ns_method=kind, zero={"moments": moments}), "gradient_clipping": 0.5, "zero": {}}
 
 
 @pytest.mark.parametrize(("kind", "moments"), [("gram", "8bit"), *longer(("standard", "bf16"), ("gram", "fp32"))])
 def test_stages_agree_in_every_format_beside_adamw(pool, kind, moments):
-    for stages in pool.run(2, whole, kind, moments, WIDE):
-        assert all(equal(one, stages[0]) for one in stages)
+    stages = [scenario(pool, "wide", whole_net(stage, kind, moments)) for stage in range(4)]
+    for ranks in zip(*stages, strict=True):
+        assert [differences(one, ranks[0]) for one in ranks] == [[]] * 4
 
 
 @pytest.mark.long
 def test_a_whole_net_is_as_near_to_the_truth_as_torchs(pool):
     training = Training(2, STEPS, 1, 0.5, optimizer=Both)
-    assert near(pool.run(2, whole, "gram", "fp32", 12)[0][3]["params"], training)
+    found = scenario(pool, "dealt", whole_net(3, "gram", "fp32"))
+    assert near(found[0].weights, training)
 
 
-def clients(stage: int) -> dict[str, torch.Tensor]:
-    world = dist.get_world_size()
-    net = matrices_only(make_net())
-    settings = config(stage, world, accumulation=PARTS // world, zero={"reduce": "tree"})
+def clients() -> dict[str, torch.Tensor]:
+    net = matrices()
+    settings = config(3, 2, accumulation=PARTS // 2, zero={"reduce": "tree"})
     del settings["optimizer"]
-    client = torch.optim.Muon(
-        [param for param in net.parameters() if param.requires_grad],
-        lr=2e-2,
-        nesterov=False,
-        adjust_lr_fn="match_rms_adamw",
-        ns_steps=3,
-    )
+    trained = [param for param in net.parameters() if param.requires_grad]
+    client = torch.optim.Muon(trained, lr=LR, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3)
     engine, *_ = zero.initialize(model=net, optimizer=client, config=settings)
-    train_parts(engine, range(STEPS), PARTS)
+    for number in range(engine.global_rank, STEPS * PARTS, 2):
+        engine.backward(engine(*batch(number, 2)))
+        engine.step()
     engine.destroy()
     return {name: param.detach() for name, param in net.named_parameters()}
 
 
 def test_a_torch_muon_of_the_script_runs_on_shards(pool):
-    wanted = torch_muon(nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3)
-    for found in pool.run(2, clients, 3):
+    wanted = torch_muon(weight_decay=0.1, nesterov=False, adjust_lr_fn="match_rms_adamw", ns_steps=3)
+    for found in pool.run(2, clients):
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 class Fused(nn.Module):
-    """A fused projection and a stack of experts."""
+    """A fused projection and a stack of experts, or their parts."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
-        torch.manual_seed(5)
         values = torch.randn(3, 4, 6), torch.randn(2, 6, 5)
         if apart:
             self.parts = nn.ParameterList([part.clone() for value in values for part in value])
         else:
             self.qkv, self.experts = nn.Parameter(values[0].reshape(12, 6)), nn.Parameter(values[1])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "parts"):
-            return (x @ self.qkv.T).sin().square().mean() + (x @ self.experts).cos().mean(1).square().sum()
-        q, experts = torch.cat([*self.parts[:3]]), torch.stack([*self.parts[3:]])
-        return (x @ q.T).sin().square().mean() + (x @ experts).cos().mean(1).square().sum()
-
-
-def fused(kind: str) -> Any:
-    """Parameters that Muon cuts into parts, and the parts as parameters."""
-    found = []
-    for apart in (False, True):
-        net = Fused(apart)
-        for param in net.parameters():
+        for param in self.parameters():
             param.use_muon = True
-        params = {**MUON, "ns_method": kind, **({} if apart else {"split": {"qkv": 3}})}
-        engine, *_ = zero.initialize(model=net, config=config(3, 2, optimizer={"type": "Muon", "params": params}))
-        for step in range(2):
-            engine.backward(engine(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))))
-            engine.step()
-        engine.destroy()
-        found.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
-    return found
+
+    def forward(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(x.flatten() % 6, 6).float()
+        if hasattr(self, "parts"):
+            qkv, experts = torch.cat([*self.parts[:3]]), torch.stack([*self.parts[3:]])
+        else:
+            qkv, experts = self.qkv, self.experts
+        return (x @ qkv.T).sin().square().mean() + (x @ experts).cos().mean(1).square().sum()
 
 
 @pytest.mark.parametrize("kind", ["standard", "gram"])
 def test_fused_projections_and_stacks_of_experts_are_many_matrices(pool, kind):
-    whole, apart = pool.run(2, fused, kind)[0]
-    assert torch.equal(whole, apart)
+    whole = scenario(pool, functools.partial(Fused, False), muon(3, ns_method=kind, split={"qkv": 3}))[0]
+    apart = scenario(pool, functools.partial(Fused, True), muon(3, ns_method=kind))[0]
+    one, other = (torch.cat([value.flatten() for value in each.weights.values()]) for each in (whole, apart))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.long
@@ -220,48 +244,83 @@ def test_fused_projections_and_stacks_of_experts_are_many_matrices(pool, kind):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_beside_gradients_and_weights_in_8_bits(stage):
     """The rule is as exact as ever, of the gradient that comes of 8 bits."""
-    grads = []
+    wanted: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
+
+    def backward(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+        loss = engine(*inputs)
+        engine.backward(loss)
+        weight = engine.module.blocks[0].up.weight
+        plain = nn.Parameter(safe_get_full_fp32_param(weight).clone())
+        plain.grad = safe_get_full_grad(weight)
+        optimizer = torch.optim.Muon([plain], lr=LR, weight_decay=DECAY)
+        optimizer.state[plain]["momentum_buffer"] = safe_get_full_optimizer_state(weight, "momentum_buffer").clone()
+        optimizer.step()
+        wanted.append(plain.detach())
+        grads.append(plain.grad)
+        return loss
+
+    def watch(engine: Any, number: int) -> bool:
+        return torch.equal(safe_get_full_fp32_param(engine.module.blocks[0].up.weight), wanted[-1])
+
     for coded in (False, True):
-        net = matrices_only(make_net(width=WIDE))
-        section = {"stage": stage, "zero_quantized_gradients": coded, "zero_quantized_weights": coded and stage == 3}
-        more = {"optimizer": {"type": "Muon", "params": MUON}, "zero_optimization": section}
-        engine, *_ = zero.initialize(model=net, config=config(stage, 2, **more))
-        weight = net.blocks[0].up.weight
-        for number in range(2):
-            engine.backward(engine(*share(number)))
-            before, grad = safe_get_full_fp32_param(weight), safe_get_full_grad(weight)
-            momentum = safe_get_full_optimizer_state(weight, "momentum_buffer")
-            engine.step()
-            plain = nn.Parameter(before.clone())
-            plain.grad = grad
-            optimizer = torch.optim.Muon([plain], lr=MUON["muon_lr"], weight_decay=MUON["weight_decay"])
-            optimizer.state[plain]["momentum_buffer"] = momentum.clone()
-            optimizer.step()
-            assert torch.equal(safe_get_full_fp32_param(weight), plain.detach())
-        grads.append(grad)
-        engine.destroy()
-    assert 0 < (grads[1] - grads[0]).norm() < 0.1 * grads[0].norm()
+        section = {"zero_quantized_gradients": coded, "zero_quantized_weights": coded and stage == 3}
+        json = {**muon(stage, section), "zero": {}}
+        assert run(Model(functools.partial(matrices, WIDE)), json, 2, loop=backward, watch=watch).seen == [True] * 2
+    assert 0 < (grads[3] - grads[1]).norm() < 0.1 * grads[1].norm()
 
 
-def interrupted(folder: Any, stage: int, load: bool) -> dict[str, torch.Tensor]:
-    """Two steps and a checkpoint, or that checkpoint and two more steps."""
-    world = dist.get_world_size()
-    params = {**MUON, "zero": {"moments": "8bit"}}
-    more = {"optimizer": {"type": "Muon", "params": params}, "zero": {"reduce": "tree"}, "accumulation": PARTS // world}
-    net = make_net(width=WIDE, seed=9 if load else 7)
-    engine, *_ = zero.initialize(model=net, config=config(stage, world, **more))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_parts(engine, range(2), PARTS)
-        engine.save_checkpoint(folder)
-    train_parts(engine, range(2, 4), PARTS)
-    engine.destroy()
-    return {name: param.detach() for name, param in net.named_parameters()}
+NORMUON = {"beta2": BETA2}
 
 
-@pytest.mark.parametrize(("world", "stage"), [(4, 1), *longer((1, 0), (2, 2), (1, 3))])
-def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool, tmp_path, world, stage):
-    wanted = pool.run(2, interrupted, tmp_path, 3, False)[0]
-    for found in pool.run(world, interrupted, tmp_path, stage, True):
-        assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+@functools.cache
+def normuon() -> dict[str, torch.Tensor]:
+    """Li et al. 2025, algorithm 1, as the authors' code has it, but that an update travels in bf16."""
+
+    def update(params: list[nn.Parameter]) -> Callable[[], None]:
+        means = [torch.zeros_like(param) for param in params]
+        squares = [torch.zeros(len(param), 1) for param in params]
+
+        @torch.no_grad()
+        def step() -> None:
+            for param, mean, square in zip(params, means, squares, strict=True):
+                mean.lerp_(param.grad, 1 - 0.95)
+                nesterov = param.grad.lerp(mean, 0.95)
+                update = _zeropower_via_newtonschulz(nesterov, (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
+                norm = update.norm()
+                square.lerp_(update.square().mean(1, keepdim=True), 1 - BETA2)
+                update = update / (square.sqrt() + 1e-10)
+                update = update * (norm / (update.norm() + 1e-10))
+                size = LR * max(1, param.shape[0] / param.shape[1]) ** 0.5
+                param.mul_(1 - LR * DECAY).add_(update.bfloat16(), alpha=-size)
+
+        return step
+
+    return by_hand(update)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "section"), [(2, 3, {}), *longer((1, 0, {}), (2, 0, {}), (4, 1, OPTIMIZER))]
+)
+def test_normuon_is_its_paper_and_keeps_a_number_for_each_row(pool, world, stage, section):
+    ranks = pool.run(world, counted, [muon(stage, section), muon(stage, section, **NORMUON)])
+    assert_same([record for _, (record, _) in ranks], normuon())
+    if not section:  # of host memory whole arenas are counted
+        more = [other.seen[-1] - one.seen[-1] for (one, _), (other, _) in ranks]
+        assert sum(more) == 4 * ROWS * (world if stage == 0 else 1), "each on the rank that uses it"
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "params"),
+    [(4, 1, {"zero": {"moments": "8bit"}}), *longer((1, 0, NORMUON), (2, 2, {}), (4, 1, NORMUON), (2, 3, NORMUON))],
+)
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool, tmp_path, world, stage, params):
+    """The second one holds what was loaded, as no step has shared it out among the ranks yet."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    more = {"steps": 2, "parts": PARTS}
+    wanted = scenario(pool, "wide", muon(3, **params), **(more | {"steps": 4}))[0]
+    scenario(pool, "wide", muon(3, **params), **more, save=one)
+    scenario(pool, "wide", muon(stage, **params), world, steps=0, parts=PARTS, load=one, save=two)
+    for folder in (one, two):
+        for found in scenario(pool, "wide", muon(stage, **params), world, **more, first=2, load=folder):
+            assert same(found, wanted, "weights")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,27 +11,15 @@ import torch
 import torch.distributed as dist
 from launching import Launchers
 from models import batch, config, make_net, share, step
+from ranks import listening
 from torch import nn
 
 import zero
 from zero.launch.contract import INITIALIZED
-from zero.log import _said
 
 
 def alone(**more: Any) -> Any:
     return zero.initialize(model=make_net(), config=config(1, 1, **more))
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What this rank warns of inside, as if it had warned of nothing before."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("zero").addHandler(handler)
-    _said.cache_clear()
-    yield said
-    logging.getLogger("zero").removeHandler(handler)
 
 
 # --- steps without gradients ----------------------------------------------------------------------------------
@@ -42,28 +27,18 @@ def warnings() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_without_a_backward_is_an_error_and_changes_nothing(accumulation):
+    """With accumulation, too, each step has its backward."""
     engine = alone(accumulation=accumulation)[0]
     engine(*batch(0, 2))
-    with pytest.raises(
-        RuntimeError, match=r"without a backward since the last step\(\).* call engine.backward\(loss\)"
-    ):
-        engine.step()
+    wanted = r"without a backward since the last step\(\).* call engine.backward\(loss\)"
     for number in range(accumulation):
+        with pytest.raises(RuntimeError, match=wanted):
+            engine.step()
         step(engine, number)
-    assert (engine.global_steps, engine.micro_steps) == (1, accumulation)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="without a backward"):
+        with pytest.raises(RuntimeError, match=wanted):
             engine.step()
     assert (engine.global_steps, engine.micro_steps) == (1, accumulation)
-
-
-def test_with_accumulation_each_step_has_its_backward():
-    engine = alone(accumulation=2)[0]
-    step(engine, 0)
-    with pytest.raises(RuntimeError, match="without a backward"):
-        engine.step()
-    step(engine, 1)
-    assert engine.global_steps == 1
 
 
 def test_a_boundary_set_by_hand_takes_what_earlier_micro_batches_left():
@@ -89,32 +64,27 @@ def test_plain_backward_of_one_loss_through_two_engines_counts_for_both():
 
 
 def test_step_of_the_returned_optimizer_is_that_of_the_engine():
+    """Its hooks run once, whoever asks for the step."""
     settings = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}, "accumulation": 2}
-    one, other = alone(**settings), alone(**settings)
+    (engine, optimizer, *_), (other, hooked, *_) = alone(**settings), alone(**settings)
+    seen: list[str] = []
+    for each in (optimizer, hooked):
+        each.register_step_pre_hook(lambda *_: seen.append("before"))
+        each.register_step_post_hook(lambda *_: seen.append("after"))
     for number in range(4):
-        step(other[0], number)
-        one[0].backward(one[0](*share(number)))
-        one[1].step()
-    assert (one[0].global_steps, one[0].micro_steps) == (2, 4)
-    assert one[0].get_lr() == other[0].get_lr() != alone(**settings)[0].get_lr()
-    pairs = zip(one[0].parameters(), other[0].parameters(), strict=True)
+        step(other, number)
+        engine.backward(engine(*share(number)))
+        optimizer.step()
+    assert seen == ["before", "after"] * 4
+    assert (engine.global_steps, engine.micro_steps) == (2, 4)
+    assert engine.get_lr() == other.get_lr() != alone(**settings)[0].get_lr()
+    pairs = zip(engine.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
     with pytest.raises(RuntimeError, match=r"engine.step\(\) and optimizer.step\(\) are the same: call one"):
-        one[0].step()
-    one[0].destroy()
+        engine.step()
+    engine.destroy()
     with pytest.raises(RuntimeError, match="not attached to an engine"):
-        one[1].step()
-
-
-def test_hooks_of_a_step_run_once_whoever_asks_for_it():
-    engine, optimizer, *_ = alone()
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    for call in (engine.step, optimizer.step):
-        engine.backward(engine(*batch(0, 2)))
-        call()
-    assert seen == ["before", "after"] * 2
+        optimizer.step()
 
 
 def test_step_of_the_optimizer_that_was_handed_over_raises_until_the_engine_is_gone():
@@ -141,7 +111,7 @@ def test_step_of_the_optimizer_that_was_handed_over_raises_until_the_engine_is_g
 @pytest.mark.ranks(2)
 def test_clipping_that_sees_no_gradients_is_warned_of_once():
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
-    with warnings() as said:
+    with listening() as said:
         engine.backward(engine(*share(0)))
         assert all(param.grad is None for param in engine.parameters())
         assert said == [], "to look at a gradient is no clipping"
@@ -154,7 +124,7 @@ def test_clipping_that_sees_no_gradients_is_warned_of_once():
 
 def test_losses_that_are_not_finite_are_counted_and_told_of_at_powers_of_ten():
     engine, *_ = zero.initialize(model=nn.Linear(2, 1), config=config(0, 1))
-    with warnings() as said:
+    with listening() as said:
         for number in range(101):
             engine.backward(engine(torch.ones(1, 2)).sum() * float("nan" if number else 1))
             engine.step()
@@ -164,13 +134,12 @@ def test_losses_that_are_not_finite_are_counted_and_told_of_at_powers_of_ten():
         "the loss of step 11 is nan on rank 0, in 10 steps so far",
         "the loss of step 101 is nan on rank 0, in 100 steps so far",
     ]
-    assert engine._status.not_finite == 100
 
 
 @pytest.mark.ranks(2)
 def test_the_rank_with_such_a_loss_is_named_and_rank_0_speaks():
     engine, *_ = zero.initialize(model=make_net(), config=config(1, 2, accumulation=2))
-    with warnings() as said:
+    with listening() as said:
         for number in range(2):
             wrong = number == 0 and dist.get_rank() == 1
             engine.backward(engine(*share(number)) * (float("inf") if wrong else 1))
@@ -185,7 +154,7 @@ def test_ranks_that_are_fed_the_same_batch_are_warned_of_once():
     lines = {}
     for name, data in {"same": lambda number: batch(number, 2), "own": share}.items():
         engine, *_ = zero.initialize(model=make_net(), config=config(1, 2))
-        with warnings() as said:
+        with listening() as said:
             for number in range(3):
                 engine.backward(engine(*data(number)))
                 engine.step()

@@ -7,29 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from models import WIDTH, batch, config, make_net, step
+import torch.distributed as dist
+from models import WIDTH, batch, make_net
+from scenario import Model, run, seeded
 from torch.utils.flop_counter import FlopCounterMode
-
-import zero
 
 TOKENS = 10  # of a rank in a step: two samples of five
 INNER = 2 * WIDTH + 1  # of a block
 
 
-def profile(stage: int, world: int, **more: Any) -> tuple[Any, Any]:
-    """The engine after four steps, the second of which is counted, and what was found."""
-    section = {"enabled": True, **more.pop("section", {})}
-    engine: Any = zero.initialize(model=make_net(), config=config(stage, world, flops_profiler=section, **more))[0]
-    found = engine._training.profiles._flops
-    for number in range(4):
-        step(engine, number)
-    return engine, found
+def profile(stage: int, steps: int = 4, model: Any = "net", section: Any = None, **more: Any) -> Any:
+    """What was found in the second of some steps, or as the section says."""
+    counted: list[Any] = []
+
+    def loop(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+        counted[:] = counted or [engine._training.profiles._flops]
+        engine.backward(loss := engine(*inputs).sum())
+        return loss
+
+    run(model, stage, steps, loop=loop, flops_profiler={"enabled": True, **(section or {})}, **more)
+    return counted[0]
 
 
-def check(stage: int, world: int) -> None:
-    engine, found = profile(stage, world, accumulation=2, zero={"recompute": {"modules": ["Block"]}})
-    engine.destroy()
-    if engine.global_rank:
+def check(stage: int) -> None:
+    found = profile(stage, accumulation=2, zero={"recompute": {"modules": ["Block"]}})
+    if dist.is_initialized() and dist.get_rank():
         assert found is None  # rank 0 tells
         return
     block, head = 2 * WIDTH * INNER, WIDTH * 17
@@ -43,55 +45,40 @@ def check(stage: int, world: int) -> None:
 
 
 def test_flops_are_six_for_each_parameter_of_a_product_and_token() -> None:
-    check(0, 1)
+    check(0)
 
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
 def test_so_they_are_where_parameters_are_cut() -> None:
-    check(3, 2)
+    check(3)
 
 
 def test_the_total_is_what_torch_counts_of_the_plain_model() -> None:
-    engine, found = profile(0, 1)
-    engine.destroy()
-    model = make_net()
+    found = profile(0)
     with FlopCounterMode(display=False) as counter:
-        model(*batch(0, 2)).backward()
+        make_net()(*batch(0, 2)).backward()
     assert found.total == counter.get_total_flops()
     assert found.recomputed == found.apart == 0
 
 
 def test_the_table_is_written_with_times_and_mfu(tmp_path: Path) -> None:
     path = tmp_path / "flops.txt"
-    engine, found = profile(0, 1, section={"output_file": str(path), "module_depth": 2})
+    profile(0, section={"output_file": str(path), "module_depth": 2})
     text = path.read_text()
-    assert "FLOPs of step 2 on this rank" in text
-    assert "MFU" in text
+    assert "FLOPs of step 2 on this rank" in text and "MFU" in text
     assert "1 (Block)" in text
-    assert found.rows["blocks"].forward == sum(found.rows[f"blocks.{index}"].forward for index in range(3)) > 0
     assert "up (Linear)" not in text  # lies deeper
-    assert found.rows["blocks.1"].seconds > 0
-    said = engine._training.progress._logged["MFU"]
-    engine.destroy()
-    assert 0 < said < 1
 
 
-def test_the_largest_modules_of_each_depth(tmp_path: Path) -> None:
+def test_the_largest_modules_of_each_depth_and_no_step_need_follow(tmp_path: Path) -> None:
     path = tmp_path / "flops.txt"
-    engine, _ = profile(0, 1, section={"output_file": str(path), "detailed": False, "top_modules": 2})
-    engine.destroy()
-    rows = [line.split("  ")[0] or line.strip().partition(" (")[0] for line in path.read_text().splitlines()[4:]]
-    assert len(rows) == 1 + 2 + 2 + 2
-
-
-def test_what_was_counted_is_told_although_no_step_follows(tmp_path: Path) -> None:
-    path = tmp_path / "flops.txt"
-    section = {"enabled": True, "profile_step": 0, "output_file": str(path)}
-    engine: Any = zero.initialize(model=make_net(), config=config(0, 1, flops_profiler=section))[0]
-    step(engine, 0)
-    engine.destroy()
-    assert "forward 40.1 kFLOP, backward 80.2 kFLOP" in path.read_text()
+    section = {"output_file": str(path), "profile_step": 0, "detailed": False, "top_modules": 2}
+    found = profile(0, 1, section=section)
+    text = path.read_text()
+    assert "forward 40.1 kFLOP, backward 80.2 kFLOP" in text
+    assert len(text.splitlines()[3:]) == 1 + 2 + 2 + 2
+    assert found.rows["blocks"].forward == sum(found.rows[f"blocks.{index}"].forward for index in range(3)) > 0
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
@@ -103,15 +90,8 @@ class Attention(torch.nn.Module):
 
 
 def test_attention_on_a_cpu_counts() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Attention())
-    sections = {
-        "flops_profiler": {"enabled": True, "profile_step": 0},
-        "zero": {"recompute": {"modules": ["Attention"]}},
-    }
-    engine: Any = zero.initialize(model=model, config=config(0, 1, **sections))[0]
-    found = engine._training.profiles._flops
-    engine.backward(engine(torch.ones(2, 1, 5, 8)).sum())
-    engine.step()
-    engine.destroy()
+    make = seeded(lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), Attention()))
+    model = Model(make, lambda number, part: (torch.ones(2, 1, 5, 8),))
+    found = profile(0, 1, model, {"profile_step": 0}, zero={"recompute": {"modules": ["Attention"]}})
     assert found.rows["1"].forward == found.recomputed == 2 * 2 * 2 * 5 * 5 * 8  # two products, of two samples
     assert found.rows["0"].forward == 2 * TOKENS * 8 * 8

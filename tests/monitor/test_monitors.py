@@ -10,18 +10,20 @@ import re
 import sys
 import time
 import types
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, make_net, share
+from launching import ROOT
+from models import config, make_net
+from scenario import Record, run, same
 
 import zero
 from zero.config import load
 from zero.log import logger
-from zero.monitor.sinks import CometSink, CsvSink
+from zero.monitor.sinks import CometSink
 
 SAMPLES = "Train/Samples/"
 
@@ -46,7 +48,7 @@ class Sink:
 
 
 @pytest.fixture
-def warned(request: Any) -> Any:
+def warned() -> Any:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -55,45 +57,49 @@ def warned(request: Any) -> Any:
     logger.removeHandler(handler)
 
 
-def train(steps: int, *sinks: Any, values: Any = None, stage: int = 0, **more: Any) -> list[float]:
-    """The losses of some steps with these sinks, and the settings `more`; the engine is destroyed at the end."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    more.setdefault("steps_per_print", float("inf"))
-    engine, *_ = zero.initialize(model=make_net(), config=config(stage, world, **more))
-    for sink in sinks:
-        engine.monitor.add(sink)
-    losses = []
-    for number in range(steps):
-        loss = engine(*share(number))
+def train(steps: int, *sinks: Any, values: Any = None, stage: int = 0, **more: Any) -> Record:
+    """Some steps with these sinks, where `values(number)` are logged, and the settings `more`."""
+
+    def loop(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+        for sink in sinks if number == 0 else ():
+            engine.monitor.add(sink)
+        loss = engine(*inputs)
         if values:
             engine.log(values(number))
         engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses
+        return loss
+
+    return run("net", stage, steps, loop=loop, **more)
+
+
+def waiting_for(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def named(sink: Sink, name: str) -> list[tuple[float, int]]:
     return [(value, samples) for key, value, samples in sink.got if key == SAMPLES + name]
 
 
+def table(path: Any) -> list[list[str]]:
+    with path.open() as file:
+        return list(csv.reader(file))
+
+
 def test_a_sink_gets_each_step_under_deepspeeds_names():
     sink = Sink()
-    losses = train(3, sink, values=lambda number: {"accuracy": torch.tensor(number / 4), "text": "no number"})
+    logged = {0: {"accuracy": torch.tensor(0.25), "text": "no number"}, 1: {"seldom": 1.0}, 2: {"accuracy": 0.5}}
+    losses = train(3, sink, values=logged.get).losses
     assert named(sink, "train_loss") == [(loss, 2 * number) for number, loss in enumerate(losses, 1)]
     assert named(sink, "lr") == [(0.01, 2), (0.01, 4), (0.01, 6)]
-    assert named(sink, "accuracy") == [(0.0, 2), (0.25, 4), (0.5, 6)]
+    assert named(sink, "accuracy") == [(0.25, 2), (0.5, 6)], "what was logged counts for its own step only"
+    assert named(sink, "seldom") == [(1.0, 4)]
     assert len(named(sink, "grad_norm")) == 3 and not named(sink, "loss_scale") and not named(sink, "text")
     for phase in ("forward", "backward", "step"):
         assert all(milliseconds > 0 for milliseconds, _ in named(sink, f"elapsed_time_ms_{phase}"))
     assert sink.closed
-
-
-def test_what_was_logged_before_counts_for_its_own_step_only():
-    sink = Sink()
-    train(3, sink, values=lambda number: {"seldom": 1.0} if number == 1 else {})
-    assert named(sink, "seldom") == [(1.0, 4)]
 
 
 def test_the_scale_of_fp16_is_there():
@@ -105,7 +111,7 @@ def test_the_scale_of_fp16_is_there():
 @pytest.mark.ranks(2)
 def test_rank_0_writes_the_mean_over_ranks():
     sink = Sink()
-    losses = torch.tensor(train(2, sink, stage=2)).double()
+    losses = torch.tensor(train(2, sink, stage=2).losses).double()
     dist.all_reduce(losses)
     wanted = [(loss / 2, 4 * number) for number, loss in enumerate(losses.tolist(), 1)]
     assert named(sink, "train_loss") == (wanted if dist.get_rank() == 0 else [])
@@ -113,93 +119,62 @@ def test_rank_0_writes_the_mean_over_ranks():
 
 def test_a_sink_that_raises_is_dropped_after_one_warning_and_the_others_go_on(warned):
     bad, good = Sink(fails_at=1), Sink()
-    losses = train(4, bad, good)
-    assert losses == train(4), "the run is the same"
+    assert same(train(4, bad, good), train(4)), "the run is the same"
     assert bad.calls == 1 and bad.closed and len(named(good, "train_loss")) == 4
     assert len(warned) == 1 and re.match(r"Sink at \w+: nothing more is written there", warned[0])
     assert "no space" in warned[0]
 
 
-def test_a_sink_that_is_added_after_one_was_dropped_takes_no_others_place():
+def test_events_of_the_scripts_own_reach_those_that_are_there():
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
+    assert not engine.monitor.enabled
+    engine.monitor.write_events([("nobody", 0.0, 0)])
+    with pytest.raises(TypeError, match=r"monitor\.add\(\): got dict, wanted an object with write_events"):
+        engine.monitor.add({})
     sinks = [Sink(fails_at=1), Sink(), Sink()]
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=float("inf")))
     for sink in sinks[:2]:
         engine.monitor.add(sink)
+    assert engine.monitor.enabled
     engine.monitor.write_events([("first", 1.0, 1)])
-    while len(engine.monitor._writer.sinks) == 2:
-        time.sleep(0.01)
+    waiting_for(lambda: sinks[0].closed)
     engine.monitor.add(sinks[2])
     engine.monitor.write_events([("second", 2.0, 2)])
     engine.destroy()
-    assert [[name for name, *_ in sink.got] for sink in sinks] == [["first"], ["first", "second"], ["second"]]
+    first, second = ("first", 1.0, 1), ("second", 2.0, 2)
+    assert [sink.got for sink in sinks] == [[first], [first, second], [second]], "none takes another's place"
 
 
 def test_csv_files_have_deepspeeds_names_and_a_later_run_goes_on_with_them(tmp_path):
-    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    losses = train(2, csv_monitor=section)
-    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").open()))
-    assert rows == [["step", "train_loss"], ["2", str(losses[0])], ["4", str(losses[1])]]
+    section = {"enabled": True, "output_path": str(tmp_path)}
+    losses = train(2, csv_monitor=section).losses
+    folder = tmp_path / "DeepSpeedJobName"
+    wanted = [["step", "train_loss"], ["2", str(losses[0])], ["4", str(losses[1])]]
+    assert table(folder / "Train_Samples_train_loss.csv") == wanted
     train(1, csv_monitor=section)
-    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_lr.csv").open()))
-    assert rows == [["step", "lr"], ["2", "0.01"], ["4", "0.01"], ["2", "0.01"]]
+    assert table(folder / "Train_Samples_lr.csv") == [["step", "lr"], ["2", "0.01"], ["4", "0.01"], ["2", "0.01"]]
 
 
 def test_what_was_told_is_on_the_drive_without_a_further_step(tmp_path, monkeypatch):
     for name in ("_QUIET", "_FLUSH_EVERY"):
         monkeypatch.setattr(f"zero.monitor.monitor.{name}", 0.01)
-    sink = Sink()
-    sink.flush = lambda: sink.got.append("flush")
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine, *_ = zero.initialize(
-        model=make_net(), config=config(0, 1, steps_per_print=float("inf"), csv_monitor=section)
-    )
-    engine.monitor.add(sink)
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, csv_monitor=section))
     engine.monitor.write_events([("Eval/a", 0.25, 8), ("Eval/a", 0.5, 16)])
-    until = time.monotonic() + 60
-    while sink.got[-1:] != ["flush"] or ("Eval/a", 0.5, 16) not in sink.got:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    rows = list(csv.reader((tmp_path / "job" / "Eval_a.csv").open()))
-    assert rows == [["step", "a"], ["8", "0.25"], ["16", "0.5"]]
+    path = tmp_path / "job" / "Eval_a.csv"
+    waiting_for(lambda: path.exists() and table(path) == [["step", "a"], ["8", "0.25"], ["16", "0.5"]])
     engine.destroy()
 
 
-def test_a_full_disk_under_the_csv_is_one_warning(tmp_path, warned):
+def test_a_full_disk_or_a_folder_that_cannot_be_made_is_one_warning(tmp_path, warned):
     """/dev/full takes nothing, as a disk that is full."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    (folder / "Train_Samples_lr.csv").symlink_to("/dev/full")
-    losses = train(3, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
-    assert len(losses) == 3
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "Train_Samples_lr.csv").symlink_to("/dev/full")
+    assert train(3, csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}).steps == 3
     (text,) = warned
     assert text.startswith("csv_monitor: nothing more is written there, and the run goes on: OSError") and "28" in text
-
-
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, warned):
-    (tmp_path / "file").write_text("")
-    section = {"enabled": True, "output_path": str(tmp_path / "file")}
-    train(1, csv_monitor=section, zero={"report": str(tmp_path / "file")})
-    assert [text.split(":")[0] for text in warned] == ["zero.report", "csv_monitor"]
-
-
-def test_events_of_the_scripts_own_and_objects_that_are_no_sink(tmp_path):
-    sink = Sink()
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=float("inf")))
-    assert not engine.monitor.enabled
-    engine.monitor.write_events([("Eval/accuracy", 0.25, 8)])  # to nobody
-    engine.monitor.add(sink)
-    assert engine.monitor.enabled
-    engine.monitor.write_events([("Eval/accuracy", 0.5, 16)])
-    with pytest.raises(TypeError, match=r"monitor\.add\(\): got dict, wanted an object with write_events"):
-        engine.monitor.add({})
-    engine.destroy()
-    assert sink.got == [("Eval/accuracy", 0.5, 16)]
-
-
-def test_without_sinks_there_is_no_thread_and_no_report(monkeypatch):
-    monkeypatch.setattr("zero.engine.progress.StepReport", None)
-    monkeypatch.setattr("zero.monitor.monitor.threading.Thread", None)
-    assert len(train(2)) == 2
+    file = str(tmp_path / "job" / "Train_Samples_train_loss.csv")
+    train(1, csv_monitor={"enabled": True, "output_path": file}, zero={"report": file})
+    assert [text.split(":")[0] for text in warned[1:]] == ["zero.report", "csv_monitor"]
 
 
 @pytest.mark.parametrize("key", ["tensorboard", "wandb", "comet"])
@@ -238,18 +213,16 @@ class Library(types.ModuleType):
 def test_wandb_gets_a_dict_of_each_step_and_is_finished(monkeypatch):
     library = Library("wandb")
     monkeypatch.setitem(sys.modules, "wandb", library)
-    losses = train(2, wandb={"enabled": True, "group": "g", "team": "t", "project": "p"})
+    losses = train(2, wandb={"enabled": True, "group": "g", "team": "t", "project": "p"}).losses
     first, *logs, last = library.calls
     assert first == ("init", (), {"project": "p", "group": "g", "entity": "t"}) and last == ("finish", (), {})
-    assert [(args[0][SAMPLES + "train_loss"], kwargs) for _, args, kwargs in logs] == [
-        (losses[0], {"step": 2}),
-        (losses[1], {"step": 4}),
-    ]
+    wanted = [(losses[0], {"step": 2}), (losses[1], {"step": 4})]
+    assert [(args[0][SAMPLES + "train_loss"], kwargs) for _, args, kwargs in logs] == wanted
 
 
 def test_wandb_without_network_is_one_warning(monkeypatch, warned):
     monkeypatch.setitem(sys.modules, "wandb", Library("wandb", fails=True))
-    assert len(train(2, wandb={"enabled": True})) == 2
+    assert train(2, wandb={"enabled": True}).steps == 2
     assert warned == ["wandb: nothing is written there: ConnectionError: no network"]
 
 
@@ -269,19 +242,13 @@ def test_comet_gets_a_metric_once_in_so_many_samples(monkeypatch):
     ]
 
 
-def test_csv_makes_its_folder(tmp_path):
-    CsvSink(load({"train_batch_size": 1, "csv_monitor": {"output_path": str(tmp_path / "new")}}, 1).csv_monitor)
-    assert Path(tmp_path, "new", "DeepSpeedJobName").is_dir()
-
-
 def test_make_train_installs_tensorboard_which_the_page_switches_on():
     """`make` installs the extras that its Makefile names, with the versions of constraints.txt."""
-    root = Path(__file__).parents[2]
-    (extras,) = re.findall(r'install .*--editable "\.\[(.*)\]" >', (root / "Makefile").read_text())
-    project = (root / "pyproject.toml").read_text()
+    (extras,) = re.findall(r'install .*--editable "\.\[(.*)\]" >', (ROOT / "Makefile").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
     wanted = "".join(re.search(rf"^{extra} = (\[.*?\])$", project, re.M | re.S)[1] for extra in extras.split(","))
     assert '"tensorboard>=' in wanted
-    assert "\ntensorboard==" in (root / "constraints.txt").read_text()
+    assert "\ntensorboard==" in (ROOT / "constraints.txt").read_text()
 
 
 @pytest.mark.long
@@ -289,7 +256,7 @@ def test_tensorboard_reads_its_files(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'zero[monitors]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    losses = train(3, tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    losses = train(3, tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}).losses
     read = EventAccumulator(str(tmp_path / "job")).Reload().Scalars(SAMPLES + "train_loss")
     assert [(event.step, event.value) for event in read] == [(2 * n, pytest.approx(x)) for n, x in enumerate(losses, 1)]
 
@@ -297,12 +264,8 @@ def test_tensorboard_reads_its_files(tmp_path):
 @pytest.mark.long
 def test_wandb_itself_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed: pip install 'zero[monitors]'")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     train(2, wandb={"enabled": True})
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    end = time.monotonic() + 60  # a process of wandb writes it, which may go on for a moment
-    while b"train_loss" not in written.read_bytes() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert b"train_loss" in written.read_bytes()
+    waiting_for(lambda: b"train_loss" in written.read_bytes())  # a process of wandb writes it

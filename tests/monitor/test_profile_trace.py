@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import config, make_net, step
+from models import config, make_net
+from scenario import run, same
 
 import zero
 from zero.monitor.timeline import MESSAGES, Span, exposed, kernel_spans, summary
@@ -22,33 +23,6 @@ EVERYTHING = {
     "wall_clock_breakdown": True,
     "steps_per_print": 2,
 }
-STEPS = 5
-
-
-def parts(engine: Any) -> list[Any]:
-    """What the profiles replace methods of."""
-    sharded = engine._sharded
-    found = [sharded.world.watchdog, engine.optimizer.shard_optimizer, *sharded.module.modules()]
-    for unit in sharded.units:
-        found += [unit, unit.gradients, unit.masters, unit.placement.state_store, unit.placement.shard_store]
-    return found
-
-
-def replaced(watched: list[Any]) -> set[str]:
-    """Methods that stand in front of those of the class; `_apply` is that of every engine's modules."""
-    return {name for part in watched for name in vars(part) if callable(getattr(type(part), name, None))} - {"_apply"}
-
-
-def losses(settings: dict[str, Any], profiled: bool) -> tuple[list[float], Any]:
-    model = make_net()
-    engine: Any = zero.initialize(model=model, config=settings)[0]
-    watched = parts(engine)
-    assert bool(replaced(watched) - {"forward"}) == profiled  # that may be of what is recomputed
-    found = [step(engine, number).item() for number in range(STEPS)]
-    engine.destroy()
-    assert not replaced(watched)
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    return found, [param.detach().clone() for param in model.parameters()]
 
 
 def names_in(path: Path) -> set[str]:
@@ -56,14 +30,14 @@ def names_in(path: Path) -> set[str]:
     return {event["name"].removeprefix("zero: ") for event in events if event.get("name", "").startswith("zero: ")}
 
 
-def check(stage: int, world: int, folder: Path, verbs: set[str], **more: Any) -> None:
+def check(stage: int, folder: Path, verbs: set[str], **more: Any) -> None:
     again = {"recompute": {"modules": ["blocks.1"]}}
     profile = {"profile": {"steps": [2, 4], "dir": str(folder)}, **again}
-    plain, weights = losses(config(stage, world, zero=again, **more), False)
-    profiled, same = losses(config(stage, world, zero=profile, **EVERYTHING, **more), True)
-    assert profiled == plain
-    assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))
-    rank = torch.distributed.get_rank() if world > 1 else 0
+    plain = run("net", stage, 5, zero=again, **more)
+    profiled = run("net", stage, 5, zero=profile, **EVERYTHING, **more)
+    assert same(profiled, plain)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    rank = torch.distributed.get_rank()
     found = names_in(folder / f"rank-{rank}.trace.json")
     units = {"<root>", "blocks.0", "blocks.1", "blocks.2"}
     assert {f"{verb} {unit}" for verb in verbs for unit in units} <= found
@@ -77,14 +51,14 @@ def check(stage: int, world: int, folder: Path, verbs: set[str], **more: Any) ->
 
 @pytest.mark.ranks(2)
 def test_a_trace_names_units_and_verbs_and_changes_no_number(tmp_path: Path) -> None:
-    check(3, 2, tmp_path, VERBS)
+    check(3, tmp_path, VERBS)
 
 
 @pytest.mark.long
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_so_it_is_at_other_stages(stage: int, tmp_path: Path) -> None:
-    check(stage, 2, tmp_path, {"gather", "reduce", "sum", "update"})
+    check(stage, tmp_path, {"gather", "reduce", "sum", "update"})
 
 
 @pytest.mark.long
@@ -92,17 +66,8 @@ def test_so_it_is_at_other_stages(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_what_moves_off_the_device_has_names_too(device: str, tmp_path: Path) -> None:
     where = {"device": device, "nvme_path": str(tmp_path)}
-    section = {"stage": 3, "offload_optimizer": where, "offload_param": where}
     moves = {"copy"} if device == "cpu" else {"copy", "wait read", "write"}
-    check(3, 2, tmp_path, VERBS | moves, zero_optimization=section)
-
-
-def test_of_given_ranks_only(tmp_path: Path) -> None:
-    profile = {"profile": {"steps": [1, 1], "dir": str(tmp_path), "ranks": [1]}}
-    engine: Any = zero.initialize(model=make_net(), config=config(0, 1, zero=profile))[0]
-    step(engine, 0)
-    engine.destroy()
-    assert list(tmp_path.iterdir()) == []
+    check(3, tmp_path, VERBS | moves, section={"offload_optimizer": where, "offload_param": where})
 
 
 @pytest.mark.parametrize(
@@ -132,48 +97,40 @@ def test_a_span_inside_another_is_taken_from_it() -> None:
     assert sums[MESSAGES] == {"gather": 2.0, "reduce": 1.0}
 
 
+def event(name: str, begin: int, end: int, stream: int, kind: Any = torch.autograd.DeviceType.CUDA) -> SimpleNamespace:
+    times = SimpleNamespace(start=begin, end=end)
+    return SimpleNamespace(name=name, device_type=kind, device_resource_id=stream, time_range=times)
+
+
 def test_streams_of_a_gpu() -> None:
     """Of invented events: this machine may have no GPU."""
-    names = ["gemm", "gemm", "ncclDevKernel_AllGather_RING", "Memcpy HtoD (Pinned -> Device)", "gemm"]
-    times = [(0, 100), (110, 200), (150, 400), (500, 600), (550, 700)]
-    streams = [7, 7, 20, 21, 7]
-    kind = torch.autograd.DeviceType
     events = [
-        SimpleNamespace(
-            name=name,
-            device_type=kind.CUDA,
-            device_resource_id=stream,
-            time_range=SimpleNamespace(start=begin, end=end),
-        )
-        for name, (begin, end), stream in zip(names, times, streams, strict=True)
+        event("aten::mm", 0, 900, 0, torch.autograd.DeviceType.CPU),
+        event("gemm", 0, 100, 7),
+        event("gemm", 110, 200, 7),
+        event("ncclDevKernel_AllGather_RING", 150, 400, 20),
+        event("Memcpy HtoD (Pinned -> Device)", 500, 600, 21),
+        event("gemm", 550, 700, 7),
     ]
-    host = SimpleNamespace(name="aten::mm", device_type=kind.CPU, time_range=SimpleNamespace(start=0, end=900))
-    spans = kernel_spans([host, *events], later=1.0)
-    assert [(span.stream[-2:].strip(), span.name) for span in spans] == [
-        ("7", "kernels"), ("20", "gather"), ("21", "copy"), ("7", "kernels"),
-    ]  # fmt: skip
+    spans = kernel_spans(events, later=1.0)
+    wanted = [("7", "kernels"), ("20", "gather"), ("21", "copy"), ("7", "kernels")]
+    assert [(span.stream[-2:].strip(), span.name) for span in spans] == wanted
     assert spans[0][2:] == (pytest.approx(1.0), pytest.approx(1.0002))  # two kernels close to each other
     assert exposed(spans) == pytest.approx(200e-6 + 50e-6)
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_ends_no_run_and_other_ranks_write_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file" / "below")
-    sections = {"zero": {"profile": {"steps": [1, 1], "dir": folder}}}
-    sections["flops_profiler"] = {"enabled": True, "profile_step": 0, "output_file": f"{folder}/flops.txt"}
-    engine: Any = zero.initialize(model=make_net(), config=config(0, 1, **sections))[0]
-    for number in range(3):
-        step(engine, number)
-    assert engine.global_steps == 3
-    engine.destroy()
+    flops = {"enabled": True, "profile_step": 0, "output_file": f"{folder}/flops.txt"}
+    assert run("net", 0, zero={"profile": {"steps": [1, 1], "dir": folder}}, flops_profiler=flops).steps == 3
+    run("net", 0, 1, zero={"profile": {"steps": [1, 1], "dir": str(tmp_path / "none"), "ranks": [1]}})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_profiler_of_the_script_goes_on(tmp_path: Path) -> None:
-    profile = {"profile": {"steps": [1, 1], "dir": str(tmp_path)}}
     with torch.profiler.profile() as profiler:
-        engine: Any = zero.initialize(model=make_net(), config=config(0, 1, zero=profile))[0]
-        step(engine, 0)
-        engine.destroy()
+        run("net", 0, 1, zero={"profile": {"steps": [1, 1], "dir": str(tmp_path)}})
     assert list(tmp_path.iterdir()) == []
     assert any("addmm" in event.name for event in profiler.events())
 
@@ -182,11 +139,8 @@ def test_a_profiler_of_the_script_goes_on(tmp_path: Path) -> None:
 def test_the_report_has_the_timeline_of_one_step(given: dict[str, Any], number: int, tmp_path: Path) -> None:
     for section in given.values():
         section["dir"] = str(tmp_path / "traces")
-    engine: Any = zero.initialize(model=make_net(), config=config(1, 1, zero={"report": str(tmp_path), **given}))[0]
-    engine.monitor.at_end.clear()  # no page: tests/monitor/test_report_at_end.py
-    for index in range(6):
-        step(engine, index)
-    engine.destroy()
+    # No page: tests/monitor/test_report_page.py
+    run("net", 1, 6, zero={"report": str(tmp_path), **given}, keep=lambda engine: engine.monitor.at_end.clear())
     lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     (timeline,) = [line for line in lines if line["event"] == "timeline"]
     assert timeline["step"] == number

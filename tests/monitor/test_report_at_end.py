@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -11,55 +10,41 @@ import time
 from pathlib import Path
 
 import pytest
-from models import config, make_net, share
+from launching import ROOT
+from nodes import environment
+from scenario import run
 
-import zero
 from zero.__main__ import main
 from zero.show import at_end
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import os, signal, sys
-import zero
-from models import config, make_net, share
+import os, signal, sys, time
+from scenario import run
 
-folder, how = sys.argv[1:]
-engine, *_ = zero.initialize(model=make_net(), config=config(2, 1, zero={"report": folder}))
-for number in range(4):
-    engine.backward(engine(*share(number)))
-    engine.step()
-engine.monitor.write_events([("a", 1.0, 1)])
-if how == "raise":
-    raise RuntimeError("planted")
-import time
-while len(open(os.path.join(folder, "rank-0.jsonl")).readlines()) < 5:
-    time.sleep(0.05)
-os.kill(os.getpid(), signal.SIGKILL)
+def last(engine):
+    engine.monitor.write_events([("a", 1.0, 1)])
+    if sys.argv[2] == "raise":
+        raise RuntimeError("planted")
+    while len(open(os.path.join(sys.argv[1], "rank-0.jsonl")).readlines()) < 5:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run("net", 2, 4, zero={"report": sys.argv[1]}, keep=last)
 """
 SLOW = """
 import pathlib, time
 here = pathlib.Path(__file__).parent
-(here / "begun").touch()
 time.sleep(30)
 (here / "over").touch()
 raise ImportError("this is no bokeh")
 """
 
 
-def train(folder: Path, steps: int = 2) -> None:
-    engine, *_ = zero.initialize(model=make_net(), config=config(2, 1, zero={"report": str(folder)}))
-    for number in range(steps):
-        engine.backward(engine(*share(number)))
-        engine.step()
-    engine.destroy()
-
-
-def run(folder: Path, how: str, *paths: Path) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(map(str, [*paths, ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]))
+def ended(folder: Path, how: str, *paths: Path) -> subprocess.CompletedProcess:
+    path = ":".join(map(str, [*paths, ROOT, ROOT / "tests"]))
     command = [sys.executable, "-c", SCRIPT, str(folder), how]
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False
-    )
+    how = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    return subprocess.run(command, env=environment(PYTHONPATH=path), **how)
 
 
 def until_there(path: Path) -> str:
@@ -73,7 +58,7 @@ def until_there(path: Path) -> str:
 @pytest.mark.long
 def test_the_page_is_there_when_the_run_has_ended(tmp_path: Path) -> None:
     pytest.importorskip("bokeh")
-    train(tmp_path)
+    run("net", 2, 2, zero={"report": str(tmp_path)})
     page = (tmp_path / "report.html").read_text()
     assert '<th scope="row">State</th><td>ended</td>' in page
     assert "1 to 2, of which 0 skipped" in page
@@ -84,7 +69,7 @@ def test_without_bokeh_the_run_says_how_to_get_a_page(
 ) -> None:
     monkeypatch.setattr(at_end.importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, "zero"):
-        train(tmp_path)
+        run("net", 2, 2, zero={"report": str(tmp_path)})
     assert f"zero report --run {tmp_path} makes a page" in caplog.text
     assert (tmp_path / "rank-0.jsonl").exists() and not (tmp_path / "report.html").exists()
 
@@ -92,7 +77,7 @@ def test_without_bokeh_the_run_says_how_to_get_a_page(
 @pytest.mark.long
 def test_after_an_exception_the_page_comes_and_says_of_what(tmp_path: Path) -> None:
     pytest.importorskip("bokeh")
-    done = run(tmp_path, "raise")
+    done = ended(tmp_path, "raise")
     assert done.returncode == 1 and "RuntimeError: planted" in done.stderr
     assert "failed on rank 0: RuntimeError: planted" in until_there(tmp_path / "report.html")
 
@@ -102,7 +87,7 @@ def test_a_run_that_fails_does_not_wait_for_the_page(tmp_path: Path) -> None:
     library = tmp_path / "bokeh"
     library.mkdir()
     (library / "__init__.py").write_text(SLOW)
-    done = run(tmp_path / "run", "raise", tmp_path)
+    done = ended(tmp_path / "run", "raise", tmp_path)
     assert done.returncode == 1 and "RuntimeError: planted" in done.stderr
     assert not (library / "over").exists()
     until_there(library / "over")
@@ -112,7 +97,7 @@ def test_a_run_that_fails_does_not_wait_for_the_page(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_after_sigkill_the_command_makes_it(tmp_path: Path) -> None:
     pytest.importorskip("bokeh")
-    assert run(tmp_path, "kill").returncode == -signal.SIGKILL
+    assert ended(tmp_path, "kill").returncode == -signal.SIGKILL
     assert not (tmp_path / "report.html").exists()
     assert main(["report", "--run", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()

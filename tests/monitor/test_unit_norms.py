@@ -8,62 +8,59 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import batch, config, make_net, share
+from models import batch, make_net
+from scenario import run
 
-import zero
-
-STEPS = 4
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.got: dict[tuple[str, int], float] = {}
-
-    def write_events(self, event_list: Any) -> None:
-        self.got |= {(name, samples): value for name, value, samples in event_list if name.startswith("Train/Units/")}
+STEPS, UNITS = 4, ("<root>", "blocks.0", "blocks.1", "blocks.2")
+Norms = dict[tuple[str, int], float]
 
 
-def plain(world: int, units: dict[str, list[str]]) -> dict[tuple[str, int], float]:
+def of_engine(stage: int, every: Any = True, spoiled: int = -1, **more: Any) -> Norms:
+    """By name and number of samples, what a sink is given; `spoiled`: the step whose loss is not finite."""
+    got: Norms = {}
+
+    class Sink:
+        def write_events(self, event_list: Any) -> None:
+            got.update({(name, at): value for name, value, at in event_list if name.startswith("Train/Units/")})
+
+    def loop(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+        if number == 0:
+            engine.monitor.add(Sink())
+        engine.backward(loss := engine(*inputs) * (float("nan") if number == spoiled else 1))
+        return loss
+
+    run("net", stage, STEPS, loop=loop, zero={"unit_norms": every}, **more)
+    return got
+
+
+def plain(world: int) -> Norms:
     """Gradient, parameter and update norm of each unit in each step but the last."""
     net, norms = make_net(), {}
     params = dict(net.named_parameters())
+    home = {name: next((unit for unit in UNITS[1:] if name.startswith(f"{unit}.")), UNITS[0]) for name in params}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
     for number in range(STEPS - 1):
         optimizer.zero_grad()
-        net(*batch(number, 2 * world)).backward()
+        for part in range(world):
+            (net(*batch(1000 * part + number, 2)) / world).backward()
         before = {name: param.detach().clone() for name, param in params.items()}
         grads = {name: param.grad.clone() for name, param in params.items()}
         optimizer.step()
-        for unit, names in units.items():
-            kinds = {
-                "gradient": [grads[name] for name in names],
-                "parameter": [params[name].detach() for name in names],
-                "update": [params[name].detach() - before[name] for name in names],
-            }
-            for kind, tensors in kinds.items():
-                norm = torch.cat([tensor.flatten().double() for tensor in tensors]).norm().item()
-                norms[f"Train/Units/{unit}/{kind}_norm", 2 * world * (number + 1)] = norm
+        after = {name: param.detach() for name, param in params.items()}
+        updates = {name: after[name] - before[name] for name in params}
+        for unit in UNITS:
+            for kind, values in (("gradient", grads), ("parameter", after), ("update", updates)):
+                own = [values[name].flatten().double() for name in params if home[name] == unit]
+                norms[f"Train/Units/{unit}/{kind}_norm", 2 * world * (number + 1)] = torch.cat(own).norm().item()
     return norms
 
 
 def compare(stage: int, every: Any = True, **more: Any) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    sink = Sink()
-    settings = config(stage, world, steps_per_print=float("inf"), zero={"unit_norms": every}, **more)
-    engine, *_ = zero.initialize(model=make_net(), config=settings)
-    units = {unit.plan.name: [spec.name for spec in unit.plan.params] for unit in engine._sharded.units}
-    assert len(units) > 3
-    engine.monitor.add(sink)
-    for number in range(STEPS):
-        engine.backward(engine(*share(number)))
-        engine.step()
-    engine.destroy()
-    wanted = {key: value for key, value in plain(world, units).items() if key[1] // (2 * world) % every == 0}
-    if world == 1 or dist.get_rank() == 0:
-        assert len(wanted) == 3 * len(units) * ((STEPS - 1) // every)
-        assert sink.got == pytest.approx(wanted, rel=2e-4)
-    else:
-        assert sink.got == {}
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = of_engine(stage, every, **more)
+    wanted = {key: value for key, value in plain(world).items() if key[1] // (2 * world) % every == 0}
+    assert len(wanted) == 3 * len(UNITS) * ((STEPS - 1) // every)
+    assert found == (pytest.approx(wanted, rel=2e-4) if rank == 0 else {})
 
 
 @pytest.mark.parametrize("stage", [3, *longer(0)])
@@ -85,15 +82,8 @@ def test_every_second_step():
 @pytest.mark.long
 @pytest.mark.ranks(2)
 def test_where_the_host_updates():
-    compare(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    compare(2, section={"offload_optimizer": {"device": "cpu"}})
 
 
 def test_a_skipped_step_has_none_and_the_next_one_has():
-    sink = Sink()
-    engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, zero={"unit_norms": True}))
-    engine.monitor.add(sink)
-    for number in range(4):
-        engine.backward(engine(*share(number)) * (float("nan") if number == 1 else 1))
-        engine.step()
-    engine.destroy()
-    assert {samples for _, samples in sink.got} == {2, 6}
+    assert {samples for _, samples in of_engine(1, spoiled=1)} == {2, 6}

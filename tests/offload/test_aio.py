@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.kernels import native
 from zero.kernels.aio import ALIGN, BACKENDS, Aio, Request, ScratchFile, aligned
 
 BLOCK = 4 * ALIGN
@@ -81,17 +80,6 @@ def test_what_is_written_is_read(aio: Aio, tmp_path: Path, nbytes: int, direct: 
     assert not whole[:ALIGN].any() and not whole[-ALIGN:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_any_dtype_and_shape(aio: Aio, tmp_path: Path, dtype: torch.dtype) -> None:
-    data = noise(2 * BLOCK)
-    data = data.remainder_(2) if dtype == torch.bool else data
-    file = ScratchFile(tmp_path, data.nbytes, "state")
-    tensor, back = (of.view(dtype).view(8, -1) for of in (data, aligned(data.nbytes)))
-    aio.write(file, tensor, 0).wait()
-    aio.read(file, back, 0).wait()
-    assert digest(back.view(torch.uint8)) == digest(data)
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_requests_in_flight_in_two_files(backend: str, threads: int, tmp_path: Path) -> None:
@@ -145,18 +133,6 @@ def test_requests_nobody_keeps_are_done_all_the_same(aio: Aio, tmp_path: Path) -
     again.read(file, back, 0).wait()
     again.close()
     assert digest(back) == digest(torch.cat([noise(BLOCK, index) for index in range(64)]))
-
-
-def test_dropping_everything_in_flight_waits(tmp_path: Path) -> None:
-    for backend in BACKENDS:
-        aio = make(backend)
-        file = ScratchFile(tmp_path, 1 << 22, "state")
-        aio.write(file, noise(1 << 22), 0)
-        watched = os.dup(file.fd)
-        del aio, file
-        gc.collect()
-        assert content(watched, 1 << 22) == digest(noise(1 << 22)), backend
-        os.close(watched)
 
 
 # Errors.
@@ -236,13 +212,6 @@ def test_what_does_not_fit_is_refused(aio: Aio, tmp_path: Path, tensor: Tensor, 
             begin(file, tensor, offset)
 
 
-def test_released_memory_is_refused(aio: Aio, tmp_path: Path) -> None:
-    file, tensor = ScratchFile(tmp_path, BLOCK, "state"), torch.empty(BLOCK, dtype=torch.uint8)
-    tensor.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="contiguous, released; wanted"):
-        aio.read(file, tensor, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -275,14 +244,6 @@ def test_closed_ones_are_refused(aio: Aio, tmp_path: Path) -> None:
     aio.close()
     with pytest.raises(RuntimeError, match="this Aio is closed"):
         aio.read(ScratchFile(tmp_path, BLOCK, "state"), aligned(BLOCK), 0)
-
-
-def test_the_best_backend_is_taken_or_says_why() -> None:
-    aio = Aio()
-    assert aio.backend == BACKENDS[0] or aio.why
-    if native.load() is not None:
-        assert aio.backend != "python"
-    aio.close()
 
 
 # Processes.
@@ -366,19 +327,6 @@ def test_a_scratch_file_has_no_name_and_its_space_is_reserved(tmp_path: Path) ->
         assert os.get_inheritable(file.fd) is False
 
 
-def test_without_the_file_systems_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system that has neither unnamed files nor O_DIRECT."""
-    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    file = ScratchFile(tmp_path, BLOCK, "state")
-    assert not file.direct and os.listdir(tmp_path) == []
-    aio, back = Aio(), aligned(BLOCK)
-    aio.write(file, noise(BLOCK), 0).wait()
-    aio.read(file, back, 0).wait()
-    aio.close()
-    assert digest(back) == digest(noise(BLOCK))
-
-
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
     system = os.statvfs(tmp_path)
     free = system.f_bavail * system.f_frsize
@@ -386,13 +334,3 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> 
     with pytest.raises(OSError, match=rf"wants {wanted} bytes, \d+ are free") as caught:
         ScratchFile(tmp_path, wanted, "state")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        ScratchFile(tmp_path / "nowhere", BLOCK, "state")
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="file"):
-        ScratchFile(tmp_path / "file", BLOCK, "state")
-    with pytest.raises(ValueError, match="nbytes: got -1"):
-        ScratchFile(tmp_path, -1, "state")

@@ -42,12 +42,6 @@ def make(tmp_path: Path) -> Make:
         close_all([drive], aio)
 
 
-def events(drive: SwapFile) -> list[tuple[str, str]]:
-    seen: list[tuple[str, str]] = []
-    drive.pool.on_request = lambda what, unit: seen.append((what, unit))
-    return seen
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
 def test_values_come_back_and_changes_stay(make: Make, slots: int) -> None:
     _, stores, tensors = make(slots, 5)
@@ -59,97 +53,6 @@ def test_values_come_back_and_changes_stay(make: Make, slots: int) -> None:
             assert torch.equal(tensor, torch.full((NUMEL,), index + 10.0 * turn))
             tensor += 10
             store.write_back()
-
-
-def test_what_is_not_written_is_not_kept(make: Make) -> None:
-    _, (store, other), (tensor, _) = make(1, 2)
-    store.acquire()
-    store.write_back(changed=False)
-    other.acquire(overwrite=True)  # nothing is read, so what is there is none of its own
-    other.write_back(changed=False)
-    other.acquire()
-    other.write_back()
-    store.acquire()
-    assert torch.equal(tensor, torch.zeros(NUMEL))
-    store.write_back()
-
-
-def test_two_puts_share_one_place_and_a_third_does_not_fit(make: Make) -> None:
-    _, (store, other), (first, _) = make(1, 2)
-    second = torch.arange(500, dtype=torch.bfloat16)
-    store.put([second])
-    other.acquire()
-    other.write_back(changed=False)
-    store.acquire()
-    assert torch.equal(first, torch.zeros(NUMEL))
-    assert torch.equal(second, torch.arange(500, dtype=torch.bfloat16))
-    store.write_back()
-    with pytest.raises(RuntimeError, match=r"unit 'u0' \(rank 0\) wants .* 8192 were reserved.*'cpu'"):
-        store.put([torch.zeros(NUMEL)])
-
-
-def test_lending_nests_and_the_outermost_end_writes(make: Make) -> None:
-    drive, (store, _), (tensor, _) = make(1, 2)
-    seen = events(drive)
-    store.acquire()
-    store.acquire()
-    tensor.fill_(5)
-    store.write_back(changed=True)
-    assert torch.equal(tensor, torch.full((NUMEL,), 5.0))
-    store.write_back(changed=False)
-    assert [what for what, _ in seen] == ["read", "write"]
-
-
-def test_what_is_still_in_a_slot_is_not_read_again(make: Make) -> None:
-    drive, stores, tensors = make(2, 2)
-    seen = events(drive)
-    for _ in range(3):
-        for store, tensor in zip(stores, tensors, strict=True):
-            store.acquire()
-            tensor += 1
-            store.write_back()
-    assert {what for what, _ in seen} == {"write"}
-
-
-def test_blank_state_is_not_read(make: Make) -> None:
-    drive, (store, _), (tensor, _) = make(1, 2)
-    seen = events(drive)
-    store.acquire(overwrite=True)
-    tensor.fill_(3)
-    store.write_back()
-    assert seen == [("write", "u0")]
-
-
-def test_reading_ahead_takes_what_nobody_needs_and_gives_way(make: Make) -> None:
-    drive, stores, tensors = make(2, 4)
-    for store in stores[:2]:
-        store.acquire()
-        store.write_back(changed=False)
-    assert stores[2].fetch()
-    assert stores[3].fetch()
-    assert not stores[0].fetch()  # both slots wait for a use that was announced
-    seen = events(drive)
-    stores[0].acquire()  # a use that is there comes first, and what was announced last is read again
-    stores[2].acquire()
-    assert torch.equal(tensors[2], torch.full((NUMEL,), 2.0))
-    stores[2].write_back(changed=False)
-    stores[3].acquire()
-    assert torch.equal(tensors[3], torch.full((NUMEL,), 3.0))
-    assert torch.equal(tensors[0], torch.zeros(NUMEL))
-    assert seen == [("read", "u0"), ("read", "u3")]
-
-
-def test_without_pipelines_nothing_is_read_ahead_and_writes_are_over(make: Make) -> None:
-    drive, (store, other, third), (tensor, *_) = make(2, 3, read_ahead=False, write_behind=False)
-    store.acquire()
-    tensor.fill_(7)
-    store.write_back()
-    assert store.buffer.transfers == []
-    other.acquire()
-    other.write_back(changed=False)
-    seen = events(drive)
-    assert not third.fetch()
-    assert not seen
 
 
 def test_a_thread_that_has_all_slots_is_told_instead_of_waiting_for_ever(make: Make) -> None:
@@ -229,8 +132,3 @@ def test_a_file_that_was_cut_is_not_made_longer_again(make: Make) -> None:
         stores[2].write_back()
     with pytest.raises(RuntimeError, match=text):
         stores[1].acquire()
-
-
-def test_too_little_space_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=rf"offload_optimizer.nvme_path: .*wants {1 << 60} bytes.*{tmp_path}.*'cpu'"):
-        SwapFile(str(tmp_path), "optimizer", 3, 1 << 60, [], Aio())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +20,7 @@ from zero.memory.host_bytes import (
 )
 from zero.plan.formats import ITEMSIZE, Formats, runs
 from zero.plan.layout import make_layout, round_up
-from zero.plan.placement import Placement, Where, keeps_copy, place
+from zero.plan.placement import Placement, Where, keeps_copy
 from zero.plan.units import ParamSpec, UnitPlan
 
 DEVICE, HOST, FILE = Where.DEVICE, Where.HOST, Where.FILE
@@ -59,21 +58,6 @@ def test_a_record_by_hand() -> None:
     assert record_nbytes(plan, 0, 1, formats, False) == (masters, 5 * PAGE - masters)
     assert 5 * PAGE - PAGE < masters + moments <= 5 * PAGE
     assert record_nbytes(plan, 0, 1, formats, True) == (2 * masters, 7 * PAGE - 2 * masters)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "mirrored", "size"),
-    [
-        ("fp32", False, 0),  # the parameter is the master, where it is
-        ("fp32", True, 4),
-        ("bf16", False, 4),
-        ("fp16", True, 2 + 4),
-    ],
-)
-def test_who_has_a_master(dtype: str, mirrored: bool, size: int) -> None:
-    formats = Formats(states=0)
-    plan = unit([(PAGE, 1)], 2, formats, dtype)
-    assert record_nbytes(plan, 1, 2, formats, mirrored) == (size * PAGE // 2, 0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -136,14 +120,6 @@ def test_a_billion_parameters_by_hand() -> None:
     # All in files, with two slots each.
     held = host_bytes([plan], [Placement(FILE, FILE)], 0, 4, formats, "bf16", False, 2, 2)
     assert held == HostBytes(0, 0, 0, 2 * share, 2 * 12 * share + 2 * 2 * share, 14 * share)
-
-
-def test_a_frozen_unit_has_parameters_only() -> None:
-    formats = Formats()
-    plan = unit([(5000, 2)], 1, formats, trained=False)
-    assert record_nbytes(plan, 0, 1, formats, True) == (0, 0)
-    held = host_bytes([plan], place([plan], 1, HOST, HOST), 0, 1, formats, "bf16", True, 2, 2)
-    assert held == HostBytes(0, 0, shard_nbytes(plan, 1, plan.dtype), 0, 0, 0)
 
 
 def test_the_table_adds_up() -> None:

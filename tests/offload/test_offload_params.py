@@ -1,8 +1,12 @@
-"""The promise: parameters that rest elsewhere change no number, whatever the knobs, the model and the loop."""
+"""The promise: parameters off the device change no number, whatever the knobs, the model and what a script does.
+
+Each run is compared, bit by bit, with the same one without offload. What is read from a file is read ahead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +14,44 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import config, make_net, train
-from stages import build, inputs
+from matrix_models import UNITS, build, inputs, loss_of
+from models import batch, config, make_net, step
+from scenario import Model, differences, run
+from stages import build as build_kind
 from test_hostile_models import Checkpointed, by_engine, with_evaluation
-from test_matrix import run as run_case
+from torch import nn
 
 import zero
-from zero.plan.placement import Where
+from zero.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+)
 
 CPU = {"device": "cpu"}
-STEPS = 3
+STATE = {"offload_optimizer": CPU}
+BOTH = {**STATE, "offload_param": CPU}
+GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
+BLOCKS = 6
 
 
 def files(folder: Path | str, **more: Any) -> dict[str, Any]:
-    """The section `offload_param` with all shards in files."""
-    return {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0, **more}
+    """All shards in files."""
+    return {"offload_param": {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0, "buffer_count": 2, **more}}
 
 
-def same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether two runs have the same bits."""
-    params = found["params"], wanted["params"]
-    rest = [{key: value for key, value in run.items() if key != "params"} for run in (found, wanted)]
-    return rest[0] == rest[1] and all(torch.equal(value, params[1][name]) for name, value in params[0].items())
-
-
-def run_all(sections: list[dict[str, Any]], accumulation: int, more: dict[str, Any]) -> list[bool]:
-    """Train once at stage 3 without offload, and with each of the sections; which are the same."""
-
-    def run(section: dict[str, Any]) -> dict[str, Any]:
-        settings = {**more, "zero_optimization": {"stage": 3, **section}}
-        world = dist.get_world_size()
-        return train(make_net(), world, config(3, world, accumulation=accumulation, **settings), steps=STEPS)
-
-    plain = run({})
-    assert len(set(plain["losses"])) == STEPS * accumulation, "it does not learn"
-    return [same(run(section), plain) for section in sections]
-
-
-STATE = {"offload_optimizer": CPU}
-BF16 = {"bf16": {"enabled": True}}
-CLIPPED = {"gradient_clipping": 0.5}
+def unlike(model: Any, sections: list[dict[str, Any]], json: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """The sections of `zero_optimization` under which a training at stage 3 leaves another record than without them."""
+    wrong, plain = [], run(model, {"stage": 3, **json}, state=True, **more)
+    assert len(set(plain.losses)) > 1, "it does not learn"
+    for section in sections:
+        found = run(model, {"stage": 3, **json, "section": {**json.get("section", {}), **section}}, state=True, **more)
+        if differences(found, plain, "losses", "norms", "weights", "exact", "moments", "seen"):
+            wrong.append(section)
+    return wrong
 
 
 KNOBS = [
@@ -61,76 +63,179 @@ KNOBS = [
 ]
 
 
-def test_bits_under_every_knob(pool, tmp_path):
-    sections = [{**STATE, "offload_param": files(tmp_path, buffer_count=2), **knob} for knob in KNOBS]
-    sections += [{**STATE, "offload_param": CPU, **KNOBS[-1]}]
-    sections += [{**STATE, "offload_param": files(tmp_path, buffer_count=1)}]
-    for found in pool.run(2, run_all, sections, 2, CLIPPED):
-        assert found == [True] * len(sections)
+@pytest.mark.ranks(2)
+def test_bits_under_every_knob(tmp_path: Path) -> None:
+    sections = [{**STATE, **files(tmp_path), **knob} for knob in KNOBS]
+    sections += [{**BOTH, **KNOBS[-1]}, {**STATE, **files(tmp_path, buffer_count=1)}]
+    assert unlike("net", sections, {"accumulation": 2, "gradient_clipping": 0.5}) == []
 
 
-def test_bits_with_one_order_of_collectives(pool, tmp_path):
+@pytest.mark.ranks(3)
+def test_bits_with_one_order_of_collectives(tmp_path: Path) -> None:
     """Ranks that must begin them alike do, although each waits for its own drive and its own updates."""
-    sections = [{"offload_param": param, **STATE} for param in (CPU, files(tmp_path, buffer_count=2))]
-    for found in pool.run(3, run_all, sections, 1, {"zero": {"check_order": True}}):
-        assert found == [True, True]
+    assert unlike("net", [BOTH, {**STATE, **files(tmp_path)}], {"zero": {"check_order": True}}) == []
 
 
-def run_cases(name: str, sections: list[dict[str, Any]]) -> list[bool]:
-    plain = run_case(name, 3, "fp32")
-    return [same(run_case(name, 3, "fp32", zero_optimization={"stage": 3, **one}), plain) for one in sections]
+def by_loss(engine: Any, number: int, args: tuple[Any, ...]) -> torch.Tensor:
+    engine.backward(loss := loss_of(engine(*args)))
+    return loss
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["Adapter", "Tied", "RankExperts", "SometimesEncoder", "Twice"])
-def test_bits_of_awkward_models(pool, tmp_path, name):
-    sections = [{"offload_param": files(tmp_path, buffer_count=2), **STATE}, {"offload_param": CPU}]
-    for found in pool.run(2, run_cases, name, sections):
-        assert found == [True, True]
+def test_bits_of_awkward_models(tmp_path: Path, name: str) -> None:
+    model = Model(functools.partial(build, name), lambda number, part: (inputs(number, part), part, number))
+    json = {"zero": {"units": UNITS.get(name, [])}}
+    assert unlike(model, [{**STATE, **files(tmp_path)}, {"offload_param": CPU}], json, loop=by_loss) == []
 
 
-def run_loops(sections: list[dict[str, Any]]) -> list[list[bool]]:
-    """Recomputation in backward, and evaluation between steps, by the way the training loop is written."""
-
-    def run(section: dict[str, Any], loop: Any) -> dict[str, Any]:
-        world, model = dist.get_world_size(), build(Checkpointed)
-        settings = config(3, world, zero_optimization={"stage": 3, **section})
-        engine, *_ = zero.initialize(model=model, config=settings)
-        for step in range(STEPS):
-            loop(engine, inputs(step, dist.get_rank()), dist.get_rank(), 1.0)
-        engine.destroy()
-        return {"params": {name: param.detach() for name, param in model.named_parameters()}}
-
-    return [[same(run(one, loop), run({}, loop)) for one in sections] for loop in (by_engine, with_evaluation)]
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, *longer(1)])
-def test_bits_with_recomputation_and_evaluation(pool, tmp_path, world):
-    sections = [{"offload_param": files(tmp_path, buffer_count=2), **STATE}, {"offload_param": CPU}]
-    for found in pool.run(world, run_loops, sections):
-        assert found == [[True, True], [True, True]]
+def test_bits_with_recomputation_and_evaluation(tmp_path: Path, world: int) -> None:
+    model = Model(lambda: build_kind(Checkpointed), lambda number, part: (inputs(number, part), part))
+    for way in by_engine, with_evaluation:
+
+        def loop(engine: Any, number: int, args: tuple[Any, ...], way: Callable[..., Any] = way) -> torch.Tensor:
+            found = way(engine, *args, 1.0)
+            return torch.zeros(()) + number if found is None else found
+
+        assert unlike(model, [{**STATE, **files(tmp_path)}, {"offload_param": CPU}], {}, loop=loop) == []
 
 
-def inside(folder: str) -> list[tuple[int, int]]:
-    """Rooms in elements of this rank's shards, around what the first units take, and how many are in host memory."""
-    found, rooms = [], [10**9, 0]
-    while rooms:
-        room = rooms.pop(0)
-        section = {"offload_param": files(folder, max_in_cpu=room)}
-        assert run_all([section], 1, {}) == [True]
-        engine, *_ = zero.initialize(model=make_net(), config=config(3, 2, zero_optimization={"stage": 3, **section}))
-        places = engine._sharded.offload.placements
-        sizes = [unit.window.numel for unit in engine._sharded.units]
-        engine.destroy()
-        held = [size for size, place in zip(sizes, places, strict=True) if place.params is Where.HOST]
-        found.append((room, sum(held)))
-        if room == 10**9:
-            assert held == sizes, "the default leaves a small model in memory"
-            rooms += [min(sizes), min(sizes) - 1]
+def in_another_order(engine: Any, number: int, args: tuple[Any, ...]) -> torch.Tensor:
+    """What was read ahead is not what comes."""
+    blocks = list(engine.module.blocks)
+    order = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 4, 3], [0, 1, 2, 3, 4, 5]][number]
+    engine.module.blocks = nn.ModuleList(blocks[place] for place in order)
+    engine.backward(loss := engine(*args))
+    engine.module.blocks = nn.ModuleList(blocks)
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_another_order_than_foretold_waits_for_nobody(tmp_path: Path) -> None:
+    model = Model(lambda: make_net(blocks=BLOCKS))
+    sections = [{**STATE, **files(tmp_path, buffer_count=slots)} for slots in (1, 2, 5)]
+    assert unlike(model, sections, {}, steps=4, loop=in_another_order) == []
+
+
+# What a script does between steps, right behind a step whose updates may still run.
+
+
+def read_and_written(engine: Any, number: int) -> list[Any]:
+    found, first, head = [], engine.module.blocks[0].up, engine.module.head
+    if number == 0:
+        with zero.GatheredParameters([first.weight, head.bias]):
+            found += [first.weight.tolist(), head.bias.tolist()]
+        with zero.GatheredParameters(first.weight, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                first.weight[1:3] *= 2
+        with zero.GatheredParameters(head.weight, modifier_rank=0):
+            nn.init.constant_(head.weight, 0.25)
+    if number == 1:
+        moment = safe_get_full_optimizer_state(head.bias, "exp_avg")
+        found += [safe_get_full_fp32_param(first.weight).tolist(), moment.tolist()]
+        found.append(safe_get_local_fp32_param(head.weight).tolist())
+        safe_set_full_optimizer_state(head.bias, moment + 1, "exp_avg")
+        safe_set_full_fp32_param(head.bias, torch.arange(17.0) / 64)
+        safe_set_local_fp32_param(first.bias, safe_get_local_fp32_param(first.bias) * 3)
+    if number == 2:
+        engine.load_module_state_dict({name: value * 0.5 for name, value in engine.module_state_dict().items()})
     return found
 
 
-def test_as_many_elements_stay_in_memory_as_may(pool, tmp_path):
-    for (_, whole), *others in pool.run(2, inside, str(tmp_path)):
-        (_, nothing), (smallest, one), (_, too_few) = others
-        assert (nothing, one, too_few) == (0, smallest, 0)
-        assert smallest < whole
+def saved(folder: Path, engine: Any, number: int) -> list[Any]:
+    """Evaluations, and a model written right behind a step."""
+    engine.eval()
+    with torch.no_grad():
+        found: list[Any] = [engine(*batch(index, 2)).item() for index in range(3)]
+    engine.train()
+    assert engine.save_16bit_model(folder, "whole.bin")
+    dist.barrier()
+    found += [(name, value.tolist()) for name, value in torch.load(folder / "whole.bin").items()]
+    dist.barrier()
+    return found
+
+
+def refused(engine: Any, number: int) -> None:
+    """Values that are away are not shown, and a change that would be lost is told."""
+    weight = engine.module.head.weight
+    with pytest.raises(RuntimeError, match=r"parameter 'head.weight' is released"):
+        weight.sum()
+    lost = r"head.weight.*changed inside GatheredParameters without modifier_rank"
+    with pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight), torch.no_grad():
+        weight.zero_()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("way", "world", "precision"),
+    [
+        *((read_and_written, 1, "fp32"), (read_and_written, 2, "bf16"), (saved, 2, "bf16")),
+        *longer((read_and_written, 1, "bf16"), (read_and_written, 2, "fp32"), (saved, 1, "fp32")),
+        (refused, 2, "fp32"),  # one rank without offload has everything
+    ],
+)
+def test_use_between_steps(tmp_path: Path, way: Callable[..., Any], world: int, precision: str) -> None:
+    watch = functools.partial(saved, tmp_path) if way is saved else way
+    state_in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    sections = [{"offload_param": CPU}, files(tmp_path), {**files(tmp_path), **STATE}, state_in_files]
+    assert unlike("net", sections, {"precision": precision, "section": GATHERED}, steps=4, watch=watch) == []
+
+
+def built(way: dict[str, Any] | None) -> nn.Module:
+    if way is None:
+        return make_net()
+    with zero.Init(**way):
+        return make_net()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "remote", "precision"), [(2, "nvme", "bf16"), *longer((1, "cpu", "bf16"), (2, None, "fp32"))]
+)
+def test_models_that_were_built_cut(tmp_path: Path, world: int, remote: str | None, precision: str) -> None:
+    for section in {"offload_param": CPU}, files(tmp_path), {**files(tmp_path), **STATE}:
+        ways = [None, {"remote_device": remote}, {"config": {"zero_optimization": {"stage": 3, **section}}}]
+        json = {"stage": 3, "precision": precision, "section": section}
+        plain, *others = (run(Model(functools.partial(built, way)), json, state=True) for way in ways)
+        for found in others:
+            assert not differences(found, plain, "losses", "norms", "weights", "exact", "moments")
+
+
+@pytest.mark.ranks(2)
+def test_as_many_elements_stay_in_memory_as_may(tmp_path: Path) -> None:
+    """Bytes of parameters in memory and in files, by how many elements may stay in memory."""
+    found = {}
+    for room in (10**9, 700, 0):
+        json = {"stage": 3, "section": files(tmp_path, max_in_cpu=room)}
+        held = run("net", json, 1, keep=lambda engine: engine.host_nbytes()).seen[-1]
+        found[room] = (held.parameters, held.files)
+    assert found[10**9][1] == 0, "the default leaves a small model in memory"
+    assert 0 < found[700][0] <= 4 * 700 + 4096 * (BLOCKS + 1) and found[700][1] > 0
+    assert found[0][0] == 0 and found[0][1] > found[700][1]
+
+
+# Reads.
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "state"), [(2, STATE), *longer((1, {}), (1, STATE), (2, {}))])
+def test_the_next_read_starts_before_the_compute_ends(tmp_path: Path, world: int, state: dict[str, Any]) -> None:
+    """In the third forward; in the first nobody knows what comes."""
+    section = {"stage": 3, "stage3_prefetch_bucket_size": 1, **state, **files(tmp_path, buffer_count=3)}
+    model = make_net(blocks=BLOCKS)
+    engine = zero.initialize(model=model, config=config(3, world, zero_optimization=section))[0]
+    events: list[str] = []
+    engine._sharded.offload.swap_files["param"].pool.on_request = lambda what, unit: events.append(f"{what} {unit}")
+    for index, block in enumerate(engine.module.blocks):
+        block.register_forward_hook(lambda *_, name=f"blocks.{index}": events.append(f"end {name}"))
+    for number in range(2):
+        step(engine, number)
+    engine.optimizer.settle()
+    events.clear()
+    engine(*batch(2, 2))
+    reads = [index for index in range(1, BLOCKS) if f"read blocks.{index}" in events]
+    assert len(reads) >= BLOCKS - 3  # some may have stayed in a slot
+    assert all(events.index(f"read blocks.{at}") < events.index(f"end blocks.{at - 1}") for at in reads)
+    engine.destroy()

@@ -1,7 +1,4 @@
-"""The promise: with parameters off the device it holds gathered units and nothing else of them, as was computed before.
-
-Also while an engine is made, from a plain model and from one that was built under `zero.Init`.
-"""
+"""The promise: with parameters off the device it holds gathered units and nothing else of them, as was computed."""
 
 from __future__ import annotations
 
@@ -10,103 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from marks import each_once
-from models import batch, config, make_net
+from scenario import settings
 from test_init_memory import Census
+from test_plan_memory import unit
 from torch import nn
 
 import zero
-from zero.core.unit import Unit
-from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, alive_nbytes
 from zero.plan.placement import Placement, Where, place
 from zero.plan.sharding import Sharding
 
 CPU = {"device": "cpu"}
-BLOCKS = 2
+WIDTH, LAYERS = 96, 12
+UNIT_NBYTES = 4 * WIDTH * WIDTH
 
 
-def sections(folder: str) -> list[dict[str, Any]]:
-    """Parameters off the device, alone and with the optimizer's state, in memory and in files."""
-    file = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
-    return [
-        {"offload_param": CPU},
-        {"offload_param": file},
-        {"offload_param": CPU, "offload_optimizer": CPU},
-        {"offload_param": file, "offload_optimizer": {"device": "nvme", "nvme_path": folder}},
-        {"offload_param": CPU, "stage3_param_persistence_threshold": 250},
-    ]
-
-
-def phases(section: dict[str, Any], bf16: bool) -> tuple[list[tuple[str, StateBytes, StateBytes]], int]:
-    """At each phase of a step what the engine says is alive, and what was computed; bytes of the parameters whole."""
-    world = dist.get_world_size()
-    settings = config(
-        3, world, bf16={"enabled": bf16}, zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 0, **section}
-    )
-    engine, *_ = zero.initialize(model=make_net(blocks=BLOCKS), config=settings)
-    sharded, seen = engine._sharded, []
-    plans, rank = [unit.plan for unit in sharded.units], dist.get_rank()
-
-    def look(name: str, **alive: Any) -> None:
-        planned = alive_nbytes(
-            plans,
-            Sharding.of_stage(3),
-            world,
-            rank=rank,
-            formats=Formats("remainder") if bf16 else Formats(),
-            placements=sharded.offload.placements,
-            mirrored=sharded.offload._separate,
-            limits=sharded.prefetcher._limits,
-            **alive,
-        )
-        seen.append((name, engine.state_nbytes(), planned))
-
-    look("rest")
-    for index, block in enumerate(engine.module.blocks):
-        gathered = {"<root>", f"blocks.{index}"}
-        block.register_forward_pre_hook(lambda *_, i=index, g=gathered: look(f"forward {i}", gathered=g))
-    loss = engine(*batch(0, 2))
-    look("forward done")
-    engine.backward(loss)
-    everything = {plan.name for plan in plans}
-    look("backward done", reduced_gradients=everything)
-    engine.step()
-    engine.optimizer.settle()
-    # Where gradients are not cut, their memory stays for the next step.
-    look("step done", reduced_gradients=everything if world == 1 else ())
-    whole = sum(unit.full.numel() * unit.full.itemsize for unit in sharded.units)
-    engine.destroy()
-    return seen, whole
-
-
-def phases_apart(*args: Any) -> Any:
-    """As `phases`, on a device that is said to have memory of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.core.offload, "has_own_memory", lambda device: True)
-        return phases(*args)
-
-
-def persistent(section: dict[str, Any]) -> bool:
-    return "stage3_param_persistence_threshold" in section
-
-
-@pytest.mark.parametrize(("world", "way", "bf16"), [(1, phases, False), (2, phases, True), (2, phases_apart, False)])
-def test_bytes_alive(pool, tmp_path, world, way, bf16):
-    for section in sections(str(tmp_path)):
-        for seen, whole in pool.run(world, way, section, bf16):
-            for name, found, wanted in seen:
-                assert found == wanted, (section, name)
-            if not persistent(section):
-                assert seen[0][1].parameters == seen[-1][1].parameters == 0
-                assert 0 < max(found.parameters for _, found, _ in seen) < whole
-
-
-def test_the_formula_by_hand():
+def test_the_formula_by_hand() -> None:
     """A unit of 128 elements on 4 ranks, shards of 32: what is where, in bf16 with fp32 masters, and in fp32."""
-    from test_plan_memory import unit
-
     device, host, file = Where.DEVICE, Where.HOST, Where.FILE
     cut, alone = Sharding.of_stage(3), (unit("u", 128, 4),)
 
@@ -124,10 +42,6 @@ def test_the_formula_by_hand():
     assert alive("bf16", device, device, reduced_gradients=["u"]).gradients == 4 * 32
     (split,) = place(alone, 4, host, file, ratio=0.0)
     assert split == Placement(device, file)
-
-
-WIDTH, LAYERS = 96, 12
-UNIT_NBYTES = 4 * WIDTH * WIDTH
 
 
 class Layer(nn.Linear):
@@ -150,59 +64,44 @@ class Device(Census):
             return sum(each.nbytes() for each in held.values() if not first <= each.data_ptr() < last)
 
 
-def build() -> nn.Sequential:
+def built(cut: dict[str, Any] | None) -> nn.Sequential:
     torch.manual_seed(4)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    if cut is None:
+        return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    with zero.Init(remote_device=cut["device"]):
+        return nn.Sequential(*(Layer() for _ in range(LAYERS)))
 
 
-def measured(section: dict[str, Any], built: bool) -> tuple[int, int, int]:
-    """Bytes of model state on the device: the most while an engine is made, at rest, and the most in a step."""
-    census = Device()
-    start = census.count()
-    if built:
-        with zero.Init(remote_device=section["offload_param"]["device"]):
-            model = build()
-    else:
-        model = build()
-    given, seen = census.count() - start, []  # the model as it was built lies in host memory, whatever the device
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "init"), each_once([1, 2], [False, True]))
+def test_only_gathered_units_are_on_the_device(tmp_path: Any, world: int, init: bool) -> None:
+    """Storages at rest, and what the engine says of each moment of a step."""
+    file = {"device": "nvme", "nvme_path": str(tmp_path)}
+    filed = {"offload_param": {**file, "max_in_cpu": 0}, "offload_optimizer": file}
+    for section in {"offload_param": CPU, "offload_optimizer": CPU}, filed:
+        census = Device()
+        start = census.count()
+        model = built(section["offload_param"] if init else None)
+        json = {"stage": 3, "section": {"stage3_prefetch_bucket_size": 1, **section}, "zero": {"units": ["Layer"]}}
+        engine = zero.initialize(model=model, config=settings(json, world))[0]
+        arena = engine._sharded.offload._arena
+        census.arena = (arena.address, arena.address + arena.nbytes)
+        gc.collect()
+        assert census.count() - start < UNIT_NBYTES / 8, "something of the model stayed on the device"
+        assert engine.state_nbytes() == StateBytes(0, 0, 0)
+        during: list[int] = []
 
-    def noted(self: Unit, *args: Any, **kwargs: Any) -> None:
-        if type(self) is Unit and self.index not in adopted:
-            adopted.add(self.index)
-            seen.append(sum(unit.full.untyped_storage().nbytes() for unit in all_units))
-        release(self, *args, **kwargs)
+        def look(*_: Any, engine: Any = engine, during: list[int] = during) -> None:
+            during.append(engine.state_nbytes().parameters)
 
-    adopted: set[int] = set()
-    all_units: list[Unit] = []
-    adopt, release = Unit.adopt, Unit.release
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "adopt", lambda self, *args: (all_units.append(self), adopt(self, *args))[1])
-        patch.setattr(Unit, "release", noted)
-        sections = {"stage": 3, "stage3_prefetch_bucket_size": 1, **section}
-        settings = config(3, dist.get_world_size(), zero_optimization=sections, zero={"units": ["Layer"]})
-        engine, *_ = zero.initialize(model=model, config=settings)
-    making = max(seen)
-    arena = engine._sharded.offload._arena
-    census.arena = (arena.address, arena.address + arena.nbytes)
-    gc.collect()
-    rest, during = census.count() - start, []
-    assert given > 0
-    for layer in engine.module:
-        layer.register_forward_hook(lambda *_: during.append(engine.state_nbytes().parameters))
-        layer.register_full_backward_hook(lambda *_: during.append(engine.state_nbytes().parameters))
-    for index in range(3):
-        engine.backward(engine(torch.ones(2, WIDTH) * index).square().mean())
-        engine.step()
-    gc.unfreeze()
-    engine.destroy()
-    assert len(during) == 3 * 2 * LAYERS
-    return making, rest, max(during)
-
-
-@pytest.mark.parametrize(("world", "built"), each_once([1, 2], [False, True]))
-def test_only_gathered_units_are_on_the_device(pool, tmp_path, world, built):
-    for section in sections(str(tmp_path))[2:4]:
-        for making, rest, step in pool.run(world, measured, section, built):
-            assert making <= UNIT_NBYTES
-            assert rest < UNIT_NBYTES / 8, "something of the model stayed on the device"
-            assert UNIT_NBYTES <= step <= 3 * UNIT_NBYTES  # in use, the next, and one that is about to go
+        for layer in model:
+            layer.register_forward_hook(look)
+            layer.register_full_backward_hook(look)
+        for index in range(3):
+            engine.backward(engine(torch.ones(2, WIDTH) * index).square().mean())
+            engine.step()
+        gc.unfreeze()
+        engine.destroy()
+        assert len(during) == 3 * 2 * LAYERS
+        # In use, the next, and one that is about to go.
+        assert UNIT_NBYTES <= max(during) <= 3 * UNIT_NBYTES

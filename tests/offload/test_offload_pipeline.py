@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ from marks import longer
 from models import batch, config, make_net
 
 import zero
-from zero.core.owner import is_released
 from zero.memory.available import host_threads
-from zero.memory.pending_update import PendingUpdate, Waits
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 GUARD = 20  # seconds until a thread that waits for too much is let go, and the test fails
@@ -49,28 +46,6 @@ def micro_step(engine: Any, step: int) -> float:
 
 def names_of(engine: Any) -> list[str]:
     return [unit.plan.name for unit in engine._sharded.trained]
-
-
-def orders(stage: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Names of the units as a forward comes to them, and what the updates of three steps did."""
-    parts = {"zero": {"units": ["Embedding", "Block"]}}  # the root has the norm and the head, behind all others
-    engine, used, seen = zero.initialize(model=make_net(), config=settings_of(stage) | parts)[0], [], []
-    for unit in engine._sharded.trained:
-        module = engine.module.get_submodule(unit.plan.anchor)
-        module.register_forward_pre_hook(lambda *_, name=unit.plan.name: used.append(name))
-    engine.optimizer._updater.on_update = lambda what, unit: seen.append((what, unit))
-    for step in range(3):
-        micro_step(engine, step)
-    engine.optimizer.settle()
-    engine.destroy()
-    return used[: len(used) // 3], seen
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_updates_run_in_order_of_the_forward(pool, stage):
-    for names, seen in pool.run(2, orders, stage):
-        assert names[0] == "<root>" and len(names) > 2
-        assert seen == [(what, name) for _ in range(3) for name in names for what in ("update", "done")]
 
 
 def overlaps(stage: int) -> tuple[list[float], bool]:
@@ -107,29 +82,6 @@ def plain_losses(stage: int) -> list[float]:
     return losses
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_land_while_the_backward_goes_on(stage):
-    """Which units' sums were in host memory when the backward came to the first block, and before it began."""
-    engine, found = engine_of(stage), []
-    units = engine._sharded.trained
-
-    def look(*args: Any) -> None:
-        found.append([unit.placement.host_gradients.held for unit in units])
-
-    tokens, targets = batch(0, 2)
-    loss = engine(tokens, targets)
-    look()
-    engine.module.blocks[0].up.bias.register_hook(look)
-    engine.backward(loss)
-    engine.step()
-    engine.destroy()
-    during, before = found[1], found[0]
-    assert not any(before)
-    assert during[-1], "the last block's gradient, which came first"
-    assert not during[1], "the first block's, which is only being computed"
-
-
 def later_rate(offload: bool) -> dict[str, torch.Tensor]:
     """Parameters after two steps; the rate is changed right after the first one, whose updates wait for that."""
     engine, changed = engine_of(2, offload=offload), threading.Event()
@@ -146,28 +98,6 @@ def later_rate(offload: bool) -> dict[str, torch.Tensor]:
 def test_hyperparameters_are_those_of_the_step(pool):
     for got, wanted in zip(pool.run(2, later_rate, True), pool.run(2, later_rate, False), strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.ranks(2)
-def test_the_norm_is_known_before_the_first_update():
-    """The norm that each first update of a step found, the norm of each step, and losses."""
-    clipping = 0.01
-    engine, found, norms, losses = engine_of(2, clipping=clipping), [], [], []
-    first = names_of(engine)[0]
-
-    def look(what: str, unit: str) -> None:
-        if (what, unit) == ("update", first):
-            found.append(engine.get_global_grad_norm())
-
-    engine.optimizer._updater.on_update = look
-    for step in range(3):
-        losses.append(micro_step(engine, step))
-        norms.append(engine.get_global_grad_norm())
-        engine.optimizer.settle()
-    engine.destroy()
-    assert found == norms
-    assert len(set(norms)) == 3 and min(norms) > 0.01, "clipping had something to do"
-    assert len(losses) == 3
 
 
 def steady(stage: int, accumulation: int, steps: int) -> tuple[tuple[Alive, int], tuple[Alive, int], list[int]]:
@@ -235,47 +165,3 @@ def read_after_steps(settled: bool, **more: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("settled", [False, True])
 def test_who_reads_what_stays_whole_waits_for_its_update(settled):
     assert all(map(torch.equal, read_after_steps(settled, **HOST), read_after_steps(settled)))
-
-
-def test_an_update_begun_while_another_thread_waited_for_the_last_is_not_forgotten():
-    """A reader is held between the end of one update and what it does then; meanwhile the next one begins."""
-    section = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    engine = zero.initialize(model=make_net(), config=config(1, 1, zero_optimization=section))[0]
-    unit, gone_on = engine._sharded.units[0], threading.Event()
-    reached, moved = threading.Event(), threading.Event()
-
-    class First(Future):
-        def result(self, timeout: float | None = None) -> Any:
-            reached.set()
-            gone_on.wait(GUARD)
-            return super().result(timeout)
-
-    class Second(Future):
-        def result(self, timeout: float | None = None) -> Any:
-            moved.set()
-            return super().result(timeout)
-
-    first, second = First(), Second()
-    first.set_result(None)
-
-    def read() -> None:
-        unit.wait()
-        moved.set()
-
-    unit.invalidate()
-    unit.publish()
-    unit.masters.defer(PendingUpdate(first, os.getpid(), Waits()))
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert reached.wait(GUARD)
-    unit.masters.defer(PendingUpdate(second, os.getpid(), Waits()))
-    gone_on.set()
-    assert moved.wait(GUARD)
-    assert unit.masters.updating
-    assert not unit.readable
-    assert is_released(unit.params[0])
-    second.set_result(None)
-    reader.join(GUARD)
-    assert unit.readable
-    assert not is_released(unit.params[0])
-    engine.destroy()

@@ -28,10 +28,6 @@ several = st.lists(
 ).map(lambda rows: [unit(i, numel, requires_grad=on, group=group) for i, (numel, (on, group)) in enumerate(rows)])
 
 
-def test_the_words_of_the_json() -> None:
-    assert [where.value for where in Where] == ["none", "cpu", "nvme"]
-
-
 def test_by_hand() -> None:
     units = units_of(320, 320, 320, 320)
     assert place(units, PARTS, HOST, DEVICE) == [Placement(HOST, DEVICE)] * 4
@@ -69,14 +65,6 @@ def test_ratio_keeps_as_many_whole_units_as_fit(units: list[UnitPlan], ratio: fl
         taken += numel if rests is DEVICE else 0
         # Whatever went away did not fit beside what came before it; one element of tolerance for the rounding.
         assert rests is DEVICE or taken + numel > (1 - ratio) * total - 1
-
-
-@settings(deadline=None, max_examples=100)
-@given(several, st.sampled_from(list(Where)), st.sampled_from(list(Where)))
-def test_both_ends_of_ratio(units: list[UnitPlan], optimizer: Where, params: Where) -> None:
-    assert {each.optimizer for each in place(units, PARTS, optimizer, params, 0.0)} <= {DEVICE}
-    for each, found in zip(units, place(units, PARTS, optimizer, params, 1.0), strict=True):
-        assert found == Placement(optimizer if each.requires_grad and each.group >= 0 else DEVICE, params)
 
 
 @settings(deadline=None, max_examples=200)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import batch
-from recomputing import WIDTH, Net, all_same, make, result, same, settings, trained
+from recomputing import Net, all_same, make, result, same, settings, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +20,7 @@ from zero import checkpointing
 from zero.config import ConfigError
 from zero.config.sections import ActivationCheckpointing
 from zero.recompute.holder import HOLDER, Holder
-from zero.recompute.saved_inputs import InputStore, SavedTensor, restored
+from zero.recompute.saved_inputs import InputStore, restored
 
 FULL = {"modules": ["Block"]}
 SELECTIVE = {"modules": ["Block"], "policy": "selective"}
@@ -183,58 +183,6 @@ def test_slices_of_inputs_change_no_bit_of_a_training(stage):
     all_same(found)
 
 
-def test_what_lies_inside_puts_nothing_away():
-    """Inputs of a nested call are recomputed with the outer one."""
-    checkpointing.configure(None, checkpoint_in_cpu=True)
-    count = 0
-    put = HOLDER.inputs.put
-
-    def counted(tensors: Any) -> Any:
-        nonlocal count
-        count += 1
-        return put(tensors)
-
-    HOLDER.inputs.put = counted
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        return checkpointing.checkpoint(torch.tanh, checkpointing.checkpoint(torch.exp, x * 2) - 1)
-
-    x = torch.rand(4, requires_grad=True)
-    checkpointing.checkpoint(outer, x * 1.0).sum().backward()
-    assert count == 1
-    y = x.detach().clone().requires_grad_()
-    torch.tanh(torch.exp(y * 2) - 1).sum().backward()
-    assert torch.equal(x.grad, y.grad)
-
-
-def test_one_tensor_of_many_calls_rests_once():
-    rest = InputStore(ActivationCheckpointing(cpu_checkpointing=True))
-    shared = torch.rand(3, requires_grad=True) * 2
-    first, second = rest.put([shared])[0], rest.put([shared])[0]
-    assert isinstance(first, SavedTensor) and first.call is second.call
-    assert torch.equal(restored(first), shared) and torch.equal(restored(second), shared)
-    before = shared.detach().clone()
-    shared.add_(1)  # another value, and so another place
-    third = rest.put([shared])[0]
-    assert third.call is not first.call
-    assert torch.equal(restored(third), shared) and torch.equal(restored(first), before)
-
-
-def test_masks_tables_and_leaves_stay_where_they_are():
-    rest = InputStore(ActivationCheckpointing(cpu_checkpointing=True))
-    kept = [torch.rand(3), torch.rand(3, requires_grad=True), nn.Parameter(torch.rand(2)), torch.arange(3)]
-    assert all(one is other for one, other in zip(rest.put(kept), kept, strict=True))
-
-
-def test_the_call_before_is_fetched_ahead():
-    rest = InputStore(ActivationCheckpointing(cpu_checkpointing=True))
-    tickets = [rest.put([torch.rand(3, requires_grad=True) * 2])[0] for _ in range(3)]
-    restored(tickets[2])
-    assert [bool(ticket.call._fetched) for ticket in tickets] == [False, True, False]
-    restored(tickets[1])
-    assert [bool(ticket.call._fetched) for ticket in tickets] == [True, False, False]
-
-
 def drop(x: torch.Tensor) -> torch.Tensor:
     """Dropout of a stream of the axis, then dropout of torch's own."""
     with checkpointing.get_cuda_rng_tracker().fork():
@@ -263,17 +211,6 @@ def test_named_streams_are_restored(pool):
     assert torch.equal(plain0, again0) and torch.equal(plain1, again1)
     assert torch.equal(plain0[-3:], plain1[-3:]), "ranks draw alike outside of the stream"
     assert not torch.equal(plain0[-6:-3], plain1[-6:-3]), "and apart in it"
-
-
-def test_streams_are_refused_twice_and_by_unknown_names():
-    tracker = checkpointing.get_cuda_rng_tracker()
-    tracker.add("a", 1)
-    with pytest.raises(ValueError, match="seed: another stream has 1 already"):
-        tracker.add("b", 1)
-    with pytest.raises(ValueError, match="name: there is a stream 'a' already"):
-        tracker.add("a", 2)
-    with pytest.raises(ValueError, match="there is no stream 'b'"), tracker.fork("b"):
-        pass
 
 
 def test_arguments_go_before_the_json():
@@ -307,21 +244,6 @@ def test_ranks_must_configure_alike():
         checkpointing.configure(Group(), partition_activations=dist.get_rank() == 0)
     assert not checkpointing.is_configured()
     assert all(f"partition_activations = {wanted}" in str(caught.value) for wanted in (True, False))
-
-
-def test_slots_go_back_when_a_graph_has_gone():
-    checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
-    x = torch.rand(WIDTH, requires_grad=True)
-    for _ in range(5):
-        y = checkpointing.checkpoint(torch.exp, checkpointing.checkpoint(torch.sin, x * 1.0))
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
-        del y
-        assert len(HOLDER.inputs.buffers._free) == 2
-    checkpointing.reset()
-    assert HOLDER.inputs.buffers.nbytes == 0
-    checkpointing.checkpoint(torch.sin, x * 1.0).sum().backward()  # and it goes on
-    assert HOLDER.inputs.buffers.nbytes == 2 * 4096
 
 
 def test_times_are_logged(caplog):

@@ -15,8 +15,7 @@ from models import share
 from recomputing import HEADS, WIDTH, make, settings, steps
 
 import zero
-from zero.recompute import modules
-from zero.recompute.policy import Choice, Policy
+from zero.recompute.policy import Policy
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live import LiveBytes
@@ -70,30 +69,6 @@ def test_a_block_keeps_what_its_policy_says():
     assert kept({**selective, "products": 2}, {}) <= 0.5 * everything
     assert kept({"modules": ["Block"]}, host) == 0  # the buffers on the host were there before
     assert kept({"modules": ["Block"]}, block) == 0  # the block is one storage, which was there before
-
-
-def slots(rest: dict[str, Any]) -> list[int]:
-    """Bytes that slots take after each of some steps of various lengths, and after the end."""
-    engine = made({"modules": ["Block"]}, rest)
-    found = []
-    for tokens in (5, 5, 3, 5):
-        loss = engine(*(each[:, :tokens] for each in share(0)))
-        engine.backward(loss)
-        engine.step()
-        found.append(engine._training.recomputing.inputs.buffers.nbytes)
-    rest = engine._training.recomputing.inputs
-    del loss
-    engine.destroy()
-    return [*found, rest.buffers.nbytes]
-
-
-@pytest.mark.ranks(1)
-def test_slots_are_used_again():
-    page = 4096  # one input fits into a page; slots on the host are whole pages or what was asked for
-    block = {"contiguous_memory_optimization": True, "number_checkpoints": BLOCKS}
-    assert slots(block) == [BLOCKS * page] * 4 + [0]
-    assert slots({**block, "cpu_checkpointing": True}) == [BLOCKS * page] * 4 + [0]
-    assert slots({"cpu_checkpointing": True}) == [BLOCKS * INPUT] * 4 + [0]
 
 
 def under_budget(stage: int, budget: int) -> tuple[list[str], int, list[str]]:
@@ -160,33 +135,3 @@ def test_ranks_that_call_other_modules_choose_alike():
     engine.step()
     assert [module.policy for module in engine._training.recomputing.modules] == [Policy.NONE, Policy.FULL]
     engine.destroy()
-
-
-class Pair(torch.nn.Module):
-    """Two blocks, each of a unit of its own."""
-
-    def __init__(self, first: torch.nn.Module, second: torch.nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: torch.Tensor, turn: Any, *, scale: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x, turn, scale=scale), turn, scale=scale)
-
-
-@pytest.mark.ranks(2)
-def test_parameters_do_not_count_whatever_unit_they_are_of():
-    """`auto` says how much the model takes, and chooses: by blocks, and by pairs of them."""
-    choices: list[Choice] = []
-    for kind in ("Block", "Pair"):
-        model = make(blocks=BLOCKS, dropout=0.0)
-        if kind == "Pair":
-            blocks = list(model.blocks)
-            model.blocks = torch.nn.ModuleList([Pair(*blocks[:2]), Pair(*blocks[2:])])
-        section = {"modules": [kind], "policy": "auto", "budget": "1 GiB"}
-        engine = zero.initialize(model=model, config=settings(3, section, zero={"units": ["Block"]}))[0]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(modules, "say", lambda choice, budget: choices.append(choice))
-            steps(engine, 2)
-        engine.destroy()
-    assert choices[0].nbytes == choices[1].nbytes
-    assert [list(choice.policies.values()) for choice in choices] == [[Policy.NONE] * 4, [Policy.NONE] * 2]

@@ -9,16 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import allowed, error
-from hypothesis import given
-from hypothesis import strategies as st
 from models import WIDTH, Block, config
 from stages import check
 from torch import Tensor, nn
 
 import zero
 from zero.core.leaf import is_apart
-from zero.plan.units import ModuleNode, ParamSpec, plan_units
-from zero.tiled.slices import even_parts
 
 
 def pair(inputs: int, outputs: int, bias: bool = True, **splits: Any) -> tuple[nn.Linear, zero.TiledLinear]:
@@ -81,20 +77,6 @@ def test_tiles_start_with_the_spread_of_the_whole_layer() -> None:
     assert tiled.linears[0][-1].bias.abs().max() <= bound
 
 
-def test_other_kinds_of_tiles() -> None:
-    class Odd(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 2
-
-    tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2, linear_cls=Odd, dtype=torch.float64)
-    tiles = [tile for row in tiled.linears for tile in row]
-    assert all(isinstance(tile, Odd) and tile.weight.dtype == torch.float64 and is_apart(tile) for tile in tiles)
-    plain = nn.Linear(6, 4, dtype=torch.float64)
-    tiled.copy_params_from(plain)
-    x = torch.randn(3, 6, dtype=torch.float64)
-    torch.testing.assert_close(tiled(x), 2 * plain(x))
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -118,40 +100,7 @@ def test_inputs_that_do_not_fit_are_named() -> None:
             layer(x)
 
 
-@given(st.integers(1, 5000), st.integers(1, 100))
-def test_parts_are_even(numel: int, parts: int) -> None:
-    sizes = even_parts(numel, parts)
-    assert sum(sizes) == numel
-    assert len(sizes) == parts
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
-
-
 # Engines.
-
-
-def tree(leaf: bool) -> tuple[ModuleNode, list[ParamSpec]]:
-    """A root with one block; in it a tile that is apart, and a plain layer."""
-    tile = ModuleNode("blocks.0.tile", "Linear", ("blocks.0.tile.weight",), apart=True)
-    plain = ModuleNode("blocks.0.plain", "Linear", ("blocks.0.plain.weight",))
-    block = ModuleNode("blocks.0", "Block", (), (tile, plain), leaf=leaf)
-    root = ModuleNode("", "Net", (), (ModuleNode("blocks", "ModuleList", (), (block,), repeats=True),))
-    return root, [ParamSpec(f"blocks.0.{name}.weight", 10, "fp32", True, 0, 2) for name in ("tile", "plain")]
-
-
-@pytest.mark.parametrize("patterns", [(), ("Block",), ("Net",), ("*.tile",), ("Block", "*.tile")])
-def test_what_is_apart_is_a_unit_of_its_own_inside_of_any_block(patterns: tuple[str, ...]) -> None:
-    units = plan_units(*tree(leaf=False), 2, patterns)
-    assert [[spec.name for spec in unit.params] for unit in units] == [
-        ["blocks.0.tile.weight"],
-        ["blocks.0.plain.weight"],
-    ]
-    assert units[0].anchor == "blocks.0.tile"
-
-
-def test_a_leaf_is_gathered_at_once_with_what_is_apart_in_it() -> None:
-    (unit,) = plan_units(*tree(leaf=True), 2)
-    assert (unit.anchor, len(unit.params)) == ("blocks.0", 2)
 
 
 class TiledBlock(Block):

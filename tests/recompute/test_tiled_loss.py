@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from zero.tiled.slices import FEWEST_ROWS, default_size, token_slices
+from zero.tiled.slices import FEWEST_ROWS, token_slices
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from live import LiveBytes
@@ -76,21 +76,6 @@ def test_slices_cover_all_tokens_once_and_in_order(tokens: int, size: int) -> No
     assert max(map(len, slices), default=0) < size + FEWEST_ROWS
     if len(slices) > 1:
         assert len(slices[-1]) >= min(size, FEWEST_ROWS)
-
-
-def test_a_small_rest_joins_the_slice_before_it() -> None:
-    assert [len(part) for part in token_slices(79, 64)] == [79]
-    assert [len(part) for part in token_slices(80, 64)] == [64, 16]
-    assert [len(part) for part in token_slices(10, 4)] == [4, 6]
-    assert token_slices(0, 4) == []
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_the_default_grows_with_the_tokens_within_bounds(on_gpu: bool) -> None:
-    sizes = [default_size(tokens, 64, on_gpu) for tokens in (0, 1, 1000, 2000, 8000, 10**6)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] >= FEWEST_ROWS
-    assert sizes[-1] == default_size(10**9, 64, on_gpu)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -260,12 +245,6 @@ def test_the_peak_is_below_a_quarter_of_the_plain_one() -> None:
     ours, theirs = peak(zero.tiled_cross_entropy, given), peak(plain, given)
     assert theirs >= 3 * 4 * tokens * vocabulary, "the count of the plain one misses something"
     assert ours < theirs / 4
-
-
-def test_a_graph_that_is_run_once_makes_no_second_gradient_of_the_weight() -> None:
-    given = case(16, 4001, 64, bias=False)
-    weight = given["weight"].nbytes
-    assert peak(lambda **given: zero.tiled_cross_entropy(**given, tile_size=1), given) < 2 * weight
 
 
 # Engines.

@@ -38,13 +38,10 @@ def test_the_defaults_pass_the_check_and_say_their_memory(tmp_path: Path, capsys
     assert "Lion" in said and "fp32" in said
 
 
-@pytest.mark.parametrize(
-    ("memory", "stage"),
-    [(8, {"stage": 3, "offload_optimizer": {"device": "cpu"}}), (40, {"stage": 1})],
-)
-def test_the_place_follows_the_memory_of_the_device(tmp_path: Path, memory: int, stage: dict[str, Any]) -> None:
-    words = ("--default", "--params", "7e9", "--world", "16", "--memory", str(memory))
-    assert written(tmp_path / "zero.json", *words)["zero_optimization"] == stage
+def test_the_place_follows_the_memory_of_the_device(tmp_path: Path) -> None:
+    words = ("--default", "--params", "7e9", "--world", "16", "--memory")
+    for memory, section in (("8", {"stage": 3, "offload_optimizer": {"device": "cpu"}}), ("40", {"stage": 1})):
+        assert written(tmp_path / f"{memory}.json", *words, memory)["zero_optimization"] == section
 
 
 def test_what_is_set_is_not_asked_and_nothing_contradicts_it(tmp_path: Path) -> None:
@@ -76,29 +73,24 @@ def test_answers_are_taken_asked_again_when_wrong_and_empty_ones_are_the_default
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "typed", "text"),
-    [
-        ([], None, "there is no terminal to ask at; pass --default"),
-        ([], "7e9\n", "nothing was written"),
-        (["--default", "--set", "zero_optimization.stage=7"], None, "got 7, wanted an integer from 0 to 3"),
-        (["--default", "--set", "stage"], None, "--set: got 'stage', wanted KEY=VALUE"),
-        (["--default", "--params", "3"], None, "number of parameters: got 3"),
-    ],
-)
+REFUSED = [
+    ("", io.StringIO, "there is no terminal to ask at; pass --default"),
+    ("", lambda: Terminal("7e9\n"), "nothing was written"),
+    ("--default --set zero_optimization.stage=7", io.StringIO, "got 7, wanted an integer from 0 to 3"),
+    ("--default --set stage", io.StringIO, "--set: got 'stage', wanted KEY=VALUE"),
+    ("--default --params 3", io.StringIO, "number of parameters: got 3"),
+]
+
+
 def test_what_cannot_be_written_is_said_and_no_file_is_left(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    words: list[str],
-    typed: str | None,
-    text: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO() if typed is None else Terminal(typed))
     path = tmp_path / "zero.json"
-    assert main(["config", "--output", str(path), *words]) == 2
-    assert text in capsys.readouterr().err
-    assert not path.exists()
+    for words, stdin, text in REFUSED:
+        monkeypatch.setattr("sys.stdin", stdin())
+        assert main(["config", "--output", str(path), *words.split()]) == 2
+        assert text in capsys.readouterr().err
+        assert not path.exists()
 
 
 def test_a_file_that_is_there_stays_unless_it_is_forced(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

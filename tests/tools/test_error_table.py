@@ -78,36 +78,57 @@ def test_all_mistakes_in_scripts(launchers: Launchers, tmp_path: Path, table: di
 
 
 USAGE = "usage: zero run [options] script [arguments of the script]"
+PATH = "a" * 500  # that no file can have
+NO_SCRIPT = "there is no script 'aaa"
 WORDS = {
-    ("rn", "a.py"): (2, "zero: error: there is no command 'rn'; did you mean 'run'? There are: run, check, "),
-    ("a.py",): (2, "zero: error: there is no command 'a.py'; did you mean 'zero run a.py'? There are: "),
-    ("run", "--num_gpu", "2", "a.py"): (
-        2,
-        f"{USAGE}\nzero run: error: there is no option --num_gpu; did you mean ",
-    ),
-    ("run", "--num_gpus", "two", "a.py"): (
-        2,
-        "error: argument --num_gpus/--num_accelerators: got 'two', wanted",
-    ),
-    ("run", "--num_gpus", "2"): (2, f"{USAGE}\nzero run: error: the following arguments are required: script"),
-    ("run", "--num_gpus", "2", "b.py"): (2, "zero run: error: there is no script 'b.py' in "),
-    ("run", "--config", "b.json", "a.py"): (2, "zero run: error: --config: there is no file 'b.json' in "),
-    ("run", "--set", "stage", "a.py"): (2, "zero run: error: --set: got 'stage', wanted KEY=VALUE, such as "),
-    ("run", "--rdzv_id", "3", "a.py"): (2, "--rdzv_id: this flag of another launcher is not here: the hosts of"),
-    ("check", "--stagse", "3", "a.py"): (2, "zero check: error: there is no option --stagse; did you mean '--stages'?"),
-    ("plan", "--world", "4", "--tpp", "2"): (2, "zero plan: error: there is no option --tpp; did you mean '--tp'?"),
-    ("verify", "none"): (2, "zero verify: error: there is no folder none"),
+    "rn a.py": "zero: error: there is no command 'rn'; did you mean 'run'? There are: run, check, ",
+    "a.py": "zero: error: there is no command 'a.py'; did you mean 'zero run a.py'? There are: ",
+    "run --num_gpu 2 a.py": f"{USAGE}\nzero run: error: there is no option --num_gpu; did you mean ",
+    "run --num_gpus two a.py": "error: argument --num_gpus/--num_accelerators: got 'two', wanted",
+    "run --num_gpus 2": f"{USAGE}\nzero run: error: the following arguments are required: script",
+    "run --num_gpus 2 b.py": "zero run: error: there is no script 'b.py' in ",
+    "run --config b.json a.py": "zero run: error: --config: there is no file 'b.json' in ",
+    "run --set stage a.py": "zero run: error: --set: got 'stage', wanted KEY=VALUE, such as ",
+    "run --rdzv_id 3 a.py": "--rdzv_id: this flag of another launcher is not here: the hosts of",
+    "run --world 8 --no_ssh a.py": "--world: got '8', which only the launcher writes; say --num_gpus N",
+    "run PATH": NO_SCRIPT,
+    "run --config PATH a.py": "--config: there is no file 'aaa",
+    "run --hostfile PATH a.py": "File name too long: aaa",
+    "run --env_file PATH a.py": "File name too long: ",
+    "check --stagse 3 a.py": "zero check: error: there is no option --stagse; did you mean '--stages'?",
+    "check --stages 0,7 a.py": "stages: got [0, 7], wanted some of 0, 1, 2 and 3",
+    "check PATH": NO_SCRIPT,
+    "tune PATH": NO_SCRIPT,
+    "tune --space stge a.py": "--space: got 'stge', wanted some of stage, placement, mesh, recomputation, micro_batch",
+    "tune --json PATH a.py": "--json: cannot write 'aaa",
+    "plan --world 4 --tpp 2": "zero plan: error: there is no option --tpp; did you mean '--tp'?",
+    "plan PATH": "wanted module:function",
+    "verify none": "zero verify: error: there is no folder none",
+    "verify PATH": "there is no folder aaa",
+    "consolidate PATH out": "there is no folder aaa",
+    "ssh --hostfile PATH ls": "File name too long: aaa",
+    "config --default --output PATH": "File name too long",
+    "config --default --output none/a.json": "--output: cannot write 'none/a.json': No such file or directory",
+    "top --once PATH": "File name too long",
+    "report --run PATH": "File name too long",
 }
 
 
-@pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_mistakes_in_command_lines(words: tuple[str, ...], launchers: Launchers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", WORDS)
+def test_mistakes_in_command_lines(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("")
-    status, text = WORDS[words]
-    ended = launchers.run(*words, environment=environment(), folder=tmp_path)
-    assert (ended.returncode, ended.stdout) == (status, "")
-    assert ended.stderr.count(text) == 1, ended.stderr
-    assert "Traceback" not in ended.stderr
+    try:
+        status = main(line.replace("PATH", PATH).split())
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert said.err.count(WORDS[line]) == 1, said.err
+    assert "Traceback" not in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
 
 
 def test_zero_alone_prints_its_help(launchers: Launchers, tmp_path: Path) -> None:
@@ -208,43 +229,6 @@ def test_the_winner_of_several_configurations_is_named(launchers: Launchers, tmp
     file = os.path.join(tmp_path, "zero.json")
     assert f"zero_optimization.stage is 2 by --set of zero run, and not 1 as in {file}" in ended.stderr
     assert f"the configuration is config of initialize(), and not --config {file} --set zero_opt" in ended.stderr
-
-
-PATH = "a" * 500
-LONG = {
-    ("run", PATH): "there is no script 'aaa",
-    ("check", PATH): "there is no script 'aaa",
-    ("tune", PATH): "there is no script 'aaa",
-    ("run", "--config", PATH, "a.py"): "--config: there is no file 'aaa",
-    ("run", "--hostfile", PATH, "a.py"): "File name too long: aaa",
-    ("run", "--env_file", PATH, "a.py"): "File name too long: ",
-    ("run", "--world", "8", "--no_ssh", "a.py"): "--world: got '8', which only the launcher writes; say --num_gpus N",
-    ("ssh", "--hostfile", PATH, "ls"): "File name too long: aaa",
-    ("tune", "--json", PATH, "a.py"): "--json: cannot write 'aaa",
-    ("config", "--default", "--output", PATH): "File name too long",
-    (
-        "config",
-        "--default",
-        "--output",
-        "none/a.json",
-    ): "--output: cannot write 'none/a.json': No such file or directory",
-    ("top", "--once", PATH): "File name too long",
-    ("report", "--run", PATH): "File name too long",
-    ("verify", PATH): "there is no folder aaa",
-    ("consolidate", PATH, "out"): "there is no folder aaa",
-    ("plan", PATH): "wanted module:function",
-}
-
-
-@pytest.mark.parametrize("words", LONG, ids=lambda words: " ".join(words).replace(PATH, "PATH"))
-def test_a_path_that_no_file_can_have(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.py").write_text("")
-    assert main([*words]) == 2
-    assert LONG[words] in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
 
 
 def test_every_number_on_a_command_line_is_looked_at() -> None:

@@ -1,18 +1,14 @@
-"""The promise: the runs of a script share rank processes and nothing else, and `zero check` says how many are left."""
+"""The promise: the runs of a script share rank processes and nothing else."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 
 from zero.engine import script_rank
-from zero.engine.check import script
-from zero.engine.check.recording import Outcome
-from zero.engine.check.runs import Kind, Run
 from zero.engine.script_runs import ScriptRuns
 from zero.launch.args.check import add_arguments, request
 
@@ -57,21 +53,3 @@ def test_rank_processes_stay_and_runs_share_nothing(tmp_path: Path, monkeypatch:
     first, last = ([line.split()[:3] for line in lines[number]] for number in (0, 3))
     assert {pid for _, pid, _ in first} == {pid for _, pid, _ in last} and len({pid for _, pid, _ in first}) == 2
     assert len({drawn for _, _, drawn in first + last}) == 4  # of a script that sets no seed
-
-
-def test_a_check_says_how_long_it_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = request(parser.parse_args(["--stages", "0,3", "script.py"]))
-    ranks = MagicMock()
-    ranks.run.return_value = (0, "")
-    outcome = Outcome([], [], [], None, "fp32")
-    monkeypatch.setattr(script, "load", lambda folder: outcome)
-    trainer = script._Trainer(given, ranks, tmp_path)
-    beside = [Run(Kind.BESIDE, 1, 3, stage) for stage in (0, 3)]
-    for run in (Run(Kind.PLAIN, 1, 3), *beside):
-        trainer.train(run, None)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("zero check: some 10 runs of script.py")
-    assert said[1].startswith("zero check: plain torch, accumulation 1: 0.0 s (1 of some 10 runs, ")
-    assert "(3 of some 11 runs, " in said[3] and said[3].endswith(" s left)")
