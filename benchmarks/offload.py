@@ -158,7 +158,7 @@ def work_of(variant: Any, sizes: Sizes, rank: int) -> tuple[int, Work | None]:
         read, write = disk_rates(sizes.folder)
         rates = rates._replace(read=read, write=write)
     offload = sharded.offload
-    held = UnitSizes(sharded.mesh.shard.rank, sharded.mesh.shard.size, formats, offload._gradients)
+    held = UnitSizes(sharded.units[0].mesh.shard.rank, sharded.units[0].mesh.shard.size, formats, offload._gradients)
     plans = [unit.plan for unit in sharded.units]
     return offload.host.memory + offload.host.files, Work(plans, offload.placements, held, rates, norm)
 

@@ -201,9 +201,9 @@ def on_fake_nccl(patch: pytest.MonkeyPatch, hosts: bool = False, device: StandIn
     `hosts`: over gloo, too, as after `init_process_group()`; `device`: this one, by default a new one.
     """
     device, of_hosts = device or StandIn(), "gloo" if hosts else ""
-    for name in ("core.mesh", "optim.norm"):
+    for name in ("core.world", "optim.norm"):
         patch.setattr(f"zero.{name}.backend_of", lambda group, there: "nccl" if there.type == "cuda" else of_hosts)
-    patch.setattr("zero.core.mesh.nccl_options", lambda timeout: "those of NCCL")
+    patch.setattr("zero.core.world.nccl_options", lambda timeout: "those of NCCL")
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(NAME, dist.distributed_c10d._get_default_store())
     dist.barrier()  # another rank may still be connecting to this one

@@ -59,7 +59,7 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def trained(stage: int, shard: int, reduce: str, bf16: bool) -> dict[str, Any]:
     engine, *_ = zero.initialize(model=make_net(), config=settings(stage, shard, reduce, bf16))
-    mesh = engine._sharded.mesh
+    mesh = engine._sharded.units[0].mesh
     values = [step(engine, number) for number in range(STEPS)]
     found = {"values": values, "params": weights(engine), "sizes": (mesh.shard.size, mesh.replica.size)}
     engine.destroy()

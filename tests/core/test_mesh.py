@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 
 from zero.core import comm
-from zero.core.mesh import Mesh, mesh_of_one
-from zero.core.world import Axis, backend_of, group_of_members, slow_backend
+from zero.core.mesh import Mesh, Meshes, mesh_of_one
+from zero.core.world import Axis, backend_of, group_of_members, make_world, slow_backend
 from zero.log import logger
 from zero.plan.sharding import Sharding
 
 SHAPES = [(4, 1), (2, 2), (1, 4)]
+
+
+def make_mesh(sharding: Sharding, timeout: float, group: Any = None, **sizes: int) -> Mesh:
+    """The mesh of dense units over a group."""
+    return Meshes(make_world(timeout, group=group), sharding, timeout=timeout, **sizes).of()
 
 
 def _axes(mesh: Mesh) -> dict[str, tuple[int, ...] | None]:
@@ -28,9 +33,9 @@ def meshes(stage: int) -> list[tuple]:
     found = []
     for shard, _ in SHAPES:
         mesh = make_mesh(Sharding.of_stage(stage), 60.0, shard_size=shard)
-        places = (mesh.shard.rank, mesh.replica.rank, mesh.data.rank, mesh.span, mesh.global_rank)
+        places = (mesh.shard.rank, mesh.replica.rank, mesh.data.rank, mesh.span, mesh.data.global_rank)
         found.append((_axes(mesh), places, mesh.by_span(torch.arange(mesh.data.size)).tolist()))
-        mesh.watchdog.close()
+        mesh.data.watchdog.close()
     for axis in (mesh.shard, mesh.replica):
         if axis.group not in (None, dist.group.WORLD):
             with pytest.raises(ValueError):  # destroyed with the engine it was made for
@@ -58,7 +63,7 @@ def test_without_cut_state_there_is_no_shard_axis():
     for shard in (0, 2):
         mesh = make_mesh(Sharding.of_stage(0), 60.0, shard_size=shard)
         found.append((mesh.shard.size, mesh.replica.size))
-        mesh.watchdog.close()
+        mesh.data.watchdog.close()
     assert found == [(1, 2)] * 2
 
 
@@ -68,15 +73,15 @@ def exchanged() -> list:
     found = []
     for axis in (mesh.shard, mesh.replica, mesh.data):
         full = torch.zeros(axis.size, 3)
-        full[axis.rank] = mesh.global_rank
+        full[axis.rank] = mesh.data.global_rank
         comm.gather(full.view(-1), axis, 3).wait()
         total = torch.empty(3)
-        comm.scatter(torch.full((axis.size * 3,), float(mesh.global_rank + 1)), axis, 4).sum(total, False)
-        sent = torch.tensor([mesh.global_rank])
+        comm.scatter(torch.full((axis.size * 3,), float(mesh.data.global_rank + 1)), axis, 4).sum(total, False)
+        sent = torch.tensor([mesh.data.global_rank])
         comm.broadcast(sent, axis.size - 1, axis)
-        rows = comm.gather_scalars(torch.tensor([mesh.global_rank]), axis)
+        rows = comm.gather_scalars(torch.tensor([mesh.data.global_rank]), axis)
         found.append((full[:, 0].tolist(), total[0].item(), sent.item(), rows.flatten().tolist(), axis.ranks))
-    mesh.watchdog.close()
+    mesh.data.watchdog.close()
     return found
 
 
@@ -97,7 +102,7 @@ def test_a_reduction_around_the_size_of_a_message(extra):
     rows = [torch.randn(2, numel, generator=torch.Generator().manual_seed(rank)) for rank in range(mesh.shard.size)]
     total = torch.empty(numel)
     comm.scatter(rows[mesh.shard.rank].view(-1), mesh.shard, 5).sum(total, False)
-    mesh.watchdog.close()
+    mesh.data.watchdog.close()
     assert torch.equal(total, rows[0][mesh.shard.rank] + rows[1][mesh.shard.rank])
 
 
@@ -113,7 +118,7 @@ def two_steps(native: bool) -> tuple:
     full.view(2, 2, 6)[:, secondary.rank] = held
     inside = Axis(secondary.group, 2, secondary.rank, native, secondary.watchdog, secondary.ranks)
     comm.gather(full.view(-1), inside, 3, rows=2).wait()
-    mesh.watchdog.close()
+    mesh.data.watchdog.close()
     return full, _axes(mesh)
 
 
@@ -132,9 +137,9 @@ def inside_a_group() -> tuple:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     own = groups[dist.get_rank() % 2]
     mesh = make_mesh(Sharding.of_stage(3), 60.0, group=own)
-    gathered = comm.gather_scalars(torch.tensor([mesh.global_rank]), mesh.data).flatten().tolist()
-    mesh.watchdog.close()
-    return _axes(mesh), gathered, mesh.global_rank
+    gathered = comm.gather_scalars(torch.tensor([mesh.data.global_rank]), mesh.data).flatten().tolist()
+    mesh.data.watchdog.close()
+    return _axes(mesh), gathered, mesh.data.global_rank
 
 
 def test_ranks_of_a_group_are_named_by_their_global_numbers(pool):
@@ -159,7 +164,7 @@ def bound_to_a_device() -> tuple:
         patch.setattr(dist, "new_group", noted)
         try:
             mesh = make_mesh(Sharding.of_stage(3), 60.0, group=own, shard_size=2)
-            mesh.watchdog.close()
+            mesh.data.watchdog.close()
             if dist.get_rank() % 2 == 0:
                 assert dist.get_process_group_ranks(group_of_members([0, 2])) == [0, 2]
             assert world.bound_device_id == device
@@ -211,9 +216,9 @@ def warned_of() -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero.core.mesh.local_device", lambda: torch.device("xpu"))
+        patch.setattr("zero.core.world.local_device", lambda: torch.device("xpu"))
         for _ in range(2):
-            make_mesh(Sharding.of_stage(3), 60.0).watchdog.close()
+            make_mesh(Sharding.of_stage(3), 60.0).data.watchdog.close()
     logger.removeHandler(handler)
     return lines
 

@@ -73,7 +73,7 @@ def begun(stage: int, shard_size: int) -> list[dict[str, Any]]:
         section = {"stage": stage} | ({"mics_shard_size": shard_size} if shard_size else {})
         world = dist.get_world_size()
         engine, *_ = zero.initialize(model=make_net(), config=config(stage, world, zero_optimization=section))
-        mesh = engine._sharded.mesh
+        mesh = engine._sharded.units[0].mesh
         for axis in (mesh.data, mesh.shard, mesh.replica):
             for group in filter(None, (axis.group, axis.second)):
                 group.begun.clear()

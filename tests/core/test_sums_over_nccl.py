@@ -20,8 +20,7 @@ from stand_in_device import DEVICE
 
 import zero
 from zero.config import load
-from zero.core.mesh import Mesh
-from zero.core.world import Axis
+from zero.core.world import World
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.plan.sharding import summed_here
 from zero.sizes.choice import own_choice, scheme_of
@@ -52,7 +51,7 @@ def reduced(
         patch.setenv("LOCAL_WORLD_SIZE", str(per_node))
         model = make_net()
         engine, *_ = zero.initialize(model=model, config=config(stage, world, **more))
-        mesh = engine._sharded.mesh
+        mesh = engine._sharded.units[0].mesh
         (axis,) = [axis for axis in (mesh.shard, mesh.replica) if axis.size > 1]
         (axis.second or axis.group).begun.clear()
         engine.backward(engine(*(part.to(DEVICE) for part in share(0))))
@@ -105,9 +104,8 @@ def test_who_adds_up(
 @pytest.mark.parametrize(("who", "native", "resting"), [("backend", True, "bf16"), ("auto", False, "fp32")])
 def test_a_sum_of_ours_rests_in_fp32(who: str, native: bool, resting: str) -> None:
     """In host memory, where NCCL's needs 16 bits; and the plan says the same of both."""
-    axis = Axis(None, 4, 0, True, summed_here=summed_here(who, True))
-    point = Axis(None, 1, 0, True)
-    assert MixedPrecisionPolicy("bf16", 1).resting_dtype(Mesh(axis, point, axis)) == resting
+    world = World(None, 4, 0, True, summed_here=summed_here(who, True))
+    assert MixedPrecisionPolicy("bf16", 1).resting_dtype(world, [world]) == resting
     settings = load({**config(2, 4, **BF16), "zero": {"reduce": who}}, 4)
     scheme = scheme_of([], settings, own_choice(settings), 1, True)
     assert (scheme.native, scheme.resting) == (native, resting)

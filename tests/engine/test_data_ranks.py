@@ -19,7 +19,7 @@ from zero.plan.grid import Grid
 def shape_of(settings: dict[str, Any], **arguments: Any) -> list[tuple[int, ...]]:
     """The global ranks along each axis of an engine that these arguments make."""
     engine, *_ = zero.initialize(model=make_net(), config=settings, **arguments)
-    mesh = engine._sharded.mesh
+    mesh = engine._sharded.units[0].mesh
     engine.destroy()
     return [mesh.shard.ranks, mesh.replica.ranks, mesh.data.ranks]
 

@@ -17,7 +17,7 @@ import zero
 import zero.core.ratio
 from zero.config import ConfigError, load
 from zero.config.zero_section import ZeroOptimization
-from zero.core.mesh import make_mesh
+from zero.core.world import make_world
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.ratio import choose_ratio, fitting
 from zero.plan.formats import Formats
@@ -104,7 +104,8 @@ def test_what_fits_into_memory_does_not_go_to_a_drive(monkeypatch, caplog, free,
 
     def ratio(**offload: Any) -> float:
         section = ZeroOptimization(stage=2, offload_optimizer={"ratio": "auto", **offload})
-        return choose_ratio(section, units_of(1 << 20), make_mesh(sharding), CPU, sharding, numerics)
+        world = make_world()
+        return choose_ratio(section, units_of(1 << 20), world, [world], CPU, sharding, numerics)
 
     assert ratio(device="nvme", nvme_path="unused") == (0.0 if stays else 1.0)
     assert "(40%) for activations" in caplog.text

@@ -13,7 +13,7 @@ from offload_cases import as_on_a_gpu
 import zero.core.ratio
 import zero.core.streaming
 from zero.config import load
-from zero.core.mesh import make_mesh
+from zero.core.world import make_world
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
@@ -92,9 +92,16 @@ def engine_streams(made: Setup, monkeypatch: pytest.MonkeyPatch, fused: bool = T
     monkeypatch.setattr(zero.core.streaming, "rates", lambda device: rates)
     monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: int(made.rates.device_memory))
     section, sharding = made.settings.zero_optimization, Sharding.of_stage(2)
-    numerics, mesh = MixedPrecisionPolicy("bf16", 1, made.formats), make_mesh(sharding)
+    numerics, world = MixedPrecisionPolicy("bf16", 1, made.formats), make_world()
     with as_on_a_gpu():
-        given = section, made.units, section.offload_optimizer.ratio, mesh, torch.device("cpu")
+        given = (
+            section,
+            made.units,
+            section.offload_optimizer.ratio,
+            world,
+            [world] * len(made.units),
+            torch.device("cpu"),
+        )
         return zero.core.streaming.is_streamed(*given, sharding, numerics, fused)
 
 
