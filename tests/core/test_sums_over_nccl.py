@@ -20,8 +20,8 @@ from stand_in_device import DEVICE
 
 import zero
 from zero.config import load
-from zero.core.world import World
 from zero.core.mixed_precision import MixedPrecisionPolicy
+from zero.core.world import World
 from zero.plan.sharding import summed_here
 from zero.sizes.choice import own_choice, scheme_of
 from zero.utils.full import safe_get_full_grad

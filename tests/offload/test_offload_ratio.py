@@ -17,9 +17,9 @@ import zero
 import zero.core.ratio
 from zero.config import ConfigError, load
 from zero.config.zero_section import ZeroOptimization
-from zero.core.world import make_world
 from zero.core.mixed_precision import MixedPrecisionPolicy
 from zero.core.ratio import choose_ratio, fitting
+from zero.core.world import make_world
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.placement import Where, place

@@ -13,8 +13,8 @@ from offload_cases import as_on_a_gpu
 import zero.core.ratio
 import zero.core.streaming
 from zero.config import load
-from zero.core.world import make_world
 from zero.core.mixed_precision import MixedPrecisionPolicy
+from zero.core.world import make_world
 from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
 from zero.plan.formats import Formats
