@@ -204,10 +204,6 @@ class Zero(Section):
     reduce-scatter, which adds in what travels and in an order of its own; or in a fixed binary tree over the
     micro-batches of one optimizer step, which gives the same bits at every world size and takes a power of two of
     micro-batches. "auto" is "backend" for fp32 over NCCL and for ranks of several machines, else "ranks"."""
-    prefetch: choice("elements", "time") = "elements"
-    """How far ahead parameters are gathered at stage 3: as far as zero_optimization.stage3_prefetch_bucket_size and
-    stage3_max_live_parameters allow, or within these no further than gathers take, by the times of the first two
-    micro-batches."""
     timeout: Seconds = TIMEOUT
     """Seconds that a rank waits for another before the job ends with a report of who waits for what."""
     check_order: Bool = False
