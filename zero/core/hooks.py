@@ -255,3 +255,6 @@ def _forward_hooks(
             call.tell_frozen()
 
     return before, after, method
+
+
+# All of ZeRO in seven files, 4 of 7; next: zero/core/reducer.py, gradients as they land, and the order of reductions.

@@ -14,6 +14,7 @@ import torch
 
 from zero.core.world import Axis, World, world_of_one
 from zero.plan.grid import DATA, DENSE, Grid, UnitAxes
+from zero.plan.layout import Layout, Span
 from zero.plan.sharding import Sharding, summed_here
 
 
@@ -46,6 +47,11 @@ class Mesh:
         It lies inside the rank's shard, and no other rank that holds the unit has the same.
         """
         return self.shard.rank * self.replica.size + self.replica.rank
+
+    def counted_span(self, layout: Layout) -> Span:
+        """What this rank counts and writes of a unit with this layout; nothing where others do for it."""
+        span = layout.shard(self.span, self.data.size)
+        return span if self.counts else span._replace(numel=0)
 
     @property
     def nested(self) -> bool:

@@ -262,3 +262,6 @@ class Reducer:
         self._order[position].reduce(self.leaf)
         for later, unit in enumerate(self._order[max(0, position - 2) : position][::-1], 1):
             unit.gradients.advance(later)
+
+
+# All of ZeRO in seven files, 5 of 7; next: zero/optim/optimizer.py, the norm, the decision, the step on shards.

@@ -69,3 +69,6 @@ def transition_table() -> str:
     rows = [("state", "verb", "next state"), ("-" * 9, "-" * 11, "-" * 10)]
     rows += [(before.value, verb, after.value) for (before, verb), after in TRANSITIONS.items()]
     return "\n".join(f"    {before:<11}{verb:<13}{after}" for before, verb, after in rows)
+
+
+# All of ZeRO in seven files, 2 of 7; next: zero/core/unit.py, what travels together, and the order in which its parts act.

@@ -124,14 +124,10 @@ class Unit:
     @property
     def span(self) -> Span:
         """The part of its shard that this rank counts in norms and writes to checkpoints, as a span of the buffer."""
-        span = self.plan.layout.shard(self.mesh.span, self.mesh.data.size)
-        return span if self.mesh.counts else span._replace(numel=0)
+        return self.mesh.counted_span(self.plan.layout)
 
     def counted(self, values: torch.Tensor) -> torch.Tensor:
-        """Those of the shard's values [n] that lie in the `span`; the other replicas count the others.
-
-        None where ranks that hold the same values count them.
-        """
+        """Those of the shard's values [n] that lie in the `span`; the other replicas count the others."""
         part = values.chunk(self.mesh.replica.size)[self.mesh.replica.rank]
         return part if self.mesh.counts else part[:0]
 
@@ -448,3 +444,6 @@ class Unit:
 
     def _keep_writes(self) -> None:
         self.travel.keep_writes()
+
+
+# All of ZeRO in seven files, 3 of 7; next: zero/core/hooks.py, what follows a forward and a backward through the module.

@@ -355,3 +355,6 @@ def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:
         return "synced_gpus" in parameters
     methods = (getattr(each, "generate", None) for each in module.modules() if each is not module)
     return any("synced_gpus" in inspect.signature(method).parameters for method in methods if callable(method))
+
+
+# All of ZeRO in seven files, 7 of 7; the first is zero/plan/layout.py.

@@ -100,3 +100,6 @@ def make_layout(numels: Mapping[str, int], world_size: int, alignment: int = ALI
 def round_up(numel: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `numel`."""
     return -(-numel // multiple) * multiple
+
+
+# All of ZeRO in seven files, 1 of 7; next: zero/core/state.py, what is in memory of a unit, and the moves between its states.
