@@ -257,4 +257,4 @@ def _forward_hooks(
     return before, after, method
 
 
-# All of ZeRO in seven files, 4 of 7; next: zero/core/reducer.py, gradients as they land, and the order of reductions.
+# Reading order, 4 of 7; next: zero/core/reducer.py, gradients as they land, and the order of reductions.

@@ -264,4 +264,4 @@ class Reducer:
             unit.gradients.advance(later)
 
 
-# All of ZeRO in seven files, 5 of 7; next: zero/optim/optimizer.py, the norm, the decision, the step on shards.
+# Reading order, 5 of 7; next: zero/optim/optimizer.py, the norm, the decision, the step on shards.

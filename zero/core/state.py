@@ -71,4 +71,4 @@ def transition_table() -> str:
     return "\n".join(f"    {before:<11}{verb:<13}{after}" for before, verb, after in rows)
 
 
-# All of ZeRO in seven files, 2 of 7; next: zero/core/unit.py, what travels together, and the order in which its parts act.
+# Reading order, 2 of 7; next: zero/core/unit.py, what travels together, and the order in which its parts act.

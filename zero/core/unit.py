@@ -446,4 +446,4 @@ class Unit:
         self.travel.keep_writes()
 
 
-# All of ZeRO in seven files, 3 of 7; next: zero/core/hooks.py, what follows a forward and a backward through the module.
+# Reading order, 3 of 7; next: zero/core/hooks.py, what follows a forward and a backward through the module.

@@ -357,4 +357,4 @@ def _knows_synced_gpus(module: nn.Module, generate: Callable[..., Any]) -> bool:
     return any("synced_gpus" in inspect.signature(method).parameters for method in methods if callable(method))
 
 
-# All of ZeRO in seven files, 7 of 7; the first is zero/plan/layout.py.
+# Reading order, 7 of 7; the first is zero/plan/layout.py.

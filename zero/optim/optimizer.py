@@ -403,4 +403,4 @@ def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:
     return refuse
 
 
-# All of ZeRO in seven files, 6 of 7; next: zero/engine/step.py, the order of events of a step.
+# Reading order, 6 of 7; next: zero/engine/step.py, the order of events of a step.

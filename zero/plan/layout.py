@@ -102,4 +102,4 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-# All of ZeRO in seven files, 1 of 7; next: zero/core/state.py, what is in memory of a unit, and the moves between its states.
+# Reading order, 1 of 7; next: zero/core/state.py, what is in memory of a unit, and the moves between its states.
