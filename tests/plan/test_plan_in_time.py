@@ -69,15 +69,6 @@ def test_while_computing_covers_it_one_gather_is_on_its_way() -> None:
     assert asked_until(stays, quick) == [3, 3, 6, 6, 6, 6]
 
 
-def test_a_gather_as_long_as_two_uses_is_asked_for_two_uses_before() -> None:
-    seconds = [UnitSeconds(0.5, 10.0, 20.0)] * 6 + [UnitSeconds(25.0, 10.0, 20.0)]
-    assert asked_until(both_ways(7)[:7], seconds) == [2, 3, 4, 7, 7, 7, 7]
-
-
-def test_a_link_that_is_too_slow_is_asked_for_all() -> None:
-    assert asked_until(both_ways(3), [UnitSeconds(100.0, 1.0, 1.0)] * 3)[:3] == [3, 3, 6]
-
-
 def test_a_late_gather_does_not_hurry_those_that_could_not_help_it() -> None:
     """The last unit's own second gather is late, as its first use has to end before; the others have time."""
     uses = [use._replace(gathered=True) for use in both_ways(4)]

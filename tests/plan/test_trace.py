@@ -213,23 +213,6 @@ def test_a_gpu_keeps_masks_of_dropout_in_bytes_and_no_scores():
     assert saved["cuda"] < 10 * TOKENS * 32 and saved["cpu"] > saved["cuda"] + 2 * 2 * TOKENS * TOKENS
 
 
-def test_attention_of_torchs_own_layer_keeps_no_scores_either():
-    class Encoder(Relu):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(2))
-
-    names = [each.name for each in traced(Encoder, "bf16", "cuda").operators["blocks.0"]]
-    assert "_scaled_dot_product_flash_attention_backward" in names and "native_dropout" in names
-    assert not {"bmm", "_softmax", "bernoulli_"}.intersection(names)
-
-
-def test_products_of_experts_count_by_rows_that_are_there():
-    count = FORMULAS[torch.ops.aten._grouped_mm]
-    assert count((6, 4), (2, 4, 5)) == count((4, 6), (6, 5)) == 2 * 6 * 4 * 5
-    assert count((2, 3, 4), (2, 4, 5)) == 2 * 2 * 3 * 4 * 5
-
-
 class Gated(nn.Module):
     """A block as `shape_cost` has it."""
 
