@@ -15,10 +15,9 @@ import torch.distributed as dist
 from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
 from marks import each_once
 
-import zero.core.unit as unit_module
-import zero.engine.checkpoint.collective_read as together_module
 from zero.checkpoint.index import CHUNK, Damaged, Part
 from zero.checkpoint.safe_file import read_part
+from zero.engine.checkpoint import collective_read
 
 SIZE = 3 * CHUNK + 1234
 BF16 = {"bf16": {"enabled": True}}
@@ -48,41 +47,23 @@ def test_every_chunk_that_is_wanted_is_checked(path: Path, skip: int) -> None:
                     read_part(file.fileno(), wrong, skip, memoryview(bytearray(nbytes)), 1, "weight")
 
 
-def messages(engine: Any, folder: Path, apart: bool) -> int:
-    """How many gathers a load begins; `apart`: as on hosts of their own."""
-    begun: list[int] = []
-    gather = unit_module.comm.gather
-
-    def counted(full: torch.Tensor, axis: Any, tag: int) -> Any:
-        begun.append(tag)
-        return gather(full, axis, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_module.comm, "gather", counted)
-        if apart:
-            patch.setattr(together_module, "_host", lambda: f"host {dist.get_rank()}")
-        engine.load_checkpoint(folder)
-    return len(begun)
-
-
-def both_ways(folder: Path, stage: int, more: dict[str, Any]) -> None:
-    engine = saved(folder, engine_of(Small(), stage=stage, **more))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "more"), each_once([1, 2], [{}, BF16]))
+def test_whole_parameters_are_read_or_sent_alike(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    """On one host, and as on hosts of their own."""
+    engine = saved(tmp_path, engine_of(Small(), stage=stage, **more))
     wanted, losses = held(engine), train(engine, 2, first=7)
-    units = len(engine._sharded.units)
-    for apart, begun in ((False, 0), (True, units)):
+    for host in "one", f"host {dist.get_rank()}":
         train(engine, 1, first=20)
-        assert messages(engine, folder, apart) == begun
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collective_read, "_host", lambda host=host: host)
+            engine.load_checkpoint(tmp_path)
         # Each rank's own copy, which is what it computes with, and not what a gather would bring.
         for name, param in engine.module.named_parameters():
             assert torch.equal(param.detach(), wanted[name]), name
         assert_equal(held(engine), wanted)
         assert train(engine, 2, first=7) == losses
     engine.destroy()
-
-
-@pytest.mark.parametrize(("stage", "more"), each_once([1, 2], [{}, BF16]))
-def test_whole_parameters_are_read_or_sent_alike(pool: Any, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
-    pool.run(2, both_ways, tmp_path, stage, more)
 
 
 class Seeing(torch.nn.Identity):
