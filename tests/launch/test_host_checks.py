@@ -39,16 +39,6 @@ def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
     assert hosts.calls().count("zero.launch.remote.probe") == 2
 
 
-@pytest.mark.parametrize(("flag", "started"), [("--no_check", 2), ("--dry-run", 0)])
-def test_no_look_where_none_is_wanted(tmp_path: Path, flag: str, started: int) -> None:
-    hosts = Hosts(tmp_path, "n1", "n2")
-    hosts.host("n1", GOOD)
-    hosts.host("n2", GOOD)
-    status, out, _ = hosts.zero("run", "-H", "H", flag, "t.py")
-    assert (status, out.count("started\n")) == (0, started)
-    assert "zero.launch.remote.probe" not in hosts.calls()
-
-
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, *(f"n{number}" for number in range(1, 9)))
     (tmp_path / "elsewhere").mkdir()

@@ -18,16 +18,6 @@ from zero.plan.grid import AXES, DATA, Grid, GridError
 KNOWN = [(16, 2, 4), (192, 8, 8), (128, 8, 8), (64, 8, 8), (160, 8, 4), (224, 8, 4), (96, 8, 4)]
 
 
-def test_sixteen_ranks_by_hand():
-    grid = Grid(16, {"tp": 2, "pp": 4})
-    assert grid.lists("tp") == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (12, 13), (14, 15)]
-    assert grid.lists("pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
-    assert grid.lists(*DATA) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert grid.lists("pp", "tp") == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
-    assert grid.embedding() == [(0, 12), (1, 13), (2, 14), (3, 15)]
-    assert grid.sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-
-
 @pytest.mark.parametrize(("world", "tp", "pp"), KNOWN)
 def test_groups_are_those_of_megatron(world, tp, pp):
     grid, start = Grid(world, {"tp": tp, "pp": pp}), time.perf_counter()

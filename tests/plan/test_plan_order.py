@@ -178,9 +178,3 @@ def test_the_most_that_is_whole_at_once_by_hand() -> None:
     assert most(ahead=0, whole=10) == 2 * 200  # the root stays whole and is counted elsewhere
     assert most(ahead=0, reuse=210) == 2 * (10 + 200 + 100)  # the last two blocks are kept for the backward
     assert most_whole([], [], [], Limits()) == 0
-
-
-def test_what_lies_in_a_module_is_used_while_that_is_whole() -> None:
-    anchors = ["blocks.0.inner", "blocks.0", "blocks.01"]
-    assert most_whole(anchors, [1, 10, 100], [1, 10, 100], Limits(ahead=0)) == 100
-    assert most_whole(anchors, [1, 10, 1], [1, 10, 1], Limits(ahead=0)) == 11

@@ -21,7 +21,7 @@ from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import Row
 from zero.sizes.links import Links
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import Search, Setup, candidates, choices_of, pace_of
+from zero.sizes.search import Search, Setup, candidates
 from zero.sizes.shape import Shape
 
 SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
@@ -73,21 +73,6 @@ def test_more_ranks_never_take_more(choice: Choice, policy: str, power: int) -> 
     assert many.peak <= few.peak * 1.001 + 4096
     assert many.host.memory <= few.host.memory * 1.001 + 4096
     assert many.host.files <= few.host.files * 1.001 + 4096
-
-
-def test_rows_are_sorted_and_have_every_choice_and_policy() -> None:
-    tight = setup(memory=4e8)
-    rows = candidates(tight)
-    assert {(row.choice, row.policy) for row in rows} == {(c, p) for c in choices_of(tight) for p in POLICIES}
-    fitting = [row for row in rows if not row.lacks]
-    assert 0 < len(fitting) < len(rows) and rows[: len(fitting)] == fitting
-    paces = [pace_of(row) for row in fitting]
-    first = next(index for index, pace in enumerate([*paces, 1e9]) if pace > 1.01 * min(paces))
-    assert paces[first:] == sorted(paces[first:]), "by seconds for a sample"
-    plain = [(row.choice[1:3] != ("none", "none"), row.choice.stage) for row in fitting[:first]]
-    assert first and plain == sorted(plain), "the plainest first, where the seconds are alike"
-    for row in rows[len(fitting) :]:
-        assert row.lacks[0].startswith(("device: ", "host: ")) and row.micro_batch == 1
 
 
 def test_a_batch_that_is_given_stays() -> None:

@@ -32,90 +32,62 @@ from zero.plan.units import OWN_UNIT_NUMEL, ModuleNode, ParamSpec, UnitPlan, pla
 
 # The usual models.
 
+EXPERTS = module("Block", experts=modules(leaf("Expert", BIG), leaf("Expert", BIG)))
+TIED = {"embed": leaf("Embedding", "shared.weight"), "block": modules(block(), block())}
+USUAL = {
+    "gpt": (gpt(), "wte <root> blocks.0 blocks.1 blocks.2 head"),
+    "nanogpt": (nanogpt(), "transformer.wte transformer.wpe transformer.h.0 transformer.h.1 <root>"),
+    "llama": (llama(), "model.embed_tokens model.layers.0 model.layers.1 <root> lm_head"),
+    "tied llama": (llama(tied=True), "model.embed_tokens model.layers.0 model.layers.1 <root>"),
+    "a unit per stage": (swin(), "<root> layers.0 layers.1 layers.2 head"),
+    "torchvision's list of lists": (
+        module(
+            "SwinTransformer",
+            features=sequential(
+                sequential(leaf("Conv2d", SMALL), leaf("Permute"), leaf("LayerNorm", SMALL)),
+                sequential(block(), block()),
+                leaf("PatchMerging", BIG),
+            ),
+            norm=leaf("LayerNorm", SMALL),
+            head=leaf("Linear", BIG),
+        ),
+        "features.0.0 features.0.2 features.1.0 features.1.1 features.2 <root> head",
+    ),
+    "a shared embedding": (
+        module(
+            "T5",
+            shared=leaf("Embedding", BIG),
+            encoder=module("T5Stack", **TIED),
+            decoder=module("T5Stack", **TIED),
+            lm_head=leaf("Linear", "shared.weight"),
+        ),
+        "shared encoder.block.0 encoder.block.1 decoder.block.0 decoder.block.1",
+    ),
+    "sequential": (sequential(leaf("Linear", SMALL), leaf("ReLU"), leaf("Linear", SMALL)), "0 2"),
+    "lists in lists, and in blocks": (
+        module("Net", groups=modules(modules(EXPERTS, modules(EXPERTS)), modules(), modules(leaf("Dropout"), EXPERTS))),
+        "groups.0.0 groups.0.1.0 groups.2.1",
+    ),
+    "no lists": (module("Net", tower=module("T", a=leaf("Linear", BIG)), head=leaf("Linear", 3)), "tower <root>"),
+    "parameters of a list itself": (
+        Mod("Net", {"token": BIG}, {"blocks": Mod("Stack", {"scale": BIG}, {"0": block()}, repeats=True)}),
+        "<root> blocks.0",
+    ),
+    "no parameters": (module("Net", act=leaf("ReLU")), ""),
+}
 
-def test_gpt() -> None:
-    assert names(gpt()) == ["wte", "<root>", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_usual_models(name: str) -> None:
+    model, wanted = USUAL[name]
+    assert names(model) == wanted.split()
+
+
+def test_what_is_no_block_is_the_root_s() -> None:
     assert contents(gpt())["<root>"] == ["wpe.weight", "norm.weight", "norm.bias"]
-    assert contents(gpt())["blocks.1"] == [
-        "blocks.1.norm.weight",
-        "blocks.1.norm.bias",
-        "blocks.1.attn.weight",
-        "blocks.1.mlp.weight",
-    ]
-
-
-def test_nanogpt_is_not_one_unit() -> None:
-    assert names(nanogpt()) == ["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "<root>"]
-    assert contents(nanogpt())["<root>"] == ["transformer.ln_f.weight"]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_huggingface_llama(tied: bool) -> None:
-    wanted = ["model.embed_tokens", "model.layers.0", "model.layers.1", "<root>"]
-    assert names(llama(tied=tied)) == (wanted if tied else [*wanted, "lm_head"])
-    assert contents(llama(tied=tied))["<root>"] == ["model.norm.weight"]
-
-
-def test_swin_has_a_unit_per_stage() -> None:
-    assert names(swin()) == ["<root>", "layers.0", "layers.1", "layers.2", "head"]
-
-
-def test_swin_of_torchvision_is_a_list_of_lists() -> None:
-    features = sequential(
-        sequential(leaf("Conv2d", SMALL), leaf("Permute"), leaf("LayerNorm", SMALL)),
-        sequential(block(), block()),
-        leaf("PatchMerging", BIG),
-        sequential(block()),
-    )
-    model = module("SwinTransformer", features=features, norm=leaf("LayerNorm", SMALL), head=leaf("Linear", BIG))
-    assert names(model) == [
-        "features.0.0",
-        "features.0.2",
-        "features.1.0",
-        "features.1.1",
-        "features.2",
-        "features.3.0",
-        "<root>",
-        "head",
-    ]
-
-
-def test_encoder_and_decoder_that_share_an_embedding() -> None:
-    model = module(
-        "T5",
-        shared=leaf("Embedding", BIG),
-        encoder=module("T5Stack", embed=leaf("Embedding", "shared.weight"), block=modules(block(), block())),
-        decoder=module("T5Stack", embed=leaf("Embedding", "shared.weight"), block=modules(block(), block())),
-        lm_head=leaf("Linear", "shared.weight"),
-    )
-    assert names(model) == ["shared", "encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-
-
-def test_a_sequential_model() -> None:
-    model = sequential(leaf("Linear", SMALL), leaf("ReLU"), leaf("Linear", SMALL), leaf("ReLU"), leaf("Linear", BIG))
-    assert names(model) == ["0", "2", "4"]
-
-
-def test_lists_in_lists_are_looked_into_and_lists_in_blocks_are_not() -> None:
-    inner = module("Block", experts=modules(leaf("Expert", BIG), leaf("Expert", BIG)))
-    model = module("Net", groups=modules(modules(inner, modules(inner)), modules(), modules(leaf("Dropout"), inner)))
-    assert names(model) == ["groups.0.0", "groups.0.1.0", "groups.2.1"]
-
-
-def test_a_model_without_lists_is_cut_at_its_large_children() -> None:
-    model = module("Net", tower=module("Tower", a=leaf("Linear", BIG), b=leaf("Linear", BIG)), head=leaf("Linear", 3))
-    assert contents(model) == {"tower": ["tower.a.weight", "tower.b.weight"], "<root>": ["head.weight"]}
-
-
-def test_parameters_of_the_root_and_of_a_list_itself_are_the_root_s() -> None:
-    blocks = Mod("Stack", {"scale": BIG}, {"0": block()}, repeats=True)
-    model = Mod("Net", {"token": BIG}, {"blocks": blocks})
-    assert contents(model)["<root>"] == ["token", "blocks.scale"]
-    assert names(model) == ["<root>", "blocks.0"]
-
-
-def test_a_model_without_parameters_has_no_units() -> None:
-    assert plan(module("Net", act=leaf("ReLU"))) == ()
+    inside = ("norm.weight", "norm.bias", "attn.weight", "mlp.weight")
+    assert contents(gpt())["blocks.1"] == [f"blocks.1.{name}" for name in inside]
+    assert contents(USUAL["parameters of a list itself"][0])["<root>"] == ["token", "blocks.scale"]
 
 
 @pytest.mark.parametrize(("numel", "own"), [(OWN_UNIT_NUMEL - 1, False), (OWN_UNIT_NUMEL, True), (0, False)])

@@ -15,7 +15,6 @@ from torch import nn
 
 from zero.sizes import rank_rates
 from zero.sizes.rates import DEVICES, REACHED, measured
-from zero.sizes.source import load_model
 
 CPU = torch.device("cpu")
 H100 = DEVICES["h100"]
@@ -83,11 +82,6 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{tmp_path.name}.py").write_text(textwrap.dedent(SLOW))
     monkeypatch.chdir(tmp_path)
     return f"{tmp_path.name}:make"
-
-
-def test_a_model_can_be_loaded_with_values(slow: str) -> None:
-    model, (inputs,) = load_model(slow, 1, CPU)
-    assert not model.weight.is_meta and model.weight.abs().sum() > 0 and inputs.sum() == 32
 
 
 @pytest.mark.long
