@@ -289,7 +289,3 @@ def test_hosts_of_an_allocation(environment: dict[str, str], num_gpus: int | Non
 )
 def test_an_allocation_that_does_not_say_its_slots(environment: dict[str, str], text: str) -> None:
     assert said(nodelist.allocation, {"SLURM_JOB_NODELIST": "n[1-3]", **environment}) == text
-
-
-def test_outside_of_an_allocation_there_is_none() -> None:
-    assert nodelist.allocation({"SLURM_TASKS_PER_NODE": "2"}) is None

@@ -283,14 +283,6 @@ def test_what_starts_ranks_without_a_gpu_or_none_at_all_imports_no_torch(args):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_unknown_command_lists_what_there_is(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["frobnicate"])
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert "'frobnicate'" in said and "run" in said and "schema" in said
-
-
 @pytest.mark.parametrize(
     ("args", "text"),
     [

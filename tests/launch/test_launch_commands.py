@@ -244,16 +244,6 @@ def test_the_default_hostfile_is_taken_where_it_is(
     assert "--no_ssh: give --hostfile" in capsys.readouterr().err
 
 
-def test_dry_run_without_ssh_prints_this_node(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "-H", hosts, "--no_ssh", "--node_rank", "2", "-i", "n1@n2:1@n3:1,2", "--dry-run", "t.py"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" OMP")[0] for line in lines] == [
-        f"RANK={rank} LOCAL_RANK={rank - 3} WORLD_SIZE=5 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 "
-        "CUDA_VISIBLE_DEVICES=1,2"
-        for rank in (3, 4)
-    ]
-
-
 CANNOT = """\
 -H H --min_nodes 2 --launcher openmpi
     --min_nodes: openmpi ends all hosts when one is lost; use --launcher ssh

@@ -256,16 +256,3 @@ def test_one_host_that_is_this_machine_runs(alone: Path) -> None:
     ended = zero("-m", "zero", "run", "-H", "H", "-i", f"{socket.gethostname()}:1,3", "t.py", "--", "-x")
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["0|2|1,3|a b|--|-x", "1|2|1,3|a b|--|-x"]
-
-
-@pytest.mark.parametrize("more", [[], ["--no_ssh", "--node_rank", "1"]])
-def test_a_dry_run_on_hosts_imports_no_torch(alone: Path, more: list[str]) -> None:
-    (alone / "H").write_text("n1 slots=8\nn2 slots=4")
-    (alone / "t.py").touch()
-    code = (
-        "import sys\nfrom zero.__main__ import main\n"
-        f"ended = main({['run', '-H', 'H', *more, '--dry-run', 't.py']!r})\n"
-        "sys.exit(ended or 'torch' in sys.modules)"
-    )
-    ended = zero("-c", code)
-    assert ended.returncode == 0, ended.stderr

@@ -134,34 +134,22 @@ def test_at_rest_the_engine_holds_what_the_formula_says(stage: int, dtype: str, 
 
 def test_gradients_on_their_way_by_hand() -> None:
     """Of the last units in the order of backward, two or three have messages on their way."""
+
+    def most(some: tuple[UnitPlan, ...], parts: int, replicas: int, **how: object) -> float:
+        return max((each.most for each in in_flight_nbytes(some, parts, replicas, **how)), default=0)
+
     units = (unit("a", 256, 4), unit("b", 128, 4), unit("frozen", 999, 4, requires_grad=False), unit("c", 64, 4))
     over_gloo, landing = 1 + 3 / 4, 2 * 256
-    assert (
-        max((each.most for each in in_flight_nbytes(units, 4, 1)), default=0) == 2 * (256 + 128) * over_gloo + landing
-    )
-    assert (
-        max((each.most for each in in_flight_nbytes(units, 1, 4)), default=0)
-        == 2 * (256 + 128 + 64) * over_gloo + landing
-    )
-    assert (
-        max((each.most for each in in_flight_nbytes(units, 4, 1, native=True)), default=0)
-        == 2 * (256 + 128) * (1 + 1 / 4) + landing
-    )
+    assert most(units, 4, 1) == 2 * (256 + 128) * over_gloo + landing
+    assert most(units, 1, 4) == 2 * (256 + 128 + 64) * over_gloo + landing
+    assert most(units, 4, 1, native=True) == 2 * (256 + 128) * (1 + 1 / 4) + landing
     # Where NCCL only moves them, the own slice comes, too.
-    assert max(each.most for each in in_flight_nbytes(units, 4, 1, mirrored=True)) == 2 * (256 + 128) * 2 + landing
-    assert (
-        max((each.most for each in in_flight_nbytes(units, 4, 1, travel="fp32")), default=0)
-        == 4 * (256 + 128) * over_gloo + landing
-    )
+    assert most(units, 4, 1, mirrored=True) == 2 * (256 + 128) * 2 + landing
+    assert most(units, 4, 1, travel="fp32") == 4 * (256 + 128) * over_gloo + landing
     # What was collected is counted as gradients, and so is a buffer that takes the sum.
-    assert (
-        max((each.most for each in in_flight_nbytes(units, 4, 1, collected=True)), default=0)
-        == 4 * (256 + 128) * 3 / 4 + landing
-    )
+    assert most(units, 4, 1, collected=True) == 4 * (256 + 128) * 3 / 4 + landing
     whole = tuple(unit(name, 64, 4, "fp32") for name in "abc")
-    assert max((each.most for each in in_flight_nbytes(whole, 1, 4)), default=0) == 3 * 4 * 64 * 3 / 4 + 4 * 64
-    assert max((each.most for each in in_flight_nbytes(whole, 1, 1)), default=0) == 4 * 64
-    assert max((each.most for each in in_flight_nbytes((), 4, 1)), default=0) == 0
+    assert [most(whole, 1, 4), most(whole, 1, 1), most((), 4, 1)] == [3 * 4 * 64 * 3 / 4 + 4 * 64, 4 * 64, 0]
 
 
 def test_a_second_copy_of_the_parameters_is_counted() -> None:

@@ -142,16 +142,6 @@ def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
     assert four[3] == pytest.approx(4 * once[3])
 
 
-def test_state_inside_of_hosts_sends_less_between_them() -> None:
-    choices = Choice(3), Choice(3, shard_size=4), Choice(3, secondary=4)
-    whole, hsdp, hpz = (sent(choice, 8, per_host=4) for choice in choices)
-    # A quarter of the gradient, summed over two hosts, against everything once around the ring.
-    assert hsdp.inter_host == pytest.approx(sum(psi(8)) / 4)
-    assert hpz.inter_host < whole.inter_host and hpz.intra_host > 0
-    offloaded = sent(Choice(3, "cpu", "cpu"), 8)
-    assert offloaded.host_link > 0 == whole.host_link and offloaded.drive == 0
-
-
 def test_state_that_streams_crosses_the_link_both_ways_and_its_gradient_does_not() -> None:
     def row(update: str) -> Row:
         section = {"stage": 2, "offload_optimizer": {"device": "cpu", "zero": {"update": update}}}
