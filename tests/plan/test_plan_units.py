@@ -153,34 +153,25 @@ def test_patterns_by_class() -> None:
     assert sorted(set(found) - set(wanted)) == sorted(["<root>", *downsamples, "head"])
 
 
-@pytest.mark.parametrize("pattern", ["model.layers.*", "model.layers.[0-9]", "*.layers.?", "LlamaDecoderLayer"])
-def test_patterns_by_path_name_the_outermost_modules(pattern: str) -> None:
-    assert names(llama(), (pattern,)) == names(llama())
+WHOLE = "model.embed_tokens model.layers.0 model.layers.1 <root> lm_head"
+PATTERNS = {
+    "model.layers.*": (llama, WHOLE),
+    "model.layers.[0-9]": (llama, WHOLE),
+    "*.layers.?": (llama, WHOLE),
+    "LlamaDecoderLayer": (llama, WHOLE),
+    "Linear LlamaDecoderLayer model.layers.0.mlp": (llama, WHOLE),  # the outermost
+    "model.layers": (llama, "model.embed_tokens model.layers <root> lm_head"),
+    "LlamaForCausalLM": (llama, "<root>"),
+    "head": (gpt, "wte <root> blocks head"),  # instead of what is found alone
+    "Block norm": (gpt, "wte <root> blocks.0 blocks.1 blocks.2 norm head"),
+    "ReLU": (lambda: module("Net", act=leaf("ReLU"), up=leaf("Linear", SMALL)), "<root>"),  # nothing in it
+}
 
 
-def test_several_patterns_and_one_inside_another() -> None:
-    found = names(llama(), ("Linear", "LlamaDecoderLayer", "model.layers.0.mlp"))
-    assert found == ["model.embed_tokens", "model.layers.0", "model.layers.1", "<root>", "lm_head"]
-
-
-def test_patterns_replace_what_is_found_alone() -> None:
-    assert contents(gpt(2), ("head",))["blocks"] == contents_of_blocks(2)
-    assert names(gpt(2), ("head",)) == ["wte", "<root>", "blocks", "head"]
-
-
-def contents_of_blocks(count: int) -> list[str]:
-    inside = ("norm.weight", "norm.bias", "attn.weight", "mlp.weight")
-    return [f"blocks.{index}.{name}" for index in range(count) for name in inside]
-
-
-def test_a_pattern_can_make_a_unit_of_a_whole_list_or_of_the_whole_model() -> None:
-    assert names(llama(), ("model.layers",)) == ["model.embed_tokens", "model.layers", "<root>", "lm_head"]
-    assert names(llama(), ("LlamaForCausalLM",)) == ["<root>"]
-
-
-def test_a_pattern_that_matches_modules_without_parameters_is_no_error() -> None:
-    model = module("Net", act=leaf("ReLU"), up=leaf("Linear", SMALL))
-    assert names(model, ("ReLU",)) == ["<root>"]
+@pytest.mark.parametrize("patterns", PATTERNS)
+def test_patterns_name_units(patterns: str) -> None:
+    make, wanted = PATTERNS[patterns]
+    assert names(make(), tuple(patterns.split())) == wanted.split()
 
 
 def test_experts_by_pattern_leave_the_rest_of_their_block_to_others() -> None:
