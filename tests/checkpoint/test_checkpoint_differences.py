@@ -192,6 +192,25 @@ def test_tied_into_untied_and_back(tmp_path: Path) -> None:
     refused(engine_of(Small(tied=True)), tmp_path / "unequal", text)
 
 
+def test_other_names_of_a_tied_parameter(tmp_path: Path) -> None:
+    """The one that the checkpoint has it by is not the one by which the engine knows it."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.third = nn.Linear(6, 5)
+            self.first = nn.Linear(6, 5)
+            self.first.weight = self.third.weight
+            self.norm, self.second = nn.BatchNorm1d(5, affine=False), nn.Linear(5, 6)
+
+        forward = Small.forward
+
+    source = held(saved(tmp_path, engine_of(Small(tied=True))))
+    engine = engine_of(Turned())
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(held(engine)["exp_avg third.weight"], source["exp_avg first.weight"])
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_frozen_and_trained(tmp_path: Path, lines: list[str], kind: str) -> None:
     more = {"bf16": {"enabled": True}} if kind == "bf16" else {}

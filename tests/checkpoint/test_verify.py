@@ -121,6 +121,13 @@ def test_all_problems_are_listed(tmp_path, capsys):
     assert "deadbeef.safetensors: belongs to no checkpoint" in said
 
 
+def test_rubbish_is_named_and_is_no_error(tmp_path, capsys):
+    folder = made(tmp_path)
+    (folder / ".index.json.7.partial").write_text("{")
+    assert main(["verify", str(folder)]) == 0
+    assert ".index.json.7.partial: belongs to no checkpoint" in capsys.readouterr().out
+
+
 def test_all_tags(tmp_path, capsys):
     good = made(tmp_path)
     own = [[TensorChunk("weight", "a", 0, (4,), torch.zeros(4))]]

@@ -50,16 +50,6 @@ dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
 placements = st.builds(Placement, st.sampled_from(list(Where)), st.sampled_from(list(Where)))
 
 
-def test_a_record_by_hand() -> None:
-    # A matrix of 4096 in 8 bit and a vector of 100, padded to 256, in fp32; one rank, Adam, remainders.
-    formats = Formats("remainder", "8bit")
-    plan = unit([(4096, 2), (100, 1)], 1, formats)
-    masters, moments = 2 * 4352, 2 * (4096 + 4 * 16) + 2 * 4 * 256
-    assert record_nbytes(plan, 0, 1, formats, False) == (masters, 5 * PAGE - masters)
-    assert 5 * PAGE - PAGE < masters + moments <= 5 * PAGE
-    assert record_nbytes(plan, 0, 1, formats, True) == (2 * masters, 7 * PAGE - 2 * masters)
-
-
 @settings(deadline=None, max_examples=200)
 @given(shapes, formats_of, dtypes, st.booleans(), st.integers(1, 4), st.data())
 def test_a_record_has_room_for_what_a_step_needs(

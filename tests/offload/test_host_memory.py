@@ -98,25 +98,6 @@ def test_memory_goes_back_with_the_last_tensor() -> None:
     assert "Rss" not in held(*place)
 
 
-def test_tensors_lie_one_after_the_other() -> None:
-    arena = PinnedArena(4 * PAGE + 1, CPU, pinned=False)
-    tensors = [arena.take(nbytes) for nbytes in (1, 0, PAGE, PAGE + 1)]
-    for tensor, nbytes, offset in zip(tensors, (1, 0, PAGE, PAGE + 1), (0, None, PAGE, 2 * PAGE), strict=True):
-        assert tensor.dtype == torch.uint8
-        assert tensor.shape == (nbytes,)
-        # A storage of its own: whoever copies, saves or resizes one gets that one alone.
-        assert tensor.untyped_storage().nbytes() == nbytes
-        assert offset is None or tensor.data_ptr() == arena.address + offset
-        assert not tensor.any()
-    for value, tensor in enumerate(tensors, 1):
-        tensor.fill_(value)
-    assert [tensor.sum().item() for tensor in tensors] == [1, 0, 3 * PAGE, 4 * (PAGE + 1)]
-    rest = arena.nbytes - 4 * PAGE
-    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into an arena of {arena.nbytes} bytes"):
-        arena.take(rest + 1)
-    assert arena.take(rest).numel() == rest  # a refusal takes nothing
-
-
 CHILD = """
 import os, sys
 import torch
