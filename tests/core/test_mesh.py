@@ -45,9 +45,12 @@ def test_a_reduction_around_the_size_of_a_message(extra):
 
 @pytest.mark.ranks(4)
 def test_ranks_make_groups_without_others_where_the_default_group_is_bound_to_a_device():
-    """It is with NCCL, where torch would then split its communicator, and wait for all of its ranks."""
+    """It is with NCCL, where torch would then split its communicator, and wait for all of its ranks.
+
+    The groups go with the engine.
+    """
     world, own, new_group, bound = dist.group.WORLD, dist.new_group([0, 1, 2, 3]), dist.new_group, []
-    mpu = SimpleNamespace(get_data_parallel_group=lambda: own)
+    mpu, before = SimpleNamespace(get_data_parallel_group=lambda: own), len(dist.distributed_c10d._world.pg_map)
     world.bound_device_id = device = torch.device("cuda", 1)
 
     def noted(*args: Any, **options: Any) -> dist.ProcessGroup:
@@ -63,8 +66,10 @@ def test_ranks_make_groups_without_others_where_the_default_group_is_bound_to_a_
         finally:
             world.bound_device_id = None
     assert bound and set(bound) == {None}
+    assert len(dist.distributed_c10d._world.pg_map) > before
     step(engine, 0)
     engine.destroy()
+    assert len(dist.distributed_c10d._world.pg_map) == before
 
 
 def backends() -> list[str]:
