@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zero
-from zero.core import comm
-from zero.core.unit import TAGS
 
 STEPS, PARTS, LAYERS = 3, 4, 2  # micro-batches of a step, whatever the ranks
 TARGETS = ["q_proj", "v_proj"]
@@ -85,7 +80,8 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
     world = dist.get_world_size()
     section = {"stage": stage, "stage3_param_persistence_threshold": 0}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": PARTS // world, "gradient_clipping": 0}
-    return {**sizes, "zero_optimization": section, "zero": {"reduce": "tree"}, **more}
+    log = {"comms_logger": {"enabled": True}}
+    return {**sizes, **log, "zero_optimization": section, "zero": {"reduce": "tree"}, **more}
 
 
 def engine_of(model: Any, stage: int, **more: Any) -> Any:
@@ -120,21 +116,10 @@ def differing_of(found: dict[str, torch.Tensor], wanted: nn.Module) -> list[str]
     return [name for name, value in found.items() if value.dtype != other[name].dtype or not value.equal(other[name])]
 
 
-@contextmanager
-def messages() -> Iterator[dict[str, list[tuple[int, torch.dtype, int]]]]:
-    """The index of the unit, dtype and bytes of each gather and each reduction that this rank begins."""
-    found: dict[str, list[Any]] = {"gather": [], "scatter": []}
+def sent(engine: Any) -> dict[str, tuple[int, int]]:
+    """How often this rank has sent so far, and the bytes, by operation."""
+    return {name: (each.count, each.sent) for name, each in engine.log_comms_summary().items()}
 
-    def noting(name: str) -> Callable[..., Any]:
-        real = getattr(comm, name)
 
-        def called(flat: torch.Tensor, axis: Any, tag: int, *rest: Any) -> Any:
-            found[name].append((tag // TAGS, flat.dtype, flat.nbytes))
-            return real(flat, axis, tag, *rest)
-
-        return called
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in found:
-            patch.setattr(comm, name, noting(name))
-        yield found
+def nbytes(params: Any) -> int:
+    return sum(param.numel() * param.element_size() for param in params)

@@ -55,7 +55,6 @@ CASES = {  # those that take longest begin first
     "kill_stage_1": Case("kill", stage=1),
     "kill_keeper": Case("kill", rank=0),  # the one whose process keeps the store
     "raise": Case("raise"),
-    "raise_stage_1": Case("raise", stage=1),
     "raise_keeper": Case("raise", rank=0),
     "leave": Case("leave"),
     "alone": Case("alone"),

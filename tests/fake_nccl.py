@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -64,8 +64,10 @@ class FakeWork(dist.Work):
 class FakeNccl(dist.ProcessGroup):
     """A communicator. `begun`: texts of what was begun in it; `timeout`: what it was made with.
 
-    `hosts`: gloo is beside it, for tensors on the host.
+    `hosts`: gloo is beside it, for tensors on the host; `made`: all communicators of this process.
     """
+
+    made: ClassVar[list[FakeNccl]] = []
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: StandIn, hosts: bool
@@ -209,9 +211,12 @@ def on_fake_nccl(patch: pytest.MonkeyPatch, hosts: bool = False, device: StandIn
     dist.barrier()  # another rank may still be connecting to this one
     dist.destroy_process_group()
 
+    FakeNccl.made = []
+
     def make(how: Any, options: Any) -> FakeNccl:
         made = FakeNccl(how.store, how.group_rank, how.group_size, how.timeout, device, hosts)
         made.options = options
+        FakeNccl.made.append(made)
         return made
 
     dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

@@ -174,8 +174,3 @@ def _trained(name: str, out: str, config: dict[str, Any] | None, resume: str | N
     best = trainer.state.best_model_checkpoint
     trainer.accelerator.free_memory()
     return losses, sums, best
-
-
-def all_trained(model: str, out: str, configs: list[dict[str, Any] | None], **more: Any) -> list[Any]:
-    """`trained` with one configuration after another."""
-    return [trained(model, f"{out}/{number}", config, **more) for number, config in enumerate(configs)]

@@ -93,14 +93,6 @@ def step(engine: Any, number: int) -> torch.Tensor:
     return loss.detach()
 
 
-def train_parts(engine: Any, steps: range, parts: int) -> None:
-    """Train a Net on `parts` micro-batches per step, the same ones on any number of ranks."""
-    for step in steps:
-        for part in range(engine.global_rank, parts, engine.world_size):
-            engine.backward(engine(*batch(parts * step + part, 2)))
-            engine.step()
-
-
 def config(stage: int, world: int, *, micro: int = 2, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """A JSON for `stage`; further sections as keywords."""
     return {
@@ -136,9 +128,3 @@ def train(model: nn.Module, world: int, settings: dict[str, Any], steps: int = 6
     engine.destroy()
     params = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"losses": losses, "norms": norms, "params": params}
-
-
-def equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether two results of `train` have the same bits."""
-    same = all(torch.equal(first["params"][name], second["params"][name]) for name in second["params"])
-    return same and first["losses"] == second["losses"] and first["norms"] == second["norms"]

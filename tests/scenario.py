@@ -181,7 +181,7 @@ def differences(one: Record, other: Record, *what: str) -> list[str]:
         a, b = getattr(one, field), getattr(other, field)
         if isinstance(b, dict):
             found += [f"{field} {name}" for name in b if not _equal(a[name], b[name])]
-        elif a != b:
+        elif repr(a) != repr(b):  # a NaN is one
             found.append(field)
     return found
 

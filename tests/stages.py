@@ -9,13 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import scenario
 import torch
 from oracle import Training, backward, near
-from scenario import Model, Record, differences, runs, same
+from scenario import Model, differences, runs
 from torch import nn
-
-__all__ = ["STEPS", "Loop", "build", "check", "inputs", "one_backward", "run", "same"]
 
 STEPS = 3
 Loop = Callable[[Any, torch.Tensor, int, float], torch.Tensor]  # (model or engine, x, rank, factor of the loss) -> loss
@@ -37,21 +34,12 @@ def build(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind()
 
 
-def _model(kind: Callable[[], nn.Module]) -> Model:
-    return Model(functools.partial(build, kind), _inputs)
-
-
 def _inputs(number: int, part: int) -> tuple[torch.Tensor, int]:
     return inputs(number, part), part
 
 
 def _under(loop: Loop, engine: Any, number: int, args: tuple[torch.Tensor, int]) -> torch.Tensor:
     return loop(engine, *args, 1.0)
-
-
-def run(kind: Callable[[], nn.Module], loop: Loop, stage: int, section: dict[str, Any]) -> Record:
-    """Train under `stage` on this rank; further keys of `zero_optimization` in `section`."""
-    return scenario.run(_model(kind), {"stage": stage, "section": section}, STEPS, loop=functools.partial(_under, loop))
 
 
 def check(
@@ -72,7 +60,8 @@ def check(
     # Where micro-batches add up before they are reduced, sums have another order than where they do not.
     json = {"accumulation": accumulation, "section": section or {}, "zero": {"reduce_every_micro_batch": True}}
     how = {"steps": STEPS, "loop": functools.partial(_under, loop)}
-    cases = [((_model(kind), {"stage": stage, **json}), how) for stage in range(4)]
+    model = Model(functools.partial(build, kind), _inputs)
+    cases = [((model, {"stage": stage, **json}), how) for stage in range(4)]
     for rank, stages in enumerate(pool.run(2, runs, cases)):
         assert near(stages[0].weights, training), f"rank {rank}"
         for stage, record in enumerate(stages):

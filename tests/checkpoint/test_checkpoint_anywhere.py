@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import FORMATS, MOMENTS, PLACES, Case, differing, engine_of, states, step
-from closeness import error
+from checkpoint_cases import FORMATS, PLACES, Case, differing, engine_of, states, step
 from marks import longer
-from models import WIDE, batch, make_net
-from oracle import Training, adamw, backward, exact, limits
+from models import WIDE, make_net
 
 FIRST, MORE = 3, 5  # steps before the first save, and after each
 
@@ -116,73 +114,3 @@ def test_all_pairs(pool: Any, tmp_path: Path) -> None:
             done, equal = done + len(some), equal + sum(same_sums(case, before) for before, _ in some)
     print(f"{done} pairs, {equal} of them with losses")
     assert done == len(sources) * len(targets)
-
-
-def fp32_run(world: int, folder: Path, load: bool) -> list[list[float]]:
-    """Save after some steps, or go on from there; global batches of 12, whoever shares them."""
-    case = Case(3, 3)  # its JSON has the plain order of sums
-    import checkpoint_cases
-
-    import zero
-
-    made = checkpoint_cases.settings(case, folder) | {"train_micro_batch_size_per_gpu": 12 // world}
-    engine, *_ = zero.initialize(model=make_net(width=WIDE, blocks=1), config=made)
-    rank, size = dist.get_rank(), 12 // world
-    if load:
-        engine.load_checkpoint(folder)
-    found = []
-    for number in range(FIRST, FIRST + MORE) if load else range(FIRST):
-        tokens, targets = batch(number, 12)
-        loss = engine(tokens[rank * size : (rank + 1) * size], targets[rank * size : (rank + 1) * size])
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().double() / world
-        dist.all_reduce(mean)
-        found.append(mean.item())
-    if not load:
-        engine.save_checkpoint(folder)
-        kept = states(engine)
-        if rank == 0:
-            torch.save(kept, folder / "facts")
-    engine.destroy()
-    return found
-
-
-def going_on(kept: dict[str, Any]) -> Training:
-    """The same steps in plain torch, from the state that was saved."""
-
-    def build() -> torch.nn.Module:
-        model = make_net(width=WIDE, blocks=1)
-        for name, param in model.named_parameters():
-            param.data.copy_(kept[name]["exact"])
-        return model
-
-    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        made = adamw(model)
-        for name, param in model.named_parameters():
-            moments = {key: kept[name][key].to(param.dtype) for key in MOMENTS}
-            made.state[param] = {"step": torch.tensor(float(kept[name]["step"])), **moments}
-        return made
-
-    def micro(model: Any, number: int, rank: int, world: int, factor: float) -> torch.Tensor:
-        return backward(loss_of(model, *batch(FIRST + number, 12)), factor)
-
-    return Training(1, MORE, build=build, micro=micro, optimizer=optimizer)
-
-
-def loss_of(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """That of a Net, without its rounding of the logits to fp32."""
-    x = model.embed(tokens)
-    for block in model.blocks:
-        x = block(x)
-    return torch.nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize("world", [3, *longer(4)])
-def test_other_ranks_go_on_within_the_rounding_of_plain_torch(pool: Any, tmp_path: Path, world: int) -> None:
-    pool.run(world, fp32_run, world, tmp_path, False)
-    kept = torch.load(tmp_path / "facts")
-    training = going_on(kept)
-    for other in (1, 2, 3, 4):
-        found = pool.run(other, fp32_run, other, tmp_path, True)[0]
-        assert error(found, exact(training).losses) <= limits(training, "fp32")[0], f"{world} to {other}"

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
+from closeness import error, ulps
 from marks import each_once
 
-import zero.core.unit as unit_module
-import zero.engine.checkpoint.collective_read as together_module
 from zero.checkpoint.index import CHUNK, Damaged, Part
 from zero.checkpoint.safe_file import read_part
+from zero.engine.checkpoint import collective_read
 
 SIZE = 3 * CHUNK + 1234
 BF16 = {"bf16": {"enabled": True}}
@@ -48,41 +48,23 @@ def test_every_chunk_that_is_wanted_is_checked(path: Path, skip: int) -> None:
                     read_part(file.fileno(), wrong, skip, memoryview(bytearray(nbytes)), 1, "weight")
 
 
-def messages(engine: Any, folder: Path, apart: bool) -> int:
-    """How many gathers a load begins; `apart`: as on hosts of their own."""
-    begun: list[int] = []
-    gather = unit_module.comm.gather
-
-    def counted(full: torch.Tensor, axis: Any, tag: int) -> Any:
-        begun.append(tag)
-        return gather(full, axis, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_module.comm, "gather", counted)
-        if apart:
-            patch.setattr(together_module, "_host", lambda: f"host {dist.get_rank()}")
-        engine.load_checkpoint(folder)
-    return len(begun)
-
-
-def both_ways(folder: Path, stage: int, more: dict[str, Any]) -> None:
-    engine = saved(folder, engine_of(Small(), stage=stage, **more))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "more"), each_once([1, 2], [{}, BF16]))
+def test_whole_parameters_are_read_or_sent_alike(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    """On one host, and as on hosts of their own."""
+    engine = saved(tmp_path, engine_of(Small(), stage=stage, **more))
     wanted, losses = held(engine), train(engine, 2, first=7)
-    units = len(engine._sharded.units)
-    for apart, begun in ((False, 0), (True, units)):
+    for host in "one", f"host {dist.get_rank()}":
         train(engine, 1, first=20)
-        assert messages(engine, folder, apart) == begun
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collective_read, "_host", lambda host=host: host)
+            engine.load_checkpoint(tmp_path)
         # Each rank's own copy, which is what it computes with, and not what a gather would bring.
         for name, param in engine.module.named_parameters():
             assert torch.equal(param.detach(), wanted[name]), name
         assert_equal(held(engine), wanted)
         assert train(engine, 2, first=7) == losses
     engine.destroy()
-
-
-@pytest.mark.parametrize(("stage", "more"), each_once([1, 2], [{}, BF16]))
-def test_whole_parameters_are_read_or_sent_alike(pool: Any, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
-    pool.run(2, both_ways, tmp_path, stage, more)
 
 
 class Seeing(torch.nn.Identity):
@@ -141,3 +123,68 @@ def test_buffers_that_no_file_holds(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path, load_module_strict=False)
     assert engine.global_steps == 2
+
+
+# Our optimizers and torch's go on from each other's states, begun or not, and with no half gradients.
+
+OURS_AND_TORCHS = [
+    (
+        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    ),
+    (
+        {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+        lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    ),
+    (
+        {"type": "Adagrad", "params": {"lr": 1e-2, "initial_accumulator_value": 0.5}},
+        lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.5),
+    ),
+]
+
+
+@pytest.mark.parametrize(("ours", "made"), OURS_AND_TORCHS, ids=["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_our_optimizers_and_torchs_load_each_others_states(
+    tmp_path: Path, ours: Any, made: Any, backwards: bool
+) -> None:
+    def ends() -> list[Any]:
+        return [engine_of(Small(), optimizer=ours), engine_of(Small(), made=made)]
+
+    source, other = reversed(ends()) if backwards else ends()
+    saved(tmp_path, source)
+    other.load_checkpoint(tmp_path)
+    wanted, found = held(source), held(other)  # one of them may count steps that the other does not
+    both = wanted.keys() & found.keys()
+    assert_equal({name: found[name] for name in both}, {name: wanted[name] for name in both})
+    ours_losses, theirs_losses = (train(engine, 3, first=7) for engine in (source, other))
+    assert error(ours_losses, theirs_losses) <= ulps(8, theirs_losses)
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    fresh = held(ends()[0 if backwards else 1])
+    for name, value in held(other).items():
+        if name.startswith(("exp_avg", "momentum", "sum", "step")):
+            assert torch.equal(value, fresh[name]), name
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    for ours, made in OURS_AND_TORCHS:
+        for number, source in enumerate((engine_of(Small(), optimizer=ours), engine_of(Small(), made=made))):
+            folder = tmp_path / f"{ours['type']}{number}"
+            source.save_checkpoint(folder)
+            for engine in (engine_of(Small(), optimizer=ours), engine_of(Small(), made=made)):
+                begun = held(engine)
+                train(engine)
+                engine.load_checkpoint(folder)
+                assert_equal(held(engine), begun)
+
+
+def test_an_open_window_is_dropped(tmp_path: Path) -> None:
+    engine = engine_of(Small(), gradient_accumulation_steps=2)
+    train(engine, 4)
+    engine.save_checkpoint(tmp_path)
+    wanted, losses = held(engine), train(engine, 4, first=9)
+    engine.load_checkpoint(tmp_path)
+    train(engine, 1, first=30)
+    engine.load_checkpoint(tmp_path)
+    assert_equal(held(engine), wanted)
+    assert train(engine, 4, first=9) == losses

@@ -65,29 +65,6 @@ def test_an_auto_that_nobody_filled_in_is_an_error_unless_we_can_tell_what_it_is
     assert load(filled, 2, stand_ins=["optimizer", "scheduler"]).train_batch_size == 4
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (
-            {"gradient_clipping": None},
-            "gradient_clipping: got null, wanted a number of at least 0; leave it out for 1.0",
-        ),
-        (
-            {"bf16": {"check_grad_overflow": None}},
-            "bf16.check_grad_overflow: got null, wanted true or false; leave it out for true",
-        ),
-        (
-            {"zero_optimization": {"sub_group_size": None}},
-            "zero_optimization.sub_group_size: got null, wanted an integer of at least 0; leave it out for 1000000000",
-        ),
-    ],
-)
-def test_null_is_an_error_where_the_default_is_something(given, text):
-    with pytest.raises(ConfigError) as caught:
-        load({**MICRO, **given}, 1)
-    assert str(caught.value) == text
-
-
 def test_null_is_not_given_where_the_default_is_nothing():
     default = load(MICRO, 1).model_dump(exclude={"raw"})
     for path, model in sections().items():

@@ -143,16 +143,16 @@ def test_the_key_of_editors_is_no_unknown_key(caplog: pytest.LogCaptureFixture) 
     assert "unknown top-level key '$scheme'" in caplog.text
 
 
+def test_each_key_has_a_description_and_editors_see_old_names() -> None:
+    schema = whole_schema()
+    assert schema["properties"]["gradient_clipping"]["description"]
+    assert schema["$defs"]["ZeroOptimization"]["properties"]["cpu_offload"]["deprecated"] is True
+    assert {"bf16", "bfloat16"} <= set(schema["properties"])
+
+
 def test_without_torch_any_type_passes_and_our_arguments_are_known() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     known = jsonschema.Draft202012Validator(json_schema())
     assert known.is_valid(optimizer("Other", x=1))
     assert known.is_valid(scheduler("Other", x=1))
     assert not known.is_valid(optimizer("Lion", x=1))
-
-
-def test_each_key_has_a_description_and_editors_see_old_names() -> None:
-    schema = whole_schema()
-    assert schema["properties"]["gradient_clipping"]["description"]
-    assert schema["$defs"]["ZeroOptimization"]["properties"]["cpu_offload"]["deprecated"] is True
-    assert {"bf16", "bfloat16"} <= set(schema["properties"])

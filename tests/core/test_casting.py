@@ -14,8 +14,8 @@ from torch import nn
 
 import zero
 from zero import log
-from zero.engine.precision import cast_floats
 
+BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
@@ -73,6 +73,7 @@ def nested() -> dict[str, Any]:
     return {
         "plain": x,
         "ids": torch.ones(2, dtype=torch.long),
+        "half": x.half(),
         "pair": Pair(x, [x.double(), None]),
         "record": Record(x, "r"),
         "output": output,
@@ -94,12 +95,13 @@ def test_auto_cast_reaches_every_float():
     assert isinstance(seen["output"], Output)
     assert seen["output"]["logits"].dtype == seen["output"].logits.dtype == half
     assert seen["left"] is given["left"], "what holds no float is handed on as it is"
+    assert seen["half"] is given["half"], "and so is what has the dtype"
     # What the caller has is untouched.
     assert given["plain"].dtype == given["pair"].first.dtype == given["record"].x.dtype == torch.float32
     assert given["output"].logits.dtype == torch.float32
 
 
-@pytest.mark.parametrize("more", [FP16, {"fp16": {"enabled": False, "auto_cast": True}}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("more", [FP16, {"fp16": {"enabled": False, "auto_cast": True}}, BF16])
 def test_inputs_are_left_alone_otherwise(more):
     given = nested()
     engine = engine_of(**more)
@@ -107,17 +109,10 @@ def test_inputs_are_left_alone_otherwise(more):
     assert all(engine.module.seen[1][key] is value for key, value in given.items())
 
 
-def test_casting_to_the_dtype_it_has_copies_nothing():
-    given = nested()["pair"]
-    assert cast_floats(Pair(given.first, None), torch.float32).first is given.first
-
-
-@pytest.mark.parametrize(
-    ("section", "dtype"),
-    [({}, torch.bfloat16), ({"dtype": "bf16"}, torch.bfloat16), ({"dtype": "float16"}, torch.float16)],
-)
+@pytest.mark.parametrize("section", [{}, {"dtype": "bf16"}, {"dtype": "float16"}])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_autocast_computes_low_and_keeps_parameters(stage, section, dtype):
+def test_autocast_computes_low_and_keeps_parameters(stage, section):
+    dtype = torch.float16 if section.get("dtype") == "float16" else torch.bfloat16
     engine = engine_of(stage, torch_autocast={"enabled": True, **section})
     engine(1)
     assert engine.module.computed == dtype
@@ -157,14 +152,12 @@ def test_autocast_of_parameters_in_16_bits(stage, dtype):
     assert torch.equal(zero.utils.safe_get_full_grad(engine.module.linear.weight), grad)
 
 
-@pytest.mark.parametrize(
-    ("more", "dtype"),
-    [({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16), (FP16, torch.float16)],
-)
-def test_an_outer_autocast_is_switched_off_inside(caplog, more, dtype):
+@pytest.mark.parametrize("more", [{}, BF16, FP16])
+def test_an_outer_autocast_is_switched_off_inside(caplog, more):
     log._said.cache_clear()
     engine = engine_of(**more)
-    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    dtype = engine.module.linear.weight.dtype
+    other = torch.bfloat16 if more is FP16 else torch.float16
     with caplog.at_level(logging.WARNING, logger="zero"), torch.autocast("cpu", other):
         for _ in range(2):
             engine(1)
@@ -177,28 +170,26 @@ def test_an_outer_autocast_is_switched_off_inside(caplog, more, dtype):
     ]
 
 
-@pytest.mark.parametrize("more", [{}, FP16, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("more", [{}, FP16, BF16])
 @pytest.mark.parametrize("wanted", [None, "fp32", "bf16", "fp16"])
 def test_buffers_keep_their_dtype_unless_told(more, wanted):
-    sections = {**more, "data_types": {} if wanted is None else {"buffer_dtype": wanted}}
-    module = engine_of(**sections).module
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    low = dtypes.get(wanted)
+    module = engine_of(**more, data_types={"buffer_dtype": wanted} if wanted else {}).module
+    low = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(wanted)
     assert module.mean.dtype == (low or torch.float32)
     assert module.small.dtype == (low or torch.float16)
     assert module.count.dtype == torch.long
 
 
 def test_without_an_optimizer_precision_holds_too():
-    settings = {key: value for key, value in config(0, 1, **FP16).items() if key != "optimizer"}
-    settings["fp16"] = {**settings["fp16"], "auto_cast": True}
+    settings = config(0, 1, fp16={**FP16["fp16"], "auto_cast": True})
+    del settings["optimizer"]
     engine = zero.initialize(model=Probe(), config=settings)[0]
     engine(torch.ones(2))
     assert engine.module.seen[0][0].dtype == engine.module.computed == torch.float16
 
 
 class Scaled(nn.Module):
-    """Multiplies by an fp32 buffer before and after a linear layer."""
+    """Multiplies by an fp32 buffer before a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +201,7 @@ class Scaled(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype) * self.mean).sum()
 
 
-@pytest.mark.parametrize("more", [FP16, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("more", [FP16, BF16])
 def test_a_buffer_that_meets_a_parameter_of_16_bits_is_named(more):
     dtype = next(iter(more))
     engine = zero.initialize(model=Scaled(), config=config(3, 1, **more))[0]
@@ -219,8 +210,7 @@ def test_a_buffer_that_meets_a_parameter_of_16_bits_is_named(more):
     assert "'mean' (torch.float32), 'low' (torch.float64). If one" in str(raised.value)
     assert f'set data_types.buffer_dtype to "{dtype}" in the JSON' in str(raised.value)
     assert str(raised.value).startswith(str(raised.value.__cause__))
-    sections = {**more, "data_types": {"buffer_dtype": dtype}}
-    engine = zero.initialize(model=Scaled(), config=config(3, 1, **sections))[0]
+    engine = zero.initialize(model=Scaled(), config=config(3, 1, **more, data_types={"buffer_dtype": dtype}))[0]
     engine(torch.ones(2, 4))
     with pytest.raises(RuntimeError, match="size of tensor") as other:
         engine(torch.ones(2, 3))  # another error stays as it is

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Block, config
+from models import WIDTH, Block
+from ranks import said_by
+from scenario import settings
 from stages import build, check, inputs
 from torch import nn
 
@@ -79,24 +81,22 @@ def test_leaves_named_in_the_configuration(pool):
 
 
 def units(model: nn.Module, **section: Any) -> list[str]:
-    settings = config(3, 1)
-    settings["zero_optimization"].update(section.pop("zero_optimization", {}))
-    engine = zero.initialize(model=model, config={**settings, **section})[0]
-    names = [unit.plan.name for unit in engine._sharded.units]
+    engine = zero.initialize(model=model, config=settings(3, 1, **section))[0]
+    names = [unit.name for unit in engine.describe().units]
     engine.destroy()
-    return names
+    return sorted(names)
 
 
 def test_a_leaf_is_one_unit_whatever_it_contains():
     split = [f"{name}.experts.{index}" for name in ("one", "two") for index in range(3)]
-    assert sorted(units(Mixture())) == sorted([*split, "<root>"])
-    assert sorted(units(Marked())) == ["<root>", "one", "two"]
+    assert units(Mixture()) == sorted([*split, "<root>"])
+    assert units(Marked()) == ["<root>", "one", "two"]
     model = Mixture()
     set_z3_leaf_module(model.two, True)
-    assert sorted(units(model)) == sorted(["<root>", "two", *split[:3]])
+    assert units(model) == sorted(["<root>", "two", *split[:3]])
     set_z3_leaf_module(model, True)
     assert units(model) == ["<root>"]
-    assert sorted(units(Marked(), zero={"units": ["Block", "between"]})) == ["between", "one", "two"]
+    assert units(Marked(), zero={"units": ["Block", "between"]}) == ["between", "one", "two"]
 
 
 def test_a_leaf_inside_a_block_goes_with_the_block():
@@ -105,16 +105,10 @@ def test_a_leaf_inside_a_block_goes_with_the_block():
     assert units(model) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"classes": [f"{__name__}.Experts"]},
-        {"names": ["one", "two"]},
-        {"names": ["one"], "name_suffixes": ["wo"]},
-    ],
-)
-def test_the_configuration_marks_leaves(section):
-    assert sorted(units(Mixture(), zero_optimization={"leaf_module": section})) == ["<root>", "one", "two"]
+def test_the_configuration_marks_leaves():
+    by_class, by_name = {"classes": [f"{__name__}.Experts"]}, {"names": ["one", "two"]}
+    for section in (by_class, by_name, {"names": ["one"], "name_suffixes": ["wo"]}):
+        assert units(Mixture(), section={"leaf_module": section}) == ["<root>", "one", "two"]
 
 
 def test_the_default_classes_are_marked_by_their_full_names():
@@ -130,38 +124,31 @@ def test_names_without_a_match_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING, logger="zero"):
         units(Mixture())
         assert not caplog.records
-        units(Mixture(), zero_optimization={"leaf_module": section})
+        units(Mixture(), section={"leaf_module": section})
     assert [record.getMessage() for record in caplog.records] == [
         "zero_optimization.leaf_module: nothing in the model matches "
         "classes: 'Nothing', names: 'three', name_suffixes: 'x'"
     ]
 
 
-def said_of_leaves(names: list[str]) -> list[str]:
-    """Warnings of two steps with these leaves."""
+@pytest.mark.ranks(2)
+def test_a_leaf_that_nobody_calls_is_warned_of_once():
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     handler.setLevel(logging.WARNING)
     logging.getLogger("zero").addHandler(handler)
-    settings = config(3, 2)
-    settings["zero_optimization"]["leaf_module"] = {"names": names}
-    engine = zero.initialize(model=build(Mixture), config=settings)[0]
+    json = settings(3, 2, section={"leaf_module": {"names": ["one", "two.experts"]}})
+    engine = zero.initialize(model=build(Mixture), config=json)[0]
     for step in range(2):
         engine.backward(engine(inputs(step, dist.get_rank()), 0))
         engine.step()
     engine.destroy()
     logging.getLogger("zero").removeHandler(handler)
-    return said.getvalue().splitlines()
-
-
-def test_a_leaf_that_nobody_calls_is_warned_of_once(pool):
-    assert pool.run(2, said_of_leaves, ["one", "two.experts"]) == [
-        [
-            "leaf modules that were not called in the first forward: 'two.experts'; what is inside is not gathered as "
-            "one. Name the module whose forward runs it"
-        ],
-        [],
-    ]
+    warned = (
+        "leaf modules that were not called in the first forward: 'two.experts'; what is inside is not gathered as "
+        "one. Name the module whose forward runs it\n"
+    )
+    assert said.getvalue() == ("" if dist.get_rank() else warned)
 
 
 def test_marking_and_asking():
@@ -183,21 +170,15 @@ def test_marking_and_asking():
 
 def test_nothing_found():
     model = build(Mixture)
-    for call, message in [
-        (
-            lambda: set_z3_leaf_modules(model, [nn.LSTM, "Foo"]),
-            "No modules of type ['LSTM', 'Foo'] found in model Mixture",
-        ),
-        (lambda: unset_z3_leaf_modules(model, ["Foo"]), "No modules of type ['Foo'] found in model Mixture"),
-        (lambda: set_z3_leaf_modules_by_name(model, ["x"]), "No modules named ['x'] found in model Mixture"),
-        (
-            lambda: set_z3_leaf_modules_by_suffix(model, ["x"]),
-            "No modules matching suffixes ['x'] found in model Mixture",
-        ),
-    ]:
-        with pytest.raises(ValueError) as raised:
-            call()
-        assert str(raised.value) == message
+    for call, names, message in (
+        (set_z3_leaf_modules, [nn.LSTM, "Foo"], "of type ['LSTM', 'Foo']"),
+        (unset_z3_leaf_modules, ["Foo"], "of type ['Foo']"),
+        (set_z3_leaf_modules_by_name, ["x"], "named ['x']"),
+        (set_z3_leaf_modules_by_suffix, ["x"], "matching suffixes ['x']"),
+    ):
+        assert said_by(lambda call=call, names=names: call(model, names)) == (
+            f"ValueError: No modules {message} found in model Mixture"
+        )
     assert set_z3_leaf_modules(model, [nn.LSTM], raise_if_not_found=False) == []
     assert set_z3_leaf_modules_by_name(model, ["x"], raise_if_not_found=False) == ([], ["x"])
     with pytest.raises(TypeError, match="leaf_module_classes: got 3, wanted classes or names of classes"):

@@ -1,18 +1,16 @@
-"""The promise: when each unit is gathered, waited for, released, reduced and invalidated; and what that costs.
-
-The lists of verbs below are the specification. Verbs without effect (a gather of what is full, a release of
-what is not cut) are not in them.
-"""
+"""The promise: units are whole while they are used and no longer, and that costs the messages and bytes of the plan."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from marks import each_once
-from models import WIDE, WIDTH, batch, config, make_net
-from models import step as micro_step
+from models import WIDE, WIDTH, batch, make_net
+from scenario import run, settings
+from torch import nn
 
 import zero
 from zero.core import comm
@@ -22,50 +20,7 @@ from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, alive_nbytes
 
 UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
-
-UPDATE = [  # each unit's shard is updated, and its full copy travels while the next one is
-    *("invalidate <root>", "gather <root>"),
-    *("invalidate blocks.0", "gather blocks.0"),
-    *("invalidate blocks.1", "gather blocks.1"),
-    *("wait <root>", "wait blocks.0", "wait blocks.1"),
-]
-REDUCE = ["reduce blocks.1", "reduce blocks.0", "reduce <root>"]
-FIRST_FORWARD = [  # nothing is foreseen yet
-    *("gather <root>", "wait <root>"),
-    *("gather blocks.0", "wait blocks.0", "release blocks.0"),
-    *("gather blocks.1", "wait blocks.1", "release blocks.1"),
-    "release <root>",
-]
-FIRST_BACKWARD = [
-    *("gather <root>", "wait <root>"),
-    *("gather blocks.1", "wait blocks.1", "release blocks.1", "reduce blocks.1"),
-    *("gather blocks.0", "wait blocks.0", "release blocks.0", "reduce blocks.0"),
-    *("release <root>", "reduce <root>"),
-]
-LATER_FORWARD = [  # the next unit travels while one computes; the root stays, backward begins with it
-    *("gather <root>", "wait <root>", "gather blocks.0"),
-    *("wait blocks.0", "gather blocks.1", "release blocks.0"),
-    *("wait blocks.1", "release blocks.1"),
-]
-LATER_BACKWARD = [
-    "gather blocks.1",
-    *("wait blocks.1", "gather blocks.0", "release blocks.1", "reduce blocks.1"),
-    *("wait blocks.0", "release blocks.0", "reduce blocks.0"),
-    *("release <root>", "reduce <root>"),
-]
-SPECIFICATION = {  # (stage, micro-batches) -> verbs of the first optimizer step, of the second
-    (0, 1): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
-    (1, 1): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
-    (2, 1): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
-    (3, 1): ([*FIRST_FORWARD, *FIRST_BACKWARD], [*LATER_FORWARD, *LATER_BACKWARD]),
-    (0, 2): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
-    (1, 2): ([*REDUCE, *UPDATE], [*REDUCE, *UPDATE]),
-    (2, 2): ([*REDUCE, *REDUCE, *UPDATE], [*REDUCE, *REDUCE, *UPDATE]),
-    (3, 2): (
-        [*FIRST_FORWARD, *FIRST_BACKWARD, *LATER_FORWARD, *LATER_BACKWARD],
-        [*LATER_FORWARD, *LATER_BACKWARD] * 2,
-    ),
-}
+COUNTED = {"section": {"stage3_prefetch_bucket_size": 1}, "comms_logger": {"enabled": True}}
 
 
 class Recorder:
@@ -106,102 +61,84 @@ class Recorder:
         return taken
 
 
-def step(engine: Any, index: int) -> None:
-    for micro in range(engine.gradient_accumulation_steps()):
-        micro_step(engine, 10 * index + micro)
+def small() -> nn.Module:
+    return make_net(blocks=2)
 
 
-def one_ahead(stage: int, **more: Any) -> dict[str, Any]:
-    """A configuration under which one unit travels ahead at a time; by default it is as many as fit a bucket."""
-    return {**config(stage, 2, **more), "zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 1}}
+def messages(engine: Any, number: int = 0) -> dict[str, int]:
+    """How many collectives there were so far, by operation."""
+    return {name: each.count for name, each in engine.log_comms_summary().items()}
 
 
-def record(stage: int, accumulation: int) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=make_net(blocks=2), config=one_ahead(stage, accumulation=accumulation))
-        recorder = Recorder(patch)
-        steps = []
-        for index in range(3):
-            step(engine, index)
-            steps.append(recorder.take())
-    sizes = {unit.plan.name: unit.plan.layout.numel * 4 for unit in engine._sharded.units}
-    engine.destroy()
-    return {"steps": steps, "nbytes": sizes}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_with_accumulation_gradients_that_are_cut_are_reduced_at_each_micro_batch(stage):
+    """And parameters that are cut are gathered for each forward and backward, but for the unit between the two."""
+    *_, before, _, after = run(small, {"stage": stage, **COUNTED}, watch=messages, accumulation=2).seen
+    counts = {name: count - before.get(name, 0) for name, count in after.items()}
+    units = len(UNITS)
+    assert counts["reduce"] == (2 * units if stage >= 2 else units)
+    assert counts["replica gather" if stage == 0 else "gather"] == (2 * (2 * units - 1) if stage == 3 else units)
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), SPECIFICATION)
-def test_verbs_and_traffic(pool, stage, accumulation):
-    """Stages 0 to 2 move 2 Psi a step, stage 3 moves 3 Psi; each full buffer counted once."""
-    first, later = SPECIFICATION[stage, accumulation]
-    for found in pool.run(2, record, stage, accumulation):
-        assert list(found["nbytes"]) == UNITS
-        verbs = [verbs for verbs, _ in found["steps"]]
-        assert verbs[0] == first
-        assert verbs[1] == verbs[2] == later
-        psi, kept = sum(found["nbytes"].values()), found["nbytes"]["<root>"]
-        reductions = accumulation if stage >= 2 else 1
-        for index, (_, traffic) in enumerate(found["steps"]):
-            moved = {kind: sum(n for k, n in traffic if k == kind) for kind in ("gather", "scatter")}
-            assert moved["scatter"] == reductions * psi
-            if stage < 3:
-                assert moved["gather"] == psi
-            else:  # the unit that ends the forward and begins the backward is kept in between, once that is known
-                unforeseen = 1 if index == 0 else 0
-                assert moved["gather"] == accumulation * (2 * psi - kept) + unforeseen * kept
-            assert [kind for kind, _ in traffic].count("scatter") == reductions * len(UNITS)
+def states(engine: Any) -> dict[str, str]:
+    return {unit.name: unit.state for unit in engine.describe().units}
 
 
-def record_frozen() -> list[str]:
-    """Verbs of the second step under stage 3 when only norms, embedding and head are trained."""
-    net = make_net(blocks=2)
-    for block in net.blocks:
-        block.up.requires_grad_(False)
-        block.down.requires_grad_(False)
-    with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=net, config=one_ahead(3))
-        recorder = Recorder(patch)
-        for index in range(2):
-            recorder.take()
-            step(engine, index)
-    engine.destroy()
-    return [verb for verb in recorder.take()[0] if "frozen" in verb]
-
-
-def test_frozen_units_are_released_when_backward_has_passed_them(pool):
-    first, second = "blocks.0[fp32, frozen]", "blocks.1[fp32, frozen]"
-    for verbs in pool.run(2, record_frozen):
-        forward, backward = verbs[:6], verbs[6:]
-        assert [verb for verb in forward if not verb.startswith("gather")] == [
-            *(f"wait {first}", f"release {first}", f"wait {second}", f"release {second}")
-        ]
-        # Each goes as soon as its block's input has its gradient, which is when the block before it begins; not at
-        # the end with all the others.
-        assert [verb for verb in backward if not verb.startswith("gather")] == [
-            *(f"wait {second}", f"wait {first}", f"release {second}", f"release {first}")
-        ]
+def all_cut(engine: Any) -> bool:
+    return set(states(engine).values()) == {"sharded"}
 
 
 @pytest.mark.ranks(2)
 def test_evaluation_gathers_each_unit_once_and_leaves_nothing():
-    """Verbs of three forwards without gradients, after two training steps, and of the training step after them."""
-    with pytest.MonkeyPatch.context() as patch:
-        engine, *_ = zero.initialize(model=make_net(blocks=2), config=one_ahead(3))
-        recorder = Recorder(patch)
-        for index in range(2):
-            step(engine, index)
-        recorder.take()
-        seen = []
-        for _ in range(3):
-            with torch.no_grad():
-                engine(*batch(0, 2))
-            seen.append(recorder.take()[0])
-        step(engine, 2)
-        seen.append(recorder.take()[0])
+    """Three forwards without gradients after two training steps; the step after them is one like the others."""
+    engine, *_ = zero.initialize(model=small(), config=settings(3, 2, **COUNTED))
+    gathers = []
+
+    def train(number: int) -> None:
+        engine.backward(engine(*batch(number, 2)))
+        engine.step()
+
+    for number in range(3):
+        train(number)
+        gathers.append(messages(engine)["gather"])
+        assert all_cut(engine)
+    for _ in range(3):
+        with torch.no_grad():
+            engine(*batch(0, 2))
+        assert all_cut(engine)
+        gathers.append(messages(engine)["gather"])
+    train(3)
+    gathers.append(messages(engine)["gather"])
     engine.destroy()
-    *evaluations, training = seen
-    for verbs in evaluations:
-        assert verbs == [*LATER_FORWARD, "release <root>"]
-    assert training == [*LATER_FORWARD, *LATER_BACKWARD]
+    units = len(UNITS)
+    assert [after - before for before, after in pairwise(gathers)] == [
+        *(2 * units - 1, 2 * units - 1),
+        *(units, units, units),
+        2 * units - 1,
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_frozen_units_are_released_when_backward_has_passed_them():
+    """Each goes as soon as its block's input has its gradient; not at the end with all the others."""
+    net, seen = small(), {}
+    for block in net.blocks:
+        block.up.requires_grad_(False)
+        block.down.requires_grad_(False)
+    engine, *_ = zero.initialize(model=net, config=settings(3, 2, **COUNTED))
+
+    def look(name: str) -> None:
+        found = states(engine)
+        seen[name] = [found[f"blocks.{index}[fp32, frozen]"] == "sharded" for index in range(2)]
+
+    net.blocks[0].norm.weight.register_post_accumulate_grad_hook(lambda param: look("first block"))
+    net.embed.weight.register_post_accumulate_grad_hook(lambda param: look("embedding"))
+    for number in range(2):
+        engine.backward(engine(*batch(number, 2)))
+        engine.step()
+        assert seen == {"first block": [False, True], "embedding": [True, True]}
+    engine.destroy()
 
 
 FORMATS = {  # what is asked for, on top of which precision, and what comes of it
@@ -216,9 +153,9 @@ def phases(stage: int, accumulation: int, kind: str) -> tuple[list[tuple[str, St
     """State bytes alive on this rank at each phase of the first step, and the plans of the units."""
     bf16, states, formats = FORMATS[kind]
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "zero": states}}
-    settings = config(stage, 2, accumulation=accumulation, bf16={"enabled": bf16}, optimizer=optimizer)
+    json = settings(stage, 2, accumulation=accumulation, bf16={"enabled": bf16}, optimizer=optimizer)
     width = WIDTH if formats.moments == "fp32" else WIDE
-    engine, *_ = zero.initialize(model=make_net(blocks=2, width=width), config=settings)
+    engine, *_ = zero.initialize(model=make_net(blocks=2, width=width), config=json)
     seen = [("rest", engine.state_nbytes())]
     for index, block in enumerate(engine.module.blocks):
         block.register_forward_pre_hook(lambda *_, i=index: seen.append((f"forward {i}", engine.state_nbytes())))

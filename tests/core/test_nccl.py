@@ -1,153 +1,177 @@
 """The promise: over NCCL, whose waits end on the device and not on the host, training is what it is over gloo.
 
-The backend is tests/fake_nccl.py: no GPU is here. It holds against what is proven with it that it sees the mistakes.
+And `zero.reduce` says who adds up gradients; our sum is that of fp32 in the order of ranks, whatever is rounded to 16
+bits for the way. The backend is tests/fake_nccl.py, which adds in the dtype of what it is sent, as NCCL does: no GPU
+is here. It holds against what is proven with it that it sees the mistakes.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fake_nccl import on_fake_nccl
+from fake_nccl import FakeNccl, on_fake_nccl
 from marks import longer
-from models import config, make_net, share
+from models import make_net, share, step
 from ranks import Pool, said_by
+from scenario import Record, differences, run, settings
 from stand_in_device import DEVICE
 
 import zero
 from zero.core import comm
-from zero.core.world import MARGIN
+from zero.utils import safe_get_full_grad
+
+LIMIT = 660.0  # the seconds of zero.timeout, and some until NCCL itself ends a process
+BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 1024}}
+HPZ = {"section": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}}
 
 
-def train(fake: bool, stage: int, more: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of three steps, and the parameters after them."""
+def train(fake: bool, json: dict[str, Any]) -> Record:
     if not fake:
-        return steps(stage, more, "cpu")
+        return run("net", json)
     with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
         patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_world_size()))  # one machine, where we add up what is in 16 bits
-        return steps(stage, more, DEVICE)
-
-
-def steps(stage: int, more: dict[str, Any], device: Any) -> tuple[list[float], list[torch.Tensor]]:
-    model, accumulation = make_net(), more.get("accumulation", 1)
-    engine, *_ = zero.initialize(model=model, config=config(stage, dist.get_world_size(), **more))
-    losses = []
-    for number in range(3 * accumulation):
-        loss = engine(*(part.to(device) for part in share(number)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses, [param.detach().cpu() for param in model.parameters()]
+        return run("net", json)
 
 
 CASES = [
-    (0, {}),
-    (1, {"bf16": {"enabled": True}}),
-    (2, {"accumulation": 2}),
-    (3, {"gradient_clipping": 0.1}),
+    (2, {"stage": 0}),
+    (2, {"stage": 1, **BF16}),
+    (2, {"stage": 2, "accumulation": 2}),
+    (2, {"stage": 3, "gradient_clipping": 0.1}),
     *longer(
-        (1, {"accumulation": 2, "zero": {"check_order": True}}),
-        (2, {"zero": {"reduce": "tree"}}),
-        (3, {"zero": {"check_order": True}, "bf16": {"enabled": True}}),
-        (3, {"fp16": {"enabled": True, "initial_scale_power": 20}}),
+        (2, {"stage": 1, "accumulation": 2, "zero": {"check_order": True}}),
+        (2, {"stage": 2, "zero": {"reduce": "tree"}}),
+        (2, {"stage": 3, "zero": {"check_order": True}, **BF16}),
+        (2, {"stage": 3, "fp16": {"enabled": True, "initial_scale_power": 20}}),
+        (4, {"stage": 3, "zero": {"reduce": "tree"}, **HPZ}),
     ),
 ]
 
 
-@pytest.mark.parametrize(("stage", "more"), CASES)
-def test_every_stage_trains_as_over_gloo(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world", "json"), CASES)
+def test_every_stage_trains_as_over_gloo(pool: Pool, world: int, json: dict[str, Any]) -> None:
     """The order of a sum of two does not matter, so the bits are the same."""
-    for (losses, params), (wanted, others) in zip(
-        pool.run(2, train, True, stage, more), pool.run(2, train, False, stage, more), strict=True
-    ):
-        assert losses == wanted
-        assert all(map(torch.equal, params, others))
+    for found, wanted in zip(pool.run(world, train, True, json), pool.run(world, train, False, json), strict=True):
+        assert not differences(found, wanted)
 
 
-def begun(stage: int, shard_size: int) -> list[dict[str, Any]]:
-    """Of the axes along which a model was trained: their ranks, what each communicator has carried, its time-out."""
+def kinds(made: FakeNccl) -> set[str]:
+    return {text.split()[0] for text in made.begun}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "json", "axes"),
+    [(2, {"stage": 0}, 1), (2, {"stage": 3}, 1), *longer((4, {"stage": 3, "section": {"mics_shard_size": 2}}, 2))],
+)
+def test_gathers_and_reductions_have_a_communicator_each(world: int, json: dict[str, Any], axes: int) -> None:
+    """Along each axis of ranks."""
     with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
-        section = {"stage": stage} | ({"mics_shard_size": shard_size} if shard_size else {})
-        world = dist.get_world_size()
-        engine, *_ = zero.initialize(model=make_net(), config=config(stage, world, zero_optimization=section))
-        mesh = engine._sharded.units[0].mesh
-        for axis in (mesh.data, mesh.shard, mesh.replica):
-            for group in filter(None, (axis.group, axis.second)):
-                group.begun.clear()
-        engine.backward(engine(*(part.to(DEVICE) for part in share(0))))
-        engine.step()
-        found = [
-            {
-                "ranks": axis.ranks,
-                "first": {text.split()[0] for text in axis.group.begun},
-                "second": {text.split()[0] for text in axis.second.begun},
-                "options": axis.second.options,
-                "time-outs": {group.timeout.total_seconds() for group in (axis.group, axis.second)},
-            }
-            for axis in (mesh.shard, mesh.replica)
-            if axis.size > 1
-        ]
+        engine, *_ = zero.initialize(model=make_net(), config=settings(json, world))
+        for made in FakeNccl.made:
+            made.begun.clear()
+        step(engine, 0)
+        gathers = [made for made in FakeNccl.made if kinds(made) == {"all_gather"}]
+        sums = [made for made in FakeNccl.made if kinds(made) == {"reduce_scatter"}]
+        assert len(gathers) >= len(sums) == axes, "all ranks gather scalars, too"
+        assert {made.timeout.total_seconds() for made in (*gathers, *sums)} == {LIMIT}
+        assert {made.options for made in sums} == {"those of NCCL"}
+        assert all(not kinds(made) & {"all_gather", "reduce_scatter"} for made in {*FakeNccl.made} - {*gathers, *sums})
         engine.destroy()
-        return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_gathers_and_reductions_have_a_communicator_each(pool: Pool, stage: int) -> None:
-    limits = {600.0 + MARGIN}
-    for (axis,) in pool.run(2, begun, stage, 0):
-        assert axis.pop("options") == "those of NCCL"
-        assert axis == {"ranks": (0, 1), "first": {"all_gather"}, "second": {"reduce_scatter"}, "time-outs": limits}
+# --- who adds up --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_so_they_have_along_both_axes_of_replicas_and_shards(pool: Pool) -> None:
-    for rank, (shard, replica) in enumerate(pool.run(4, begun, 3, 2)):
-        assert shard["ranks"] == ((0, 1) if rank < 2 else (2, 3))
-        assert replica["ranks"] == (rank % 2, rank % 2 + 2)
-        for axis in (shard, replica):
-            assert (axis["first"], axis["second"]) == ({"all_gather"}, {"reduce_scatter"})
-            assert axis["time-outs"] == {600.0 + MARGIN}
+def plain(dtype: torch.dtype, travel: torch.dtype) -> list[list[torch.Tensor]]:
+    """What each rank's gradient [of each parameter] is on the way, as plain torch makes it."""
+    model = make_net().to(dtype)
+    loss = model(*share(0)) * (1024 if dtype == torch.float16 else 1)
+    loss.backward()
+    mine = [param.grad.to(travel) for param in model.parameters()]
+    found = [[torch.empty_like(grad) for _ in range(dist.get_world_size())] for grad in mine]
+    for rows, grad in zip(found, mine, strict=True):
+        dist.all_gather(rows, grad)
+    return found
 
 
-def mistakes() -> dict[str, Any]:
-    """What the fake makes of mistakes that NCCL would not forgive."""
+def added(rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return reduce(torch.add, [row.to(dtype) for row in rows]).float()
+
+
+# JSON, ranks on each machine, dtypes of gradients and of messages; and who adds, in which dtype.
+HALF, WIDE = torch.bfloat16, torch.float32
+OURS, ITS = "all_to_all torch.", "reduce_scatter torch."
+ADDED = [
+    ({"stage": 3, **BF16}, 4, HALF, HALF, OURS + "bfloat16"),
+    ({"stage": 2, **BF16, "zero": {"reduce": "backend"}}, 4, HALF, HALF, ITS + "bfloat16"),
+    *longer(
+        ({"stage": 0, **BF16}, 4, HALF, HALF, OURS + "bfloat16"),
+        ({"stage": 1, **BF16, "zero": {"units": ["Linear"]}}, 4, HALF, HALF, OURS + "bfloat16"),
+        ({"stage": 3, **BF16}, 2, HALF, HALF, ITS + "bfloat16"),  # of two machines
+        ({"stage": 3, **BF16, "zero": {"reduce": "ranks"}}, 2, HALF, HALF, OURS + "bfloat16"),
+        ({"stage": 2, **FP16}, 4, torch.float16, torch.float16, OURS + "float16"),
+        ({"stage": 1, "communication_data_type": "bf16"}, 4, WIDE, HALF, OURS + "bfloat16"),
+        ({"stage": 3}, 4, WIDE, WIDE, ITS + "float32"),
+        ({"stage": 2, "zero": {"reduce": "ranks"}}, 4, WIDE, WIDE, OURS + "float32"),
+    ),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("json", "per_node", "dtype", "travel", "way"), ADDED)
+def test_who_adds_up(json: dict[str, Any], per_node: int, dtype: torch.dtype, travel: torch.dtype, way: str) -> None:
+    rows, scale = plain(dtype, travel), 1024 if dtype == torch.float16 else 1
+    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
+        patch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+        engine, *_ = zero.initialize(model=make_net(), config=settings(json, 4))
+        for made in FakeNccl.made:
+            made.begun.clear()
+        engine.backward(engine(*share(0)))
+        sums = [safe_get_full_grad(param).cpu() * 4 * scale for param in engine.module.parameters()]
+        texts = [text for made in FakeNccl.made for text in made.begun if text.startswith(("all_to", "reduce"))]
+        engine.destroy()
+    begun = [(name, *what.split()) for name, what in (text.split(" of ") for text in texts)]
+    assert {f"{name} {kind}" for name, _, kind in begun} == {way}
+    of_model = sum(total.numel() for total in sums)
+    assert of_model <= sum(int(numel) for _, numel, _ in begun) <= 1.5 * of_model  # once; what is more is padding
+    here = [added(of_ranks, torch.float32) for of_ranks in rows]
+    there = [added(of_ranks, travel) for of_ranks in rows]
+    assert all(map(torch.equal, sums, here if way.startswith(OURS) else there))
+    if travel != torch.float32:
+        assert not all(map(torch.equal, here, there))  # so that the above says something
+
+
+# --- the fake -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_the_fake_sees_the_mistakes_that_nccl_punishes() -> None:
     with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch) as device:
         rank, world = dist.get_rank(), dist.group.WORLD
         values, full = torch.ones(2, device=DEVICE), torch.zeros(4, device=DEVICE)
-        found: dict[str, Any] = {"host": said_by(lambda: comm._all_gather(torch.zeros(4), torch.ones(2)))}
-        found["mixed"] = said_by(lambda: values + torch.ones(2))
+        said = said_by(lambda: comm._all_gather(torch.zeros(4), torch.ones(2)))
+        assert said == "RuntimeError: No backend type associated with device type cpu"
+        assert "expected all tensors to be on the same device" in said_by(lambda: values + torch.ones(2))
         work = comm._all_gather(full, values, async_op=True)
-        with pytest.raises(AssertionError) as early:
+        early = r"on a buffer of the all_gather of 2 torch.float32, for which no stream waits$"
+        with pytest.raises(AssertionError, match=early):
             full.sum()
-        found["early"] = str(early.value)
         again = torch.zeros(4, device=DEVICE)
         comm._all_gather(again, values, async_op=True).wait()
-        found["later"] = again.tolist()
+        assert again.tolist() == [1.0] * 4
 
         apart = dist.new_group([0, 1])
         first, second = torch.ones(1, device=DEVICE), torch.ones(2, device=DEVICE)
         parted = [dist.all_reduce(each, group=apart, async_op=True) for each in ((first, second)[:: 1 - 2 * rank])]
         beside = torch.ones(3, device=DEVICE)
         dist.all_reduce(beside, group=world, async_op=True).wait()
-        found["beside"] = beside.tolist()  # the other communicator goes on
-        found["parted"] = [work.is_completed() for work in parted]
-        found["was there"] = work.is_completed()
+        assert beside.tolist() == [2.0] * 3, "the other communicator goes on"
+        assert [each.is_completed() for each in (*parted, work)] == [False, False, True]
         apart.abort()
-        found["aborted"] = [work.is_completed() for work in parted]
+        assert [each.is_completed() for each in parted] == [True, True]
         device.on_way.clear()
-        return found
-
-
-def test_the_fake_sees_the_mistakes_that_nccl_punishes(pool: Pool) -> None:
-    for found in pool.run(2, mistakes):
-        assert found["host"] == "RuntimeError: No backend type associated with device type cpu"
-        assert "expected all tensors to be on the same device" in found["mixed"]
-        assert found["early"].endswith("on a buffer of the all_gather of 2 torch.float32, for which no stream waits")
-        assert found["later"] == [1.0] * 4
-        assert found["beside"] == [2.0] * 3
-        assert found["parted"] == [False, False]
-        assert found["was there"]
-        assert found["aborted"] == [True, True]

@@ -5,6 +5,7 @@ The short cases are of a stand-in for bitsandbytes (tests/packed.py), the long o
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
@@ -74,14 +75,10 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def trained(form: str, real: bool, stage: int, init: bool = False, **more: Any) -> tuple[list[float], Any]:
-    if init:
-        with zero.Init():
-            model = Net(form, real)
-    else:
-        model = Net(form, real).to("cpu")  # which quantises
-    engine = engine_of(model, stage, **more)
-    losses = train(engine)
-    weights = whole(engine)
+    with zero.Init() if init else contextlib.nullcontext():
+        model = Net(form, real)
+    engine = engine_of(model if init else model.to("cpu"), stage, **more)  # which quantises
+    losses, weights = train(engine), whole(engine)
     engine.destroy()
     return losses, weights
 
@@ -139,19 +136,18 @@ def test_with_other_settings_the_packed_weights_stay(pool: Pool, form: str, real
 # --- where the bytes are ------------------------------------------------------------------------------------
 
 
-def counted(form: str, real: bool) -> list[int]:
-    """Bytes of the packed weights; of what is beside them; on this rank at rest; sent by it in a step; in the plan."""
+@pytest.mark.ranks(2)
+@every_kind
+def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
     model = Net(form, real).to("cpu")
+    numel, others = 2 * 2 * 2 * WIDTH * WIDTH, (2 * 2 * 4 + 1) * WIDTH * 4  # adapters, and the head
     frozen = [param for name, param in model.named_parameters() if ".up." in name or ".down." in name]
     packed, more = sum(param.nbytes for param in frozen), sum(each.nbytes for param in frozen for each in beside(param))
-    settings = config(3, 2, micro=2, **TREE)
-    planned = zero.estimate(model, settings, 2, device="cpu").configured.device.parameters
-    engine = zero.initialize(model=model, config=settings)[0]
+    assert packed == (numel if form == "int8" else numel // 2)
+    planned = zero.estimate(model, config(3, 2, **TREE), 2, device="cpu").configured.device.parameters
+    engine = engine_of(model, 3)
     train(engine)
-    units = [unit for unit in engine._sharded.units if not unit.plan.requires_grad]
-    trained = sum(unit.shard.nbytes for unit in engine._sharded.units if unit not in units)
-    resting = engine._sharded.nbytes().parameters - trained - units[-1].shard.nbytes
-    alive = [unit.full.untyped_storage().nbytes() for unit in units]
+    assert engine.state_nbytes().parameters == planned == packed // 2 + more + others // 2
     sent, send = 0, dist.isend
 
     def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -162,20 +158,9 @@ def counted(form: str, real: bool) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", count)
         train(engine, 3, 4)
-    assert alive == [0] * len(alive)
-    planned -= trained + units[-1].shard.nbytes
     engine.destroy()
-    return [packed, more, resting, planned, sent]
-
-
-@every_kind
-def test_bytes_are_those_of_the_format(pool: Pool, form: str, real: bool) -> None:
-    numel = 2 * 2 * 2 * WIDTH * WIDTH
-    for packed, more, resting, planned, sent in pool.run(2, counted, form, real):
-        assert packed == (numel if form == "int8" else numel // 2)
-        assert resting == planned == packed // 2 + more
-        # Each block once in the forward and once in the backward, but for the last, which is kept between the two.
-        assert sent in (packed // 2 * 2, packed // 2 * 2 - packed // 4)
+    # Each block once in the forward and once in the backward, but for the last, which is kept between the two.
+    assert sent in (packed // 2 * 2, packed // 2 * 2 - packed // 4)
 
 
 def test_the_plan_of_what_is_not_quantised_yet_is_that_of_what_is() -> None:
@@ -330,33 +315,30 @@ def test_it_is_quantised_where_it_is_built(form: str, real: bool) -> None:
     assert pending(model.blocks) == 0
 
 
-def broken(what: str, real: bool) -> str:
-    """What `initialize` says of a model that was treated so."""
-    form = "int8" if what == "SCB" else "nf4"
-    model = Net(form, real)
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("form", "what", "said"),
+    [
+        ("int8", "SCB", "is in int8 and has lost its SCB, "),
+        ("nf4", "quant_state", "is in nf4 and has lost its quant_state, "),
+        ("nf4", "trained", "is kept in nf4, which no optimizer trains, "),
+        ("nf4", "packed", "was repacked for this CPU by a forward in eval mode, "),
+    ],
+)
+def test_what_cannot_be_is_said(form: str, what: str, said: str) -> None:
+    model = Net(form)
     layer = model.blocks[1].down
-    if what != "trained":
-        model.to("cpu")
-    if what == "SCB":
-        layer.weight.SCB = None
-    elif what == "quant_state":
-        layer.weight.quant_state = layer.quant_state = None
-    elif what == "trained":
+    if what == "trained":
         layer.weight.requires_grad_(True)
     else:
+        model.to("cpu")
+    if what == "packed":
         layer.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(ValueError) as error:
+    elif what != "trained":
+        setattr(layer.weight, what, None)
+        layer.quant_state = None
+    with pytest.raises(ValueError, match=f"^parameter 'blocks.1.down.weight' {said}"):
         engine_of(model, 3)
-    return str(error.value)
-
-
-@pytest.mark.ranks(1)
-def test_what_cannot_be_is_said() -> None:
-    name = "parameter 'blocks.1.down.weight'"
-    assert broken("SCB", False).startswith(f"{name} is in int8 and has lost its SCB, ")
-    assert broken("quant_state", False).startswith(f"{name} is in nf4 and has lost its quant_state, ")
-    assert broken("trained", False).startswith(f"{name} is kept in nf4, which no optimizer trains, ")
-    assert broken("packed", False).startswith(f"{name} was repacked for this CPU by a forward in eval mode, ")
 
 
 @pytest.mark.ranks(1)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from fake_nccl import on_fake_nccl
 from marks import longer
-from models import WIDE, config, make_net, share, step
+from models import WIDE, make_net, share, step
+from scenario import runs, same, settings
 from stand_in_device import DEVICE
 
 import zero
@@ -36,28 +37,14 @@ def rounded(grad: torch.Tensor) -> torch.Tensor:
     return decode(encode(flat), flat)[: grad.numel()].view(grad.shape)
 
 
-def settings(stage: int, more: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
-    section = {"stage": stage, "zero_quantized_gradients": True, **section}
-    return config(stage, dist.get_world_size(), zero_optimization=section, **more)
+def json_of(stage: int, **more: Any) -> dict[str, Any]:
+    section = {"zero_quantized_gradients": True, **more.pop("section", {})}
+    return settings({"stage": stage, "section": section, **more}, dist.get_world_size())
 
 
-def first_sums(fake: bool, stage: int, more: dict[str, Any], section: dict[str, Any]) -> None:
-    """The first gradient has no error of an earlier one: its sum is that of what plain torch gives, rounded."""
-    plain = make_net(width=WIDE).to(torch.bfloat16 if "bf16" in more else torch.float32)
-    plain(*share(0)).backward()
-    rows = rows_of([param.grad.float() for param in plain.parameters()])
-    if not fake:
-        check_first(stage, more, section, rows, "cpu")
-        return
-    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
-        check_first(stage, more, section, rows, DEVICE)
-
-
-def check_first(
-    stage: int, more: dict[str, Any], section: dict[str, Any], rows: list[list[torch.Tensor]], device: Any
-) -> None:
+def check_first(device: Any, json: dict[str, Any], rows: list[list[torch.Tensor]]) -> None:
     model, world = make_net(width=WIDE), dist.get_world_size()
-    engine, *_ = zero.initialize(model=model, config=settings(stage, more, section))
+    engine, *_ = zero.initialize(model=model, config=json)
     engine.backward(engine(*(part.to(device) for part in share(0))))
     for (name, param), of_ranks in zip(model.named_parameters(), rows, strict=True):
         wanted = reduce(torch.add, of_ranks if world == 1 else map(rounded, of_ranks))
@@ -67,45 +54,42 @@ def check_first(
 
 
 CASES = [
-    (2, False, 2, {}, {}),
+    (2, False, 2, {}),
     *longer(
-        (4, False, 3, {"bf16": {"enabled": True}}, {"zero_quantized_weights": False}),
-        (4, False, 1, {}, {}),
-        (2, False, 2, {}, {"offload_optimizer": {"device": "cpu"}}),
-        (4, True, 3, {"zero": {"reduce": "backend"}}, {}),
-        (1, False, 2, {}, {}),
+        (4, False, 3, {"bf16": {"enabled": True}, "section": {"zero_quantized_weights": False}}),
+        (4, False, 1, {}),
+        (2, False, 2, {"section": {"offload_optimizer": {"device": "cpu"}}}),
+        (4, True, 3, {"zero": {"reduce": "backend"}}),
+        (1, False, 2, {}),
     ),
 ]
 
 
-@pytest.mark.parametrize(("world", "fake", "stage", "more", "section"), CASES)
-def test_the_sum_is_that_of_fp32_in_the_order_of_ranks(
-    pool: Any, world: int, fake: bool, stage: int, more: dict[str, Any], section: dict[str, Any]
-) -> None:
-    pool.run(world, first_sums, fake, stage, more, section)
-
-
-def trained(stage: int, more: dict[str, Any], section: dict[str, Any]) -> list[torch.Tensor]:
-    model = make_net(width=WIDE)
-    engine, *_ = zero.initialize(model=model, config=settings(stage, more, section))
-    for number in range(4):
-        step(engine, number)
-    weights = [safe_get_full_fp32_param(param) for param in model.parameters()]
-    engine.destroy()
-    return weights
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "fake", "stage", "more"), CASES)
+def test_the_sum_is_that_of_fp32_in_the_order_of_ranks(world: int, fake: bool, stage: int, more: Any) -> None:
+    """The first gradient has no error of an earlier one: its sum is that of what plain torch gives, rounded."""
+    plain = make_net(width=WIDE).to(torch.bfloat16 if "bf16" in more else torch.float32)
+    plain(*share(0)).backward()
+    rows, json = rows_of([param.grad.float() for param in plain.parameters()]), json_of(stage, **more)
+    if not fake:
+        check_first("cpu", json, rows)
+        return
+    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch):
+        check_first(DEVICE, json, rows)
 
 
 @pytest.mark.parametrize("optimizer", ["Muon", *longer("AdamW")])
 @pytest.mark.parametrize("world", [2, *longer(4)])
 def test_stages_agree_bitwise(pool: Any, world: int, optimizer: str) -> None:
-    more = {"optimizer": {"type": optimizer, "params": {"lr": 0.01}}}
-    wanted = pool.run(world, trained, 1, more, {})
-    for stage, section in (
-        (2, {"offload_optimizer": {"device": "cpu"}}),
-        (3, {"stage3_param_persistence_threshold": 0}),
-    ):
-        for ours, others in zip(wanted, pool.run(world, trained, stage, more, section), strict=True):
-            assert all(map(torch.equal, ours, others)), (stage, section)
+    sections = [(1, {}), (2, {"offload_optimizer": {"device": "cpu"}}), (3, {"stage3_param_persistence_threshold": 0})]
+    json = {"optimizer": {"type": optimizer, "params": {"lr": 0.01}}}
+    cases = [
+        (("wide", {"stage": stage, "section": {"zero_quantized_gradients": True, **section}, **json}), {"state": True})
+        for stage, section in sections
+    ]
+    for wanted, *others in pool.run(world, runs, cases):
+        assert all(same(other, wanted, "losses", "exact") for other in others)
 
 
 def test_what_is_rounded_away_comes_with_the_next() -> None:
@@ -135,9 +119,8 @@ def test_a_skipped_step_leaves_nothing_behind(stage: int) -> None:
     """After it training goes on as if there had been no such step."""
     found = []
     for spoilt in (False, True):
-        engine, *_ = zero.initialize(
-            model=make_net(width=WIDE), config=settings(stage, {"fp16": {"enabled": True, "loss_scale": 8}}, {})
-        )
+        json = json_of(stage, fp16={"enabled": True, "loss_scale": 8})
+        engine, *_ = zero.initialize(model=make_net(width=WIDE), config=json)
         if spoilt:
             engine.backward(engine(*share(9)) * (torch.inf if dist.get_rank() == 1 else 1))
             engine.step()
@@ -152,7 +135,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_begins_without_one(tmp_path: Any) 
     """In the same engine as in a new one."""
     found = []
     for number in range(2):
-        engine, *_ = zero.initialize(model=make_net(width=WIDE), config=settings(2, {}, {}))
+        engine, *_ = zero.initialize(model=make_net(width=WIDE), config=json_of(2))
         if number == 0:
             step(engine, 0)
             engine.save_checkpoint(str(tmp_path))

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from marks import longer
-from models import WIDE, config, make_net, share, step
+from models import WIDE, make_net, share, step
+from scenario import settings
 
 import zero
 from zero.kernels.wire import decode, encode
 from zero.utils.full import safe_get_full_fp32_param
 
-BF16 = {"bf16": {"enabled": True}}
+BF16, QUANTIZED = {"bf16": {"enabled": True}}, {"zero_quantized_weights": True}
 
 
 def engine_of(more: dict[str, Any], quantized: bool = True, **section: Any) -> Any:
-    section = {"stage": 3, "zero_quantized_weights": quantized, **section}
-    settings = config(3, dist.get_world_size(), zero_optimization=section, **more)
-    return zero.initialize(model=make_net(width=WIDE), config=settings)[0]
+    json = settings({"stage": 3, "section": (QUANTIZED if quantized else {}) | section, **more}, dist.get_world_size())
+    return zero.initialize(model=make_net(width=WIDE), config=json)[0]
 
 
 def seen(engine: Any) -> dict[str, torch.Tensor]:
@@ -67,48 +66,22 @@ CASES = [
 ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("world", "more", "section"), CASES)
 def test_all_ranks_see_the_8_bits_of_the_exact_values(
-    pool: Any, world: int, more: dict[str, Any], section: dict[str, Any]
+    world: int, more: dict[str, Any], section: dict[str, Any]
 ) -> None:
-    pool.run(world, see, more, section)
-
-
-def see(more: dict[str, Any], section: dict[str, Any]) -> None:
     engine = engine_of(more, **section)
     for number in range(3):
         step(engine, number)
     dtype = torch.bfloat16 if "bf16" in more else torch.float32
     for name, value in seen(engine).items():
         exact = safe_get_full_fp32_param(engine.module.get_parameter(name))
-        alone = dist.get_world_size() == 1
-        assert torch.equal(value, exact if alone else in_8_bits(exact, dtype)), name
-        everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        assert torch.equal(value, exact if world == 1 else in_8_bits(exact, dtype)), name
+        everywhere = [torch.empty_like(value) for _ in range(world)]
         dist.all_gather(everywhere, value)
         assert all(torch.equal(each, value) for each in everywhere)
     engine.destroy()
-
-
-def passes(folder: str) -> None:
-    engine = engine_of(BF16, offload_param={"device": "nvme", "nvme_path": folder, "max_in_cpu": 0})
-    step(engine, 0)
-    stores, noted = [unit.placement.shard_store for unit in engine._sharded.units], Mock()
-    for store in stores:
-        assert not store.resident
-        for verb in ("acquire", "fetch"):
-            call = Mock(side_effect=getattr(store, verb))
-            noted.attach_mock(call, verb)
-            setattr(store, verb, call)
-    engine.backward(engine(*share(1)))
-    assert not noted.mock_calls
-    engine.step()
-    engine.destroy()
-    assert noted.mock_calls  # so that the above says something
-
-
-@pytest.mark.long
-def test_parameters_in_files_are_not_read_for_a_forward_or_backward(pool: Any, tmp_path: Path) -> None:
-    pool.run(2, passes, str(tmp_path))
 
 
 @pytest.mark.ranks(2)
@@ -145,29 +118,16 @@ def test_what_is_handed_out_is_exact(more: dict[str, Any]) -> None:
     assert torch.equal(weight.detach()[4:], inside[0][4:])
 
 
-class MaxNorm(torch.nn.Module):
-    """Its embedding writes into its weight in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(17, 12, max_norm=1.0)
-        self.head = torch.nn.Linear(12, 17)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        out = self.head(self.embed(tokens))
-        return torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten())
-
-
 @pytest.mark.ranks(2)
 def test_a_forward_that_writes_leaves_the_rest_exact() -> None:
+    """An embedding with `max_norm` writes into its weight."""
     torch.manual_seed(0)
-    section = {"stage": 3, "zero_quantized_weights": True}
-    engine, *_ = zero.initialize(model=MaxNorm(), config=config(3, 2, zero_optimization=section))
-    before = safe_get_full_fp32_param(engine.module.embed.weight)
-    tokens = torch.tensor([[1, 2, 3]])
+    embed, json = torch.nn.Embedding(17, 12, max_norm=1.0), settings({"stage": 3, "section": QUANTIZED}, 2)
+    engine = zero.initialize(model=torch.nn.Sequential(embed, torch.nn.Linear(12, 17)), config=json)[0]
+    before = safe_get_full_fp32_param(embed.weight)
     with torch.no_grad():
-        engine(tokens, tokens)
-    after = safe_get_full_fp32_param(engine.module.embed.weight)
+        engine(torch.tensor([[1, 2, 3]]))
+    after = safe_get_full_fp32_param(embed.weight)
     rows = torch.ones(17, dtype=torch.bool)
     rows[1:4] = False
     assert torch.equal(before[rows], after[rows])
@@ -178,9 +138,7 @@ def test_a_forward_that_writes_leaves_the_rest_exact() -> None:
 @pytest.mark.ranks(2)
 def test_checkpoints_are_exact(tmp_path: Path) -> None:
     """The first one has what a run without 8 bits has; a later one loads into such a run, and into another one with."""
-    (folder,) = shared = [str(tmp_path)]
-    dist.broadcast_object_list(shared)
-    (folder,) = shared
+    folder = str(tmp_path)
     with_, without = engine_of({}), engine_of({}, quantized=False)
     first = [safe_get_full_fp32_param(param) for param in without.module.parameters()]
     with torch.no_grad():
@@ -214,10 +172,8 @@ def test_checkpoints_are_exact(tmp_path: Path) -> None:
 def test_bytes_on_the_wire() -> None:
     """At most 0.27 of those of fp32, scales included."""
     sent = []
-    for quantized in (True, False):
-        section = {"stage": 3, "zero_quantized_weights": quantized, "zero_quantized_gradients": quantized}
-        more = {"zero_optimization": section, "comms_logger": {"enabled": True}}
-        engine: Any = zero.initialize(model=make_net(width=WIDE), config=config(3, 2, **more))[0]
+    for coded in (True, False):
+        engine = engine_of({"comms_logger": {"enabled": True}}, coded, zero_quantized_gradients=coded)
         step(engine, 0)
         sent.append({name: each.sent for name, each in engine.log_comms_summary().items()})
         engine.destroy()

@@ -13,23 +13,18 @@ import torch
 import torch.distributed as dist
 from closeness import allowed, error, twice, ulps
 from marks import each_once, longer
-from models import make_net, share
+from models import make_net
 from oracle import Training, exact, near, net_backward
 from oracle import train as plain_train
-from scenario import Model, differences, runs, same
+from scenario import differences, runs, same
 from torch import nn
 
 STEPS = 6
 
 
-def given(number: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the oracle gives this rank."""
-    return share(number)
-
-
 def stages(pool: Any, world: int, json: dict[str, Any], steps: int = STEPS, wanted: Any = range(4)) -> list[Any]:
     """Records by rank, then by stage."""
-    cases = [((Model(make_net, given), {"stage": stage, **json}), {"steps": steps}) for stage in wanted]
+    cases = [(("dealt", {"stage": stage, **json}), {"steps": steps}) for stage in wanted]
     return pool.run(world, runs, cases)
 
 

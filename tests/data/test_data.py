@@ -62,19 +62,6 @@ def samples(batches):
     return [int(number) for batch in batches for number in batch]
 
 
-def test_the_ranks_share_the_samples_and_all_have_as_many():
-    parts = [samples(loader) for loader in loaders(12, 3, 2)]
-    assert [len(part) for part in parts] == [4, 4, 4]
-    assert sorted(itertools.chain(*parts)) == list(range(12))
-
-
-def test_what_does_not_go_round_is_padded():
-    parts = [samples(loader) for loader in loaders(777, 2, 8)]
-    assert [len(part) for part in parts] == [389, 389]
-    everything = sorted(itertools.chain(*parts))
-    assert sorted(set(everything)) == list(range(777)) and len(everything) == 778
-
-
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
 def test_the_last_batch(drop_last, sizes):
     (loader,) = loaders(10, 1, 4, drop_last=drop_last)
@@ -151,12 +138,6 @@ def test_set_epoch_of_the_resumed_pass_keeps_its_position():
         resumed.load_state_dict(seen.state_dict())
         resumed.set_epoch(epoch)
         assert samples(resumed) == wanted
-
-
-def test_a_sampler_of_the_user_is_taken_as_it_is():
-    (loader,) = loaders(10, 1, 2, sampler=[9, 1, 5])
-    assert [samples(loader), samples(loader)] == [[9, 1, 5]] * 2
-    assert len(loader) == 2 and loader.sampler == [9, 1, 5]
 
 
 def test_collate_fn_makes_the_batch():

@@ -27,13 +27,6 @@ def test_the_first_batches_of_one_pass_are_left_out_unread(count: int) -> None:
     assert samples(loader) == after, "the pass behind it is not whole"
 
 
-def test_what_is_skipped_counts_as_seen() -> None:
-    one, other = loaders(23, 2, 3)[0], loaders(23, 2, 3)[0]
-    next(zero.skip_first_batches(one, 1))
-    other.load_state_dict(one.state_dict())
-    assert samples(other) == samples(itertools.islice(loaders(23, 2, 3)[0], 2, None))
-
-
 def test_streams_and_loaders_of_others_are_read_and_dropped() -> None:
     stream = Loader(SizedStream(12), batch_size=2, rank=0, world_size=1)
     assert samples(zero.skip_first_batches(stream, 4)) == [8, 9, 10, 11]

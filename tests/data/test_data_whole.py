@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import Numbers, SizedStream, Stream, loaders, samples
-from torch.utils.data import DistributedSampler
 
 from zero.data import Loader
 
@@ -40,28 +39,6 @@ def test_every_pass_is_the_same_at_any_world_size(count, size, drop_last):
         assert len(whole) == count // (4 * size) * 4 * size if drop_last else set(whole) == set(range(count))
     if count >= 20 * size:
         assert passes[1][0] != passes[1][1], "two passes had one order"
-
-
-def test_samples_dealt_one_by_one_are_not():
-    assert steps(loaders(32, 1, 2), 4) != steps(loaders(32, 2, 2), 4)
-    (plain,) = loaders(32, 1, 2)
-    assert isinstance(plain.sampler, DistributedSampler)
-    assert steps([plain], 4) == steps(loaders(32, 1, 2, together=4), 4), "the shuffle is another"
-
-
-@pytest.mark.parametrize("seen", range(5))
-def test_a_position_holds_for_another_number_of_ranks(seen):
-    (whole,) = loaders(30, 1, 2, together=4)
-    wanted = steps([whole], 4) + steps([whole], 4)
-    before = loaders(30, 4, 2, together=4)
-    for rank in before:
-        for _ in itertools.islice(rank, seen):
-            pass
-    after = loaders(30, 2, 2, together=4)
-    for rank in after:
-        rank.load_state_dict(before[0].state_dict())
-    found = steps(after, 4)
-    assert (found or steps(after, 4)) == wanted[seen : 4 if seen < 4 else 8]
 
 
 def test_an_iterable_dataset_is_dealt_whole():

@@ -1,4 +1,7 @@
-"""The promise: an optimizer and a scheduler of the user's own train as in plain torch, or are refused by name."""
+"""The promise: an optimizer and a scheduler of the user's own train as in plain torch, or are refused by name.
+
+A `zero.FusedOptimizer` that a script makes trains bit for bit as the section of the JSON does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, config, make_net, share
+from models import WIDE, batch, config, make_net, step
 from oracle import Training
 from torch import nn
 from torch.optim import lr_scheduler
@@ -29,6 +32,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "RMSprop": {"lr": 1e-3, "momentum": 0.5, "centered": True},
     "Rprop": {"lr": 1e-3},
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+}
+FUSED: dict[str, dict[str, Any]] = {  # of `zero.FusedOptimizer`, at stages 0 to 3
+    "Adam": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1},
+    "Lion": {"lr": 1e-3},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "zero": {"moments": "8bit"}},
 }
 MATRICES = ("Adafactor", "LBFGS", "SparseAdam")
 
@@ -68,7 +78,7 @@ class DerivedMuon(torch.optim.Muon):
     """Still needs matrices."""
 
 
-def settings(stage: int = 0, world: int = 1, **more: Any) -> dict[str, Any]:
+def without_optimizer(stage: int = 0, world: int = 1, **more: Any) -> dict[str, Any]:
     made = config(stage, world, **more)
     del made["optimizer"]
     return made
@@ -85,11 +95,10 @@ def kinds() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
 
 def trained(stage: int, name: str, steps: int = 3) -> list[torch.Tensor]:
     net = make_net(blocks=1)
-    given = settings(stage, dist.get_world_size(), zero_allow_untested_optimizer=True)
+    given = without_optimizer(stage, dist.get_world_size(), zero_allow_untested_optimizer=True)
     engine = zero.initialize(model=net, optimizer=kinds()[name](net.parameters()), config=given)[0]
-    for step in range(steps):
-        engine.backward(engine(*share(step)))
-        engine.step()
+    for number in range(steps):
+        step(engine, number)
     engine.destroy()
     return [param.detach().clone() for param in net.parameters()]
 
@@ -100,33 +109,22 @@ def plain(name: str, steps: int = 3) -> list[torch.Tensor]:
     return list(oracle.train(training, "fp32").params.values())
 
 
-def alone() -> list[str]:
-    """On one rank the gradients are those of plain torch, bit by bit; so must be the parameters."""
-    return [
-        name
-        for name in kinds()
-        if not all(torch.equal(a, b) for a, b in zip(trained(0, name), plain(name), strict=True))
-    ]
-
-
 def test_every_elementwise_optimizer_of_torch_is_here():
     every = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
     assert every == {*KINDS, *MATRICES, "Muon"}  # that one: test_muon.py
 
 
-def test_one_rank_trains_as_plain_torch(pool):
-    assert pool.run(1, alone) == [[]]
+@pytest.mark.ranks(1)
+def test_one_rank_trains_as_plain_torch():
+    for name in kinds():
+        assert all(map(torch.equal, trained(0, name), plain(name))), name
 
 
 @pytest.mark.ranks(2)
 def test_all_stages_train_alike():
-    wrong = []
     for name in kinds():
-        wanted = trained(0, name)
-        for stage in (1, 2, 3):
-            found = trained(stage, name)
-            wrong += [f"{name} {stage}" for a, b in zip(found, wanted, strict=True) if not torch.equal(a, b)]
-    assert wrong == []
+        first, *others = [trained(stage, name) for stage in range(4)]
+        assert all(all(map(torch.equal, other, first)) for other in others), name
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -135,7 +133,9 @@ def test_what_needs_whole_matrices_is_refused_by_name(name):
     client = getattr(torch.optim, name)(net.parameters())
     for allowed in (False, True):
         with pytest.raises(ValueError, match=f"optimizer: {name} cannot run on shards: it "):
-            zero.initialize(model=net, optimizer=client, config=settings(zero_allow_untested_optimizer=allowed))
+            zero.initialize(
+                model=net, optimizer=client, config=without_optimizer(zero_allow_untested_optimizer=allowed)
+            )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_needs_whole_matrices_is_refused_by_name(name):
     ],
 )
 def test_what_cannot_run_is_said(make, allowed, message):
-    given = settings(zero_allow_untested_optimizer=allowed)
+    given = without_optimizer(zero_allow_untested_optimizer=allowed)
     with pytest.raises(ValueError) as raised:
         zero.initialize(model=make_net(), optimizer=make, config=given)
     assert str(raised.value).startswith(message)
@@ -163,7 +163,7 @@ def test_steps_taken_before_are_not_forgotten_in_silence(caplog):
     net(*batch(0, 2)).backward()
     client.step()
     with caplog.at_level(logging.WARNING, logger="zero"):
-        zero.initialize(model=net, optimizer=client, config=settings())
+        zero.initialize(model=net, optimizer=client, config=without_optimizer())
     assert "AdamW has taken steps; its state is not taken over" in caplog.text
 
 
@@ -177,9 +177,9 @@ def test_a_callable_gets_groups_when_groups_were_given():
 
     head = list(net.head.parameters())
     groups = [{"params": head, "lr": 0.25}, {"params": list(net.blocks.parameters())}]
-    engine = zero.initialize(model=net, optimizer=make, model_parameters=groups, config=settings())[0]
+    engine = zero.initialize(model=net, optimizer=make, model_parameters=groups, config=without_optimizer())[0]
     assert engine.get_lr() == [0.25, 0.5]
-    zero.initialize(model=make_net(), optimizer=make, config=settings())
+    zero.initialize(model=make_net(), optimizer=make, config=without_optimizer())
     assert isinstance(seen[1][0], nn.Parameter)
 
 
@@ -203,11 +203,10 @@ def test_schedulers_of_torch_write_to_the_groups_that_train(name, bound):
         rates.append((reference.param_groups[0]["lr"], reference.param_groups[0]["momentum"]))
     client = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     given = SCHEDULES[name](client) if bound else SCHEDULES[name]
-    engine = zero.initialize(model=net, optimizer=client, lr_scheduler=given, config=settings())[0]
-    for step in range(4):
-        engine.backward(engine(*batch(step, 2)))
-        engine.step()
-        assert (engine.get_lr()[0], engine.get_mom()[0]) == rates[step]
+    engine = zero.initialize(model=net, optimizer=client, lr_scheduler=given, config=without_optimizer())[0]
+    for number, wanted in enumerate(rates):
+        step(engine, number)
+        assert (engine.get_lr()[0], engine.get_mom()[0]) == wanted
 
 
 def test_a_scheduler_that_wants_a_metric_gets_it():
@@ -215,10 +214,10 @@ def test_a_scheduler_that_wants_a_metric_gets_it():
         model=make_net(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         lr_scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
-        config=settings(accumulation=2),
+        config=without_optimizer(accumulation=2),
     )[0]
-    for step in range(4):
-        engine.backward(engine(*batch(step, 2)))
+    for number in range(4):
+        engine.backward(engine(*batch(number, 2)))
         if engine.is_gradient_accumulation_boundary():
             with pytest.raises(ValueError, match=r"wants step\(lr_kwargs={'metrics': ...}\)"):
                 engine.step()
@@ -246,6 +245,77 @@ def test_what_initialize_refuses_leaves_the_model_as_it_was():
             zero.initialize(model=net, **wrong)
         assert torch.equal(net.head.weight, make_net().head.weight)
     engine, *_ = zero.initialize(model=net, config=config(3, 1))
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
+    step(engine, 0)
     engine.destroy()
+
+
+class OfAnAdapter(zero.FusedOptimizer):
+    """With a signature of its own, and one more attribute."""
+
+    def __init__(self, model_params: Any, learning_rate: float) -> None:
+        super().__init__(model_params, "AdamW", lr=learning_rate)
+
+
+def fused(stage: int, kind: str, by_object: bool, **more: Any) -> list[torch.Tensor]:
+    net, world = make_net(width=WIDE, blocks=1), dist.get_world_size()
+    groups = [{"params": list(net.blocks.parameters()), "lr": 3e-3}, {"params": list(net.head.parameters())}]
+    if by_object:
+        optimizer = zero.FusedOptimizer(groups, kind, **FUSED[kind])
+        given = without_optimizer(stage, world, **more)
+        engine, *_ = zero.initialize(model=net, optimizer=optimizer, config=given)
+        assert engine.optimizer.param_groups[0] is optimizer.param_groups[0]
+    else:
+        given = config(stage, world, optimizer={"type": kind, "params": FUSED[kind]}, **more)
+        engine, *_ = zero.initialize(model=net, model_parameters=groups, config=given)
+    for number in range(3):
+        step(engine, number)
+    engine.destroy()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.ranks(2)
+def test_a_fused_optimizer_is_the_section_of_the_json(tmp_path):
+    drive = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    ways: list[tuple[int, str, dict[str, Any]]] = [(number % 4, kind, {}) for number, kind in enumerate(FUSED)]
+    ways += [(2, "AdamW", {"bf16": {"enabled": True}}), (3, "AdamW", {"zero_optimization": drive})]
+    for stage, kind, more in ways:
+        pair = [fused(stage, kind, by_object, **more) for by_object in (True, False)]
+        assert all(map(torch.equal, *pair)), f"{kind} at stage {stage} with {more}"
+
+
+def test_a_class_of_an_adapter_and_a_scheduler_of_torch():
+    net = make_net()
+    optimizer = OfAnAdapter(net.parameters(), 0.5)
+    with pytest.raises(RuntimeError, match=r"OfAnAdapter\.step\(\): it updates nothing itself"):
+        optimizer.step()
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+    engine, *_ = zero.initialize(model=net, optimizer=optimizer, lr_scheduler=schedule, config=without_optimizer(1))
+    step(engine, 0)
+    assert engine.get_lr() == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        ("AdamW", {"lr": -1}, "FusedOptimizer.lr: got -1"),
+        ("AdamW", {"betta": 1}, "FusedOptimizer: unknown key 'betta'; did you mean 'betas'?"),
+        ("Adam", {"amsgrad": True}, "FusedOptimizer.amsgrad: got true, wanted false"),
+        (
+            "SGD",
+            {"maximize": True},
+            "FusedOptimizer(kind='SGD'): 'maximize' is true; give initialize() the class of torch",
+        ),
+        ("RMSprop", {}, "FusedOptimizer(kind='RMSprop'): our kernels run Adam, AdamW, Lamb, Lion, SGD and Adagrad"),
+    ],
+)
+def test_wrong_arguments_of_it_are_said_at_once(kind, arguments, said):
+    with pytest.raises(ValueError) as raised:
+        zero.FusedOptimizer(make_net().parameters(), kind, **arguments)
+    assert str(raised.value).startswith(said)
+
+
+def test_what_only_bf16_has_is_refused_elsewhere():
+    net = make_net()
+    optimizer = zero.FusedOptimizer(net.parameters(), "AdamW", zero={"master": "remainder"})
+    with pytest.raises(ValueError, match=r"FusedOptimizer\.zero\.master: 'remainder' needs bf16\.enabled"):
+        zero.initialize(model=net, optimizer=optimizer, config=without_optimizer(1))

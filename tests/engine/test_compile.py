@@ -7,106 +7,90 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from marks import longer
-from models import batch, config, make_net, share
+from models import make_net
+from scenario import Model, Record, run, same
 from torch._dynamo.utils import counters
 
-import zero
+from zero.core.owner import is_released
 
 BLOCKS = 10  # more than dynamo recompiles one function for
-HOST = {"device": "cpu"}
-WITH: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "recomputation": {"zero": {"recompute": {"modules": ["Block"]}}},
-    "selective recomputation": {"zero": {"recompute": {"modules": ["Block"], "policy": "selective"}}},
-    "optimizer on the host": {"zero_optimization": {"offload_optimizer": HOST}},
-    "all on the host": {"zero_optimization": {"offload_optimizer": HOST, "offload_param": HOST}},
-    "accumulation": {"accumulation": 2},
-}
+NET = Model(lambda: make_net(blocks=BLOCKS))
+RECOMPUTE = {"modules": ["Block"]}
+OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu"}}
 
 
-def trained(stage: int, backend: str | None, dtype: str = "fp32", more: str = "nothing") -> dict[str, Any]:
+def trained(json: dict[str, Any], backend: str | None) -> Record:
+    """A training whose blocks are compiled by a backend; `seen` are the graphs so far, and what the engine leaves."""
     torch._dynamo.reset()
     counters.clear()
-    settings = config(stage, dist.get_world_size(), bf16={"enabled": dtype == "bf16"}, **WITH[more])
-    settings["zero_optimization"]["stage"] = stage
-    engine = zero.initialize(model=make_net(blocks=BLOCKS), config=settings)[0]
-    if backend:
-        engine.compile(backend=backend)
-    losses, graphs = [], []
-    for step in range(4):
-        loss = engine(*share(step))
-        away = sum(unit.state.value == "sharded" for unit in engine._sharded.units)
+
+    def loop(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+        if backend and number == 0:
+            engine.compile(backend=backend)
+        loss = engine(*inputs)
+        if json["stage"] == 3:
+            assert sum(is_released(block.up.weight) for block in engine.module.blocks) >= BLOCKS - 1
         engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        graphs.append(counters["stats"]["unique_graphs"])
-    breaks, compiled = sum(counters["graph_break"].values()), engine.is_compiled
-    engine.destroy()
-    params = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    plain = all("forward" not in module.__dict__ for module in engine.module.modules())
-    return {
-        "losses": losses,
-        "graphs": graphs,
-        "breaks": breaks,
-        "away": away,
-        "compiled": compiled,
-        "params": params,
-        "plain": plain,
-    }
+        return loss
+
+    def graphs(engine: Any, number: int) -> int:
+        assert engine.is_compiled == bool(backend)
+        return counters["stats"]["unique_graphs"]
+
+    return run(NET, json, 4, loop=loop, watch=graphs, keep=lambda engine: engine.module)
 
 
-def both(stage: int, backend: str, dtype: str, more: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return trained(stage, None, dtype, more), trained(stage, backend, dtype, more)
+def both(json: dict[str, Any], backend: str) -> tuple[Record, Record]:
+    """A training as it is, and one whose blocks are compiled, once."""
+    plain, compiled = trained(json, None), trained(json, backend)
+    *seen, module = compiled.seen
+    assert sum(counters["graph_break"].values()) == 0
+    assert seen[1] >= 1
+    assert seen[1:] == [seen[1]] * (len(seen) - 1), "recompiled after step 2"
+    assert all("forward" not in vars(child) for child in module.modules()), "destroy() leaves a plain model"
+    return plain, compiled
 
 
-CASES = [
-    *((1, "fp32", "nothing"), (3, "bf16", "nothing")),
-    *longer((0, "fp32", "nothing"), (2, "bf16", "nothing"), (3, "fp32", "nothing")),
-    *longer((3, "fp32", "recomputation"), (1, "fp32", "selective recomputation"), (3, "bf16", "accumulation")),
-    *longer((2, "bf16", "optimizer on the host"), (3, "bf16", "all on the host")),
-]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "json",
+    [
+        *({"stage": 1}, {"stage": 3, "precision": "bf16"}),
+        *longer({"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}),
+        *longer({"stage": 3, "zero": {"recompute": RECOMPUTE}}, {"stage": 3, "precision": "bf16", "accumulation": 2}),
+        *longer({"stage": 1, "zero": {"recompute": {**RECOMPUTE, "policy": "selective"}}}),
+        *longer({"stage": 2, "precision": "bf16", "section": OPTIMIZER}),
+        *longer({"stage": 3, "precision": "bf16", "section": BOTH}),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_give_the_same_bits(json):
+    plain, compiled = both(json, "aot_eager")
+    assert same(compiled, plain)
 
 
-@pytest.mark.parametrize(("stage", "dtype", "more"), CASES)
-def test_compiled_blocks_give_the_same_bits(pool, stage, dtype, more):
-    for eager, compiled in pool.run(2, both, stage, "aot_eager", dtype, more):
-        assert compiled["losses"] == eager["losses"]
-        assert all(torch.equal(value, compiled["params"][name]) for name, value in eager["params"].items())
-        assert compiled["graphs"][1] >= 1
-        assert compiled["graphs"][1:] == [compiled["graphs"][1]] * 3, "recompiled after step 2"
-        assert compiled["breaks"] == 0
-        assert compiled["compiled"]
-        assert not eager["compiled"]
-        assert compiled["plain"]
-        if stage == 3:
-            assert compiled["away"] == eager["away"] >= BLOCKS - 1
+def called(compiles: bool) -> Record:
+    compiled: list[Any] = []
+
+    def loop(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+        if not compiled:
+            compiled.append(torch.compile(engine, backend="eager") if compiles else engine)
+        engine.backward(loss := compiled[0](*inputs))
+        return loss
+
+    return run(Model(lambda: make_net(blocks=1)), 3, 2, loop=loop)
 
 
 @pytest.mark.ranks(2)
 def test_an_engine_that_the_user_compiles_gives_the_same_bits():
-    found = []
-    for compiles in (False, True):
-        engine = zero.initialize(model=make_net(blocks=1), config=config(3, dist.get_world_size()))[0]
-        model = torch.compile(engine, backend="eager") if compiles else engine
-        losses = []
-        for step in range(2):
-            loss = model(*batch(step, 2))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        engine.destroy()
-        found.append(losses)
-    plain, compiled = found
-    assert compiled == plain
+    assert same(called(True), called(False))
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
 @pytest.mark.ranks(2)
 def test_inductor_gives_the_numbers_of_plain_blocks():
-    eager, compiled = both(3, "inductor", "fp32", "recomputation")
-    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
-    assert compiled["graphs"][1:] == [compiled["graphs"][1]] * 3
-    assert compiled["breaks"] == 0
+    plain, compiled = both({"stage": 3, "zero": {"recompute": RECOMPUTE}}, "inductor")
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)

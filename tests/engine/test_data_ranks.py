@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, config, make_net
+from ranks import said_by
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
@@ -15,41 +16,37 @@ import zero
 from zero.core.mpu import GridGroups
 from zero.plan.grid import Grid
 
+NAMES = ("dp_replicate", "dp_shard")
 
-def shape_of(settings: dict[str, Any], **arguments: Any) -> list[tuple[int, ...]]:
-    """The global ranks along each axis of an engine that these arguments make."""
-    engine, *_ = zero.initialize(model=make_net(), config=settings, **arguments)
-    mesh = engine._sharded.units[0].mesh
+
+def owners(json: dict[str, Any], **arguments: Any) -> set[int]:
+    """The global ranks among which state is cut, of those that this rank knows of."""
+    engine, *_ = zero.initialize(model=make_net(), config=json, **arguments)
+    found = {rank for unit in engine.describe().units for one in unit.parameters for rank in one.owners}
+    assert engine.dp_world_size == 4
     engine.destroy()
-    return [mesh.shard.ranks, mesh.replica.ranks, mesh.data.ranks]
+    return found
 
 
-def shapes() -> list[list[tuple[int, ...]]]:
-    """One engine per way to say (2, 2), and one dimension."""
-    settings, names = config(3, 4), ("dp_replicate", "dp_shard")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    ways = [{"mesh_param": (2, 2)}, {"device_mesh": dict(zip(names, (2, 2), strict=True))}, {"device_mesh": mesh}]
-    ways += [{"mesh_param": init_device_mesh("cpu", (2, 2))}]
-    found = [shape_of(settings, **way) for way in ways]
-    found.append(shape_of(config(3, 4, zero={"shard_size": 2})))
-    settings = config(3, 4)
-    settings["zero_optimization"]["mics_shard_size"] = 2
-    found += [shape_of(settings), shape_of(settings, mesh_param=(2, 2))]
-    return [*found, shape_of(config(3, 4), device_mesh=init_device_mesh("cpu", (4,)))]
-
-
-def test_all_ways_to_say_two_replicas_of_two_shards(pool):
-    for rank, found in enumerate(pool.run(4, shapes)):
-        base, place = rank // 2 * 2, rank % 2
-        *pairs, line = found
-        assert pairs == [[(base, base + 1), (place, place + 2), (0, 1, 2, 3)]] * 7
-        assert line == [(0, 1, 2, 3), (rank,), (0, 1, 2, 3)]
+@pytest.mark.ranks(4)
+def test_all_ways_to_say_two_replicas_of_two_shards():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    mics = config(3, 4)
+    mics["zero_optimization"]["mics_shard_size"] = 2
+    ways = [
+        *({"mesh_param": (2, 2)}, {"device_mesh": dict(zip(NAMES, (2, 2), strict=True))}, {"device_mesh": mesh}),
+        {"mesh_param": init_device_mesh("cpu", (2, 2))},
+    ]
+    found = [owners(config(3, 4), **way) for way in ways]
+    found += [owners(config(3, 4, zero={"shard_size": 2})), owners(mics), owners(mics, mesh_param=(2, 2))]
+    base = dist.get_rank() // 2 * 2
+    assert found == [{base, base + 1}] * 7
+    assert owners(config(3, 4), device_mesh=init_device_mesh("cpu", (4,))) == {0, 1, 2, 3}
 
 
 @pytest.mark.ranks(4)
 def test_contradictions_are_refused_with_the_numbers():
     """What is said of each of these, on all ranks alike and before anything is sent."""
-    names = ("dp_replicate", "dp_shard")
     hpz = config(3, 4)
     hpz["zero_optimization"]["zero_hpz_partition_size"] = 2
     cases = [
@@ -60,16 +57,11 @@ def test_contradictions_are_refused_with_the_numbers():
         (hpz, {"mesh_param": (2, 2)}),
         (config(3, 4), {"mesh_param": (2, 2), "device_mesh": init_device_mesh("cpu", (2, 2))}),
         (config(3, 4), {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}),
-        (config(3, 4), {"device_mesh": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *names))}),
+        (config(3, 4), {"device_mesh": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *NAMES))}),
         (config(3, 4), {"device_mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])}),
         (config(3, 4), {"mesh_param": {"dp_shard": 2, "tp": 2}}),
         (config(3, 2, gradient_clipping=1.0), {"mpu": GridGroups(Grid(4, {"tp": 2}))}),
     ]
-    said = []
-    for settings, arguments in cases:
-        with pytest.raises(ValueError) as error:
-            zero.initialize(model=make_net(), config=settings, **arguments)
-        said.append(f"{type(error.value).__name__}: {error.value}")
     wanted = [
         "ConfigError: mesh_param: dp_replicate 3 x dp_shard 2 = 6 ranks, but there are 4",
         "ConfigError: mesh_param=(2, 2): got 2 ranks to cut state over with zero_optimization.stage 0",
@@ -83,21 +75,18 @@ def test_contradictions_are_refused_with_the_numbers():
         "ValueError: mesh_param: got {'dp_shard': 2, 'tp': 2}; only the axes dp_replicate and dp_shard can be larger",
         "ConfigError: mpu: got 2 ranks for one replica of the model; the gradient norm and the check for overflow",
     ]
-    for text, start in zip(said, wanted, strict=True):
-        assert text.startswith(start), text
+    for (json, arguments), said in zip(cases, wanted, strict=True):
+        assert said_by(lambda: zero.initialize(model=make_net(), config=json, **arguments)).startswith(said)  # noqa: B023
 
 
-def differing() -> str:
-    size = 2 if dist.get_rank() == 0 else 4
+@pytest.mark.ranks(4)
+def test_ranks_that_cut_over_different_numbers_are_told():
+    rank = dist.get_rank()
+    json = config(3, 4, zero={"shard_size": 4 if rank else 2})
+    wanted = f"shard_size is {0 if rank else 2} on rank {rank}, and from 0 to 2 on all"
     with pytest.raises(RuntimeError) as error:
-        zero.initialize(model=make_net(), config=config(3, 4, zero={"shard_size": size}))
-    return str(error.value)
-
-
-def test_ranks_that_cut_over_different_numbers_are_told(pool):
-    wanted = "the ranks do not initialize the same engine: shard_size is {} on rank {}, and from 0 to 2 on all"
-    for rank, said in enumerate(pool.run(4, differing)):
-        assert said == wanted.format(0 if rank else 2, rank)
+        zero.initialize(model=make_net(), config=json)
+    assert str(error.value) == f"the ranks do not initialize the same engine: {wanted}"
 
 
 def beside_each_other() -> dict[str, Any]:

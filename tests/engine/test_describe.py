@@ -8,6 +8,7 @@ import torch.distributed as dist
 from models import config, make_net
 
 import zero
+from zero.utils import safe_get_local_fp32_param
 
 HOST = {"device": "cpu", "pin_memory": False}
 
@@ -15,17 +16,17 @@ HOST = {"device": "cpu", "pin_memory": False}
 @pytest.mark.ranks(2)
 def test_the_elements_that_it_names_are_those_that_the_rank_updates() -> None:
     engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
-    found, values = engine.describe(), dict(make_net().named_parameters())
-    seen = 0
-    for unit, described in zip(engine._sharded.units, found.units, strict=True):
-        for one in described.parameters:
-            if (span := one.owners.get(dist.get_rank())) is not None:
-                piece = values[one.name].flatten()[span.start : span.stop]
-                assert (unit.masters.shard.unfold(0, span.numel, 1) == piece).all(1).any()
-                seen += span.numel
-    spans = [span for unit in found.units for one in unit.parameters for span in one.owners.values()]
-    assert sum(span.numel for span in spans) == sum(param.numel() for param in values.values())
-    assert 0 < seen < sum(span.numel for span in spans)
+    named, values = dict(engine.module.named_parameters()), dict(make_net().named_parameters())
+    owned = {name: torch.zeros(value.numel()) for name, value in values.items()}
+    for one in (one for unit in engine.describe().units for one in unit.parameters):
+        piece = safe_get_local_fp32_param(named[one.name])
+        if (span := one.owners.get(dist.get_rank())) is not None:
+            owned[one.name][span.start : span.stop] = 1
+            assert torch.equal(piece.flatten(), values[one.name].flatten()[span.start : span.stop])
+    assert sum(one.sum() for one in owned.values()) > 0
+    for one in owned.values():
+        dist.all_reduce(one)
+        assert one.eq(1).all(), "each element has one owner"
     engine.destroy()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-import struct
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import each_once
-from models import Net, batch, config, make_net
+from models import Net, batch, make_net
+from scenario import run, scenario
 from torch import nn
 
-import zero
 from zero.optim import norm as norms
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -30,10 +30,6 @@ def norm(parts: list[torch.Tensor]) -> float:
         return 0.0
     exponent = math.frexp(bound)[1]
     return norms.norm_of(sum(norms.sum_of_squares([part], exponent) for part in parts), exponent)
-
-
-def fp32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 @settings(max_examples=100, deadline=None)
@@ -60,14 +56,11 @@ def test_chunks_and_wide_ranges_do_not_matter(seed):
     assert norm([values[order][:cut], values[order][cut:]]) == norm([values])
 
 
-def test_a_whole_chunk_of_largest_elements_fits():
+def test_the_ends_of_fp32_and_a_whole_chunk_of_largest_elements():
+    for scale in (2.0**-149, 1.0, torch.tensor(3e38).item()):
+        assert norm([torch.full((4,), scale)]) == 2 * scale
     values = torch.full((norms.CHUNK + 3,), 1.0 - 2.0**-24)
     assert norm([values]) == pytest.approx(math.sqrt(norms.CHUNK + 3) * (1.0 - 2.0**-24), rel=1e-15)
-
-
-@pytest.mark.parametrize("scale", [2.0**-149, 1.0, fp32(3e38)])
-def test_the_ends_of_fp32(scale):
-    assert norm([torch.full((4,), scale)]) == 2 * scale
 
 
 class Spoilt(Net):
@@ -84,38 +77,35 @@ class Spoilt(Net):
         return loss
 
 
-def trained(stage: int, spoilt: tuple[float, ...]) -> list[Any]:
-    """Norms of a clean step and of one in whose gradient the last rank has `spoilt`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(7)
-    model = Spoilt()
-    engine, *_ = zero.initialize(model=model, config=config(stage, world, zero={"reduce": "tree"}))
-    tokens, targets = batch(0, 2 * world)
-    found = []
-    part = slice(2 * rank, 2 * rank + 2)
-    for values in ((), spoilt):
-        loss = engine(tokens[part], targets[part], values if rank == world - 1 else ())
-        engine.backward(loss)
-        engine.step()
-        found += [engine.get_global_grad_norm(), engine.was_step_applied()]
-    return found
+def spoil(values: tuple[float, ...], engine: Any, number: int, inputs: Any) -> torch.Tensor:
+    """The last rank has these values in its gradient from the second step on."""
+    spoilt = number > 0 and dist.get_rank() == dist.get_world_size() - 1
+    engine.backward(loss := engine(*inputs, values if spoilt else ()))
+    return loss
 
 
+def applied(engine: Any, number: int) -> bool:
+    return engine.was_step_applied()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "spoilt"), each_once([0, 1, 3], [(math.inf,), (math.nan,), (math.inf, math.nan)]))
-def test_what_is_not_finite_skips_the_step(pool, stage, spoilt):
-    wanted = math.nan if math.nan in spoilt else math.inf
-    for good, applied, bad, spoilt_applied in pool.run(2, trained, stage, spoilt):
-        assert math.isfinite(good)
-        assert applied
-        assert not spoilt_applied
-        assert bad == wanted or (math.isnan(bad) and math.isnan(wanted))
+def test_what_is_not_finite_skips_the_step(stage, spoilt):
+    json = {"stage": stage, "zero": {"reduce": "tree"}}
+    found = run(Spoilt, json, 2, loop=functools.partial(spoil, spoilt), watch=applied)
+    good, bad = found.norms
+    assert math.isfinite(good) and found.seen == [True, False]
+    assert math.isnan(bad) if any(map(math.isnan, spoilt)) else bad == math.inf
 
 
 def test_it_is_the_norm(pool):
     plain = make_net()
     plain(*batch(0, 4)).backward()
-    true = math.sqrt(
-        math.fsum(value * value for p in plain.parameters() for value in p.grad.view(-1).double().tolist())
-    )
-    assert {result[0] for result in pool.run(2, trained, 3, ())} == {pool.run(2, trained, 0, ())[1][0]}
-    assert pool.run(2, trained, 3, ())[0][0] == pytest.approx(true, rel=1e-6)
+    squares = [value * value for p in plain.parameters() for value in p.grad.view(-1).double().tolist()]
+    found = {
+        record.norms[0]
+        for stage in (0, 3)
+        for record in scenario(pool, "dealt", {"stage": stage, "zero": {"reduce": "tree"}}, 2, 1)
+    }
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-6)

@@ -1,9 +1,12 @@
-"""The promise: a model built under `zero.Init` is cut over the ranks, and bitwise the one that plain torch builds."""
+"""The promise: a model built under `zero.Init` is cut over the ranks, and bitwise the one that plain torch builds.
+
+It may be copied, and in a later block changed, as a plain one.
+"""
 
 from __future__ import annotations
 
+import copy
 import io
-import logging
 import os
 import pickle
 import threading
@@ -14,12 +17,13 @@ import torch
 import torch.distributed as dist
 from built_models import BUILDERS, build
 from marks import longer
-from models import Net, batch, config, make_net, train
+from models import WIDTH, Net, batch, config, make_net, step
+from ranks import listening, said_by
+from scenario import Model, run, same
 from torch import nn
 from torch.nn.modules import module as hooks_of_torch
 
 import zero
-from zero import log
 from zero.core.owner import is_released, owner_of
 from zero.launch.contract import SETS
 
@@ -52,7 +56,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def same(one: nn.Module, other: nn.Module) -> str:
+def differing(one: nn.Module, other: nn.Module) -> str:
     """How two models differ; nothing if they do not."""
     if list(dict(one.named_modules())) != list(dict(other.named_modules())):
         return "modules"
@@ -61,50 +65,35 @@ def same(one: nn.Module, other: nn.Module) -> str:
     mine, theirs = values(one), values(other)
     if mine.keys() != theirs.keys():
         return f"names: {mine.keys()} are not {theirs.keys()}"
-    differing = [name for name, value in mine.items() if not torch.equal(value, theirs[name])]
-    return f"values of {differing}" if differing else ""
+    wrong = [name for name, value in mine.items() if not torch.equal(value, theirs[name])]
+    return f"values of {wrong}" if wrong else ""
 
 
-def built_alike() -> dict[str, Any]:
-    """Of each model: how it differs from the plain one, whether random numbers were drawn alike, what was not cut."""
-    found = {}
+@pytest.mark.ranks()
+@pytest.mark.parametrize("world", [1, 3, *longer(2)])
+def test_weights_are_those_of_plain_construction(world):
     for name in BUILDERS:
         plain = build(name)
         drawn = torch.get_rng_state()
         with zero.Init():
             model = build(name)
-        cut = [key for key, param in model.named_parameters() if not is_released(param)]
-        found[name] = (torch.equal(drawn, torch.get_rng_state()), cut, same(model, plain))
-    return found | {"hooks": hooks()}
+        assert torch.equal(drawn, torch.get_rng_state()), f"{name}: random numbers were drawn in another way"
+        assert hooks() == 0
+        whole = [key for key, param in model.named_parameters() if not is_released(param)]
+        assert not (difference := differing(model, plain)), f"{name}: {difference}"
+        if world > 1:
+            assert whole == (["long"] if name == "frozen" else []), name  # int64 is no dtype of a unit
 
 
-@pytest.mark.parametrize("world", [1, 3, *longer(2)])
-def test_weights_are_those_of_plain_construction(pool, world):
-    for found in pool.run(world, built_alike):
-        assert found.pop("hooks") == 0
-        for name, (random, whole, difference) in found.items():
-            assert random, f"{name}: the random numbers were drawn in another way"
-            assert not difference, f"{name}: {difference}"
-            if world > 1:
-                assert whole == (["long"] if name == "frozen" else []), name  # int64 is no dtype of a unit
-
-
-def rank_0_counts() -> list[Any]:
+@pytest.mark.ranks(2)
+def test_rank_0s_numbers_are_everyones():
     """Every rank draws its own numbers."""
-    rank, found = dist.get_rank(), []
     for name in BUILDERS:
         with zero.Init():
-            model = build(name, seed=5 + rank)
-        mine = {key: value for key, value in values(model).items() if key in dict(model.named_parameters())}
-        wanted = values(build(name, seed=5))
-        found.append((name, [key for key, value in mine.items() if not torch.equal(value, wanted[key])]))
-    return found
-
-
-def test_rank_0s_numbers_are_everyones(pool):
-    for found in pool.run(2, rank_0_counts):
-        for name, differing in found:
-            assert not differing, f"{name}: {differing}"
+            model = build(name, seed=5 + dist.get_rank())
+        mine, wanted = values(model), values(build(name, seed=5))
+        for key, _ in model.named_parameters():
+            assert torch.equal(mine[key], wanted[key]), f"{name}: {key}"
 
 
 def held_after(ways: dict[str, Any]) -> tuple[int, int]:
@@ -124,58 +113,39 @@ def test_a_rank_holds_its_shard_only(pool):
         assert mine <= 1.1 * whole / 4 + 26 * 64
 
 
-def cut_by_launcher(stage: int) -> bool:
-    """Whether a model is cut where `zero run` got this stage, and the script says none."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_configuration_of_the_launcher_counts(stage):
+    """A model is cut where `zero run` got stage 3, and the script says none."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(SETS, f'["zero_optimization.stage={stage}", "train_micro_batch_size_per_gpu=1"]')
         with zero.Init():
             model = make_net()
-    return all(is_released(param) for param in model.parameters())
+    assert {is_released(param) for param in model.parameters()} == {stage == 3}
 
 
-def test_the_configuration_of_the_launcher_counts(pool):
-    assert pool.run(2, cut_by_launcher, 1) == [False, False]
-    assert pool.run(2, cut_by_launcher, 3) == [True, True]
-
-
-def trained() -> list[bool]:
-    """For each way of building and each stage: whether three steps give the bits of a plain start."""
-    same_bits = []
-    for stage in range(4):
-        settings = config(stage, 2, accumulation=1, bf16={"enabled": stage in (1, 3)})
-        plain = train(make_net(), 2, settings, steps=3)
-        with zero.Init():
-            built = make_net()
-        with zero.Init():
-            half = Net()  # a mixed one: parts are plain, parts from one block or another
-        torch.manual_seed(7)
-        mixed = Net()
-        with zero.GatheredParameters(half.parameters(), modifier_rank=0):
-            half.load_state_dict(mixed.state_dict())
-        half.head, half.blocks[1] = mixed.head, mixed.blocks[1]
-        half.blocks[0].down = zero_built_copy(mixed.blocks[0].down)
-        inside = train_inside(settings)
-        for found in (train(built, 2, settings, steps=3), train(half, 2, settings, steps=3), inside):
-            equal = all(torch.equal(found["params"][name], value) for name, value in plain["params"].items())
-            same_bits.append(equal and found["losses"] == plain["losses"])
-    return same_bits
-
-
-def zero_built_copy(layer: nn.Linear) -> nn.Linear:
-    """The same layer, cut where it stands."""
-    zero.Init(module=layer)
-    return layer
-
-
-def train_inside(settings: dict[str, Any]) -> dict[str, Any]:
-    """`initialize` in the block that builds."""
+def mixed() -> nn.Module:
+    """Parts are plain, parts from one block or another."""
     with zero.Init():
-        return train(make_net(), 2, settings, steps=3)
+        half = Net()
+    plain = make_net()
+    with zero.GatheredParameters(half.parameters(), modifier_rank=0):
+        half.load_state_dict(plain.state_dict())
+    half.head, half.blocks[1] = plain.head, plain.blocks[1]
+    half.blocks[0].down = plain.blocks[0].down
+    zero.Init(module=half.blocks[0].down)
+    return half
 
 
-def test_initialize_takes_over_built_and_mixed_models(pool):
-    for same_bits in pool.run(2, trained):
-        assert same_bits == [True] * 12
+@pytest.mark.ranks(2)
+def test_initialize_takes_over_built_and_mixed_models():
+    """Three steps give the bits of a plain start; also where `initialize` stands in the block that builds."""
+    for stage in range(4):
+        json = {"stage": stage, "precision": "bf16" if stage in (1, 3) else "fp32"}
+        plain, built, half = (run(Model(make), json) for make in (make_net, built_net, mixed))
+        with zero.Init():
+            inside = run("net", json)
+        assert all(same(each, plain) for each in (built, half, inside)), f"stage {stage}"
 
 
 def built_net() -> nn.Module:
@@ -185,71 +155,63 @@ def built_net() -> nn.Module:
 
 @pytest.mark.ranks(2)
 def test_what_was_built_is_not_sent_again():
-    """Broadcasts of parameters at `initialize`: of a plain model, of a built one; and units that stay whole."""
     counts = []
-    for build_it in (make_net, built_net):
-        model = build_it()
+    for make in (make_net, built_net):
+        model = make()
         with pytest.MonkeyPatch.context() as patch:
             seen: list[int] = []
             broadcast = zero.core.comm.broadcast
             patch.setattr(zero.core.comm, "broadcast", lambda *args, b=broadcast, s=seen: (s.append(1), b(*args))[1])
             engine, *_ = zero.initialize(model=model, config=config(3, 2))
         counts.append(len(seen))
-        whole = sum(not is_released(param) for param in engine.module.parameters())
+        assert all(map(is_released, engine.module.parameters()))
         engine.destroy()
     assert counts == [4, 0]  # of plain units, and of built ones
-    assert whole == 0
 
 
-def arguments() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    plain = make_net()
-
-    def released(**ways: Any) -> list[bool]:
+@pytest.mark.ranks(2)
+def test_the_configuration_and_enabled_say_whether_it_cuts():
+    def cut(**ways: Any) -> bool:
         with zero.Init(**ways):
             model = make_net()
-        return sorted({is_released(param) for param in model.parameters()})
+        (found,) = {is_released(param) for param in model.parameters()}
+        return found
 
-    found["enabled"] = released(enabled=False)
+    assert not cut(enabled=False)
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
-    for stage in (0, 1, 2, 3):
-        found[f"stage {stage}"] = released(config_dict_or_path={**auto, "zero_optimization": {"stage": stage}})
-    found["config"] = released(config={"zero_optimization": {"stage": 3}, "train_batch_size": 4})
+    for stage in range(4):
+        assert cut(config_dict_or_path={**auto, "zero_optimization": {"stage": stage}}) == (stage == 3)
+    assert cut(config={"zero_optimization": {"stage": 3}, "train_batch_size": 4})
+
+
+@pytest.mark.ranks(2)
+def test_a_dtype_is_that_of_floating_point_parameters():
     with zero.Init(dtype=torch.bfloat16):
         model = build("frozen")
     wanted = {name: value.detach() for name, value in build("frozen").named_parameters()}
     with zero.GatheredParameters(model.parameters()):
-        found["dtype"] = all(
-            torch.equal(param, wanted[name].bfloat16() if wanted[name].is_floating_point() else wanted[name])
-            and param.dtype == (torch.bfloat16 if wanted[name].is_floating_point() else wanted[name].dtype)
-            for name, param in model.named_parameters()
-        )
-    whole = make_net()
-    made = zero.Init(module=whole)
-    found["module"] = (type(made).__name__, all(map(is_released, whole.parameters())), same(whole, plain), hooks())
+        for name, param in model.named_parameters():
+            value = wanted[name].bfloat16() if wanted[name].is_floating_point() else wanted[name]
+            assert param.dtype == value.dtype and torch.equal(param, value), name
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_is_there_is_cut_where_it_stands_and_blocks_nest():
+    plain, whole = make_net(), make_net()
+    assert isinstance(zero.Init(module=whole), zero.Init)
+    assert all(map(is_released, whole.parameters())) and not differing(whole, plain) and hooks() == 0
     zero.Init(module=whole)  # of which all is cut already
     whole.extra = nn.Linear(2, 2)
     zero.Init(module=whole)  # and of which a part is
-    found["again"] = all(map(is_released, whole.parameters()))
+    assert all(map(is_released, whole.parameters()))
     with zero.Init():
         with zero.Init(enabled=False), zero.Init(dtype=torch.float16):
             inner = make_net()
-        between = hooks()
+        assert hooks() == 2
         outer = make_net()
         zero.Init(module=(late := make_net()))
-    found["nested"] = (between, hooks(), same(inner, plain), same(outer, plain), same(late, plain))
-    return found
-
-
-def test_arguments(pool):
-    for found in pool.run(2, arguments):
-        assert found["enabled"] == [False]
-        assert [found[f"stage {stage}"] for stage in range(4)] == [[False], [False], [False], [True]]
-        assert found["config"] == [True]
-        assert found["dtype"]
-        assert found["module"] == ("Init", True, "", 0)
-        assert found["again"]
-        assert found["nested"] == (2, 0, "", "", "")
+    assert hooks() == 0
+    assert [differing(each, plain) for each in (inner, outer, late)] == [""] * 3
 
 
 @pytest.mark.parametrize(
@@ -294,32 +256,21 @@ READERS = {
     "forward": lambda model: model(*batch(0, 2)),
     "float": lambda model: model.float(),
     "initialise": lambda model: nn.init.zeros_(model.head.weight),
-    "engine's": None,
 }
 
 
-def refusals() -> dict[str, str]:
+@pytest.mark.ranks(2)
+def test_reading_outside_raises_with_the_full_name():
     with zero.Init():
         model = make_net()
-    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
-    said = {}
     for name, reader in READERS.items():
-        try:
-            zero.Init(module=engine.module) if reader is None else reader(model)
-            said[name] = "nothing"
-        except (RuntimeError, ValueError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
+        which = "head.weight" if name == "initialise" else "embed.weight"
+        said = f"RuntimeError: parameter '{which}' is released; read it inside zero.GatheredParameters(...)"
+        assert said_by(lambda: reader(model)).startswith(said), name  # noqa: B023
+    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
+    said = said_by(lambda: zero.Init(module=engine.module))
+    assert said.startswith("ValueError: Init(module=...): parameter 'embed.weight' belongs to")
     engine.destroy()
-    return said
-
-
-def test_reading_outside_raises_with_the_full_name(pool):
-    for said in pool.run(2, refusals):
-        assert said.pop("engine's").startswith("ValueError: Init(module=...): parameter 'embed.weight' belongs to")
-        first = "RuntimeError: parameter 'embed.weight' is released; read it inside zero.GatheredParameters(...)"
-        for name, text in said.items():
-            wanted = first.replace("embed.weight", "head.weight" if name == "initialise" else "embed.weight")
-            assert text.startswith(wanted), name
 
 
 @pytest.mark.ranks(2)
@@ -342,48 +293,43 @@ def test_an_exception_in_the_block_leaves_nothing_behind():
         model = make_net()
     assert hooks() == 0
     assert all(left)
-    assert not same(model, make_net())
+    assert not differing(model, make_net())
 
 
-def adapted() -> tuple[list[float], bool]:
-    """A module attached to a live engine's model runs in its forward and stays as it is."""
-    with zero.Init():
-        model = make_net()
-    engine, *_ = zero.initialize(model=model, config=config(3, 2))
+def attach(model: nn.Module) -> nn.Parameter:
+    """Put a layer behind one of the model's; its weight."""
     torch.manual_seed(3)
-    engine.module.blocks[0].up = nn.Sequential(engine.module.blocks[0].up, nn.Linear(25, 25))
-    before = engine.module.blocks[0].up[1].weight.detach().clone()
-    losses = []
+    model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Linear(25, 25))
+    return model.blocks[0].up[1].weight
+
+
+@pytest.mark.ranks(2)
+def test_a_module_attached_later_runs_and_stays_as_it_is():
+    engine, *_ = zero.initialize(model=built_net(), config=config(3, 2))
+    added = attach(engine.module)
+    before, losses = added.detach().clone(), []
     for index in range(3):
         loss = engine(*batch(index, 4))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    kept = torch.equal(engine.module.blocks[0].up[1].weight, before)
+    assert torch.equal(added, before)
+    assert len(set(losses)) == 3
+    everyones: list[Any] = [None] * 2
+    dist.all_gather_object(everyones, losses)
+    assert everyones == [losses] * 2
     engine.destroy()
-    return losses, kept
 
 
-def test_a_module_attached_later_runs(pool):
-    (first, kept), (second, _) = pool.run(2, adapted)
-    assert kept
-    assert first == second
-    assert len(set(first)) == 3
-
-
-def test_a_module_attached_later_is_named_once(caplog):
-    model = make_net()
-    engine, *_ = zero.initialize(model=model, config=config(0, 1))
-    model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Linear(25, 25))
-    log._said.cache_clear()
-    for index in range(2):
-        engine.backward(engine(*batch(index, 2)))
-        with caplog.at_level(logging.WARNING, logger="zero"):
-            engine.step()
+def test_a_module_attached_later_is_named_once():
+    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
+    attach(engine.module)
+    with listening() as messages:
+        for index in range(2):
+            step(engine, index)
+    (said,) = [message for message in messages if "came into the model" in message]
+    assert said.startswith("parameter 'blocks.0.up.1.weight' came into the model after initialize()")
     engine.destroy()
-    said = [message for message in caplog.messages if "came into the model" in message]
-    assert len(said) == 1
-    assert said[0].startswith("parameter 'blocks.0.up.1.weight' came into the model after initialize()")
 
 
 def joined(port: int) -> tuple[int, bool]:
@@ -411,3 +357,63 @@ def test_it_joins_the_process_group_and_leaves_other_threads_alone(pool):
     # that rank 0 listens there, and a store that rank 0 keeps ends with its group, while rank 1 may still need it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert pool.run(2, joined, store.port) == [(2, True)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_is_cut_in_the_same_way():
+    """Nothing is sent for it, what is tied stays tied, and its values are its own."""
+    with zero.Init():
+        model = build("tied").requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero.core.comm, "gather", None)
+        copied = copy.deepcopy(model)
+    assert all(is_released(param) for param in copied.parameters())
+    assert not differing(copied, model)
+    with zero.GatheredParameters(copied.parameters(), modifier_rank=0):
+        copied.embed.weight.fill_(1)
+    assert not differing(model, build("tied").requires_grad_(False))
+    assert values(copied)["head.weight"].eq(1).all()
+
+
+def change(model: nn.Module) -> nn.Module:
+    """What scripts do to a model before they train it: another head, a larger embedding, a norm of a weight."""
+    model.head = copy.deepcopy(model.head)
+    model.embed.weight.data = torch.cat([model.embed.weight.data, torch.randn(3, WIDTH)])
+    scale = nn.Parameter(model.blocks[0].up.weight.norm(dim=1))
+    model.blocks[0].register_parameter("scale", scale)
+    model.blocks[1].up.weight.data.mul_(2)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.ranks(2)
+def test_a_later_block_changes_a_model_as_plain_torch_does():
+    wanted = make_net()
+    torch.manual_seed(3)
+    change(wanted)
+    with zero.Init():
+        model = make_net()
+    torch.manual_seed(3)
+    with zero.Init(dtype=torch.bfloat16):
+        change(model)
+    assert all(is_released(param) for param in model.parameters())
+    read = {"blocks.0.up.weight", "blocks.0.scale", "blocks.1.up.weight", "head.weight", "head.bias", "embed.weight"}
+    found = values(model)
+    for name, value in values(wanted).items():
+        assert found[name].equal(value.to(found[name].dtype)), name
+        assert (found[name].dtype == torch.bfloat16) == (name in read), name
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_are_put_in_place_of_empty_ones_are_cut():
+    """As Diffusers loads by default: Accelerate makes each parameter anew, on meta, from its attributes."""
+    accelerate = pytest.importorskip("accelerate")
+    wanted = make_net()
+    with zero.Init():
+        with accelerate.init_empty_weights():
+            model = make_net()
+        for (name, param), value in zip(list(model.named_parameters()), wanted.parameters(), strict=True):
+            assert param.is_meta
+            path, _, name = name.rpartition(".")
+            model.get_submodule(path)._parameters[name] = nn.Parameter(value.detach().clone())  # registers nothing
+    assert all(is_released(param) for param in model.parameters())
+    assert not differing(model, wanted)

@@ -1,52 +1,41 @@
-"""The promise: 4 ranks build a model of 400M parameters in the memory of one shard and one module each, with the bits
-of a plain construction; and an engine takes it over in one shard and a few units.
+"""The promise: a model is built in the memory of a shard and a module, and an engine takes it over in a few units.
+
+And pretrained weights come into it without a copy of the model on any rank.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import weakref
+from json import dumps
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # which a dispatch mode imports on first use: a census would go through all its objects each time
+import torch.distributed as dist
+from ranks import Pool
+from safetensors.torch import save_file
+from sampled_memory import MIB, SLACK, Sampled
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from zero.core.deferred_param import DeferredParam
-from zero.core.owner import owner_of
-from zero.core.unit import Unit
 
-WIDTH, LAYERS, RANKS = 4096, 25, 4
-LARGEST = WIDTH * WIDTH * 4  # bytes of the largest module, fp32
+WIDTH = 2048
 FEW = 10  # layers of the small model that an engine takes over
-LIMIT = 1.1 * (LAYERS * LARGEST / RANKS + LARGEST)
 
 
-class Layer(nn.Linear):
-    """A linear layer whose weights are cheap to make: numbers of its own, some of them random."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(WIDTH, WIDTH, bias=False)
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.fill_(1.0 / (1 + self.number))
-            self.weight[::64].normal_()
+def json(world: int, stage: int, optimizer: str, **more: Any) -> dict[str, Any]:
+    sizes = {"train_batch_size": world, "zero_optimization": {"stage": stage}}
+    return {**sizes, "optimizer": {"type": optimizer, "params": {"lr": 0.1}}, **more}
 
 
-def build() -> nn.ModuleList:
-    torch.manual_seed(3)
-    return nn.ModuleList(Layer(number) for number in range(LAYERS))  # built and registered one by one
-
-
-def digest(values: torch.Tensor) -> str:
-    return hashlib.sha1(values.numpy().data).hexdigest()
+def largest_unit(engine: Any) -> int:
+    """Elements of the largest unit."""
+    return max(unit.numel for unit in engine.describe().units)
 
 
 class Census:
@@ -90,63 +79,26 @@ class Peak(TorchDispatchMode):
         return found
 
 
-def build_cut() -> tuple[int, list[str]]:
-    """The growth of the peak by the construction, and digests of this rank's shards."""
-    with Peak() as peak, zero.Init():
-        model = build()
-    gc.unfreeze()
-    return peak.growth, [digest(owner_of(layer.weight).unit.shard) for layer in model]
-
-
-def build_plain() -> tuple[int, list[list[str]]]:
-    """The growth of the peak, and digests of what would be the shards of each rank."""
-    with Peak() as peak:
-        model = build()
-    gc.unfreeze()
-    cut = [layer.weight.detach().flatten().chunk(RANKS) for layer in model]
-    return peak.growth, [[digest(shards[rank]) for shards in cut] for rank in range(RANKS)]
-
-
-def take_over() -> tuple[int, int]:
-    """Bytes of the largest unit, and the most that `initialize` held at once above what the built model did."""
+@pytest.mark.ranks(4)
+def test_memory_while_an_engine_takes_the_model_over():
     with zero.Init():
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(FEW)))
-    settings = {
-        "train_batch_size": RANKS,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    census = Census()
-    seen, before = [], census.count()
-
-    def noted(call: Any) -> Any:
-        return lambda *args: (seen.append(census.count()), call(*args))[1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "release", noted(Unit.release))
-        patch.setattr(DeferredParam, "let_go", noted(DeferredParam.let_go))
-        engine, *_ = zero.initialize(model=model, config=settings)
-    largest = max(unit.plan.layout.numel * 4 for unit in engine._sharded.units)
+    with Peak() as peak:
+        engine, *_ = zero.initialize(model=model, config=json(4, 3, "SGD"))
     gc.unfreeze()
-    assert len(seen) >= 3 * FEW  # a unit and two parameters for each layer
+    largest = largest_unit(engine) * 4
+    assert largest < peak.growth <= 2.1 * largest  # the unit's buffer, and one parameter of it whole
     engine.destroy()
-    return largest, max(seen) - before
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_memory_while_a_model_becomes_16_bit(stage):
     """Elements of the largest unit of a model that was built plainly, and the growth of the peak by `initialize`."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2, bias=False)))
-    settings = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-    }
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)))
     with Peak(least=1 << 20) as peak:
-        engine, *_ = zero.initialize(model=model, config=settings)
-    largest = max(unit.plan.layout.numel for unit in engine._sharded.units)
+        engine, *_ = zero.initialize(model=model, config=json(2, stage, "AdamW", bf16={"enabled": True}))
+    largest = largest_unit(engine)
     gc.unfreeze()
     engine.destroy()
     chunk = 6 << 20  # bytes of 2^20 elements on their way between ranks, and of what rounding works on
@@ -155,18 +107,74 @@ def test_memory_while_a_model_becomes_16_bit(stage):
     assert kept * largest <= peak.growth <= kept * largest + chunk + largest // 100
 
 
-def test_memory_while_an_engine_takes_the_model_over(pool):
-    for largest, most in pool.run(RANKS, take_over):
-        assert largest < most <= 2.1 * largest  # the unit's buffer, and one parameter of it whole
+class Square(nn.Linear):
+    """A matrix that is cheap to make."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
 
+def squares(width: int, layers: int) -> nn.Module:
+    return nn.Sequential(*(Square(width, width, bias=False) for _ in range(layers)))
+
+
+def value(layer: int) -> float:
+    return 1.0 + layer / 64  # exact in bf16, too
+
+
+def write(folder: Path, kind: str, width: int, layers: int) -> None:
+    """Each layer in a file of its own, and their index."""
+    end = "bin" if kind == "torch" else "safetensors"
+    names = {f"{layer}.weight": f"pytorch_model-{layer}.{end}" for layer in range(layers)}
+    for layer, (name, file) in enumerate(names.items()):
+        weight = torch.full((width, width), value(layer), dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
+        torch.save({name: weight}, folder / file) if kind == "torch" else save_file({name: weight}, folder / file)
+    (folder / f"pytorch_model.{end}.index.json").write_text(dumps({"weight_map": names}))
+
+
+def is_loaded(model: nn.Module) -> bool:
+    good = []
+    for layer, child in enumerate(model):
+        with zero.GatheredParameters(child.weight):
+            good.append(bool((child.weight == value(layer)).all()))
+    return all(good)
+
+
+def loaded(folder: Path, width: int, layers: int) -> dict[str, int]:
+    """Growth by building and loading, and by loading once more into an engine that has taken the module over."""
+    with Sampled() as built:
+        with zero.Init():
+            model = squares(width, layers)
+        zero.load_weights(model, folder)
+    assert is_loaded(model)
+    engine, *_ = zero.initialize(model=model, config=json(dist.get_world_size(), 3, "SGD"))
+    with zero.GatheredParameters(model[0].weight, modifier_rank=0), torch.no_grad():
+        model[0].weight.zero_()
+    with Sampled() as again:
+        zero.load_weights(engine, folder)
+    assert is_loaded(model)
+    engine.destroy()
+    return {"build and load": built.growth, "load": again.growth}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "width", "layers"),
+    [("fp32", 2, 2048, 20), *((kind, 4, 4096, 16) for kind in ("fp32", "bf16", "torch"))],
+)
 @pytest.mark.long
-def test_memory_while_building(pool):
-    built = pool.run(RANKS, build_cut)
-    ((plain, wanted),) = pool.run(1, build_plain)
-    assert LAYERS * WIDTH * WIDTH > 400e6
-    assert plain > LIMIT, "plain construction would pass, too"
-    for growth, digests in built:
-        assert growth <= LIMIT, f"{growth / 2**20:.0f} MiB; allowed are {LIMIT / 2**20:.0f}"
-        assert growth > LAYERS * LARGEST / RANKS, "less than the shards: the measurement sees too little"
-        assert digests == wanted.pop(0)
+def test_building_and_loading_takes_a_shard_and_a_unit(
+    tmp_path: Path, kind: str, world: int, width: int, layers: int
+) -> None:
+    """Of private memory (RssAnon, sampled): pages of mapped files are the system's."""
+    unit = width * width * 4
+    model, shard = layers * unit, layers * unit // world
+    limit = shard + unit + SLACK
+    assert limit < 0.8 * model, "a whole copy would pass"
+    write(tmp_path, kind, width, layers)
+    ranks = Pool(world)  # of new processes: what others have given back to themselves would not be seen to grow
+    found = ranks.run(world, loaded, tmp_path, width, layers)
+    ranks.close()
+    for growth in found:
+        print(kind, world, {name: nbytes // MIB for name, nbytes in growth.items()}, "limit", limit // MIB)
+        assert shard < growth["build and load"] <= limit, growth
+        assert growth["load"] <= limit, growth

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from marks import longer
-from models import WIDE, config, equal, make_net, train, train_parts
+from models import config, make_net
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from oracle import Training, near
+from scenario import Model, Record, differences, run, same
 from torch import nn
 
 import zero
 from zero.optim import lamb
 
 STEPS, PARTS = 3, 4
+TREE = {"zero": {"reduce": "tree"}}
 TIGHT = {"max_coeff": 0.4, "min_coeff": 0.3, "bias_correction": False}
 LAMB = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -50,20 +52,14 @@ def tight(net: nn.Module) -> Lamb:
     return Lamb(net, TIGHT["max_coeff"], TIGHT["min_coeff"], TIGHT["bias_correction"])
 
 
-def every_stage(params: dict[str, Any]) -> list[dict[str, Any]]:
+def every_stage(params: dict[str, Any]) -> list[Record]:
     """A net under each stage; what travels for norms is counted."""
-    world, found, sent = dist.get_world_size(), [], []
-    plain = lamb.gather_scalars
+    json = {"optimizer": {"type": "Lamb", "params": params}, "accumulation": 2, **TREE}
+    sent, plain = [], lamb.gather_scalars
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lamb, "gather_scalars", lambda row, *rest: sent.append(row.numel()) or plain(row, *rest))
-        for stage in range(4):
-            more = {
-                "optimizer": {"type": "Lamb", "params": params},
-                "gradient_clipping": 0.5,
-                "zero": {"reduce": "tree"},
-            }
-            found.append(train(make_net(), world, config(stage, world, accumulation=2, **more), STEPS))
-    parameters = len(list(make_net().parameters()))
+        found = [run("dealt", json, STEPS, stage=stage, gradient_clipping=0.5) for stage in range(4)]
+    parameters = len(found[0].weights)
     assert sent == [2 * parameters] * (4 * STEPS), "two numbers of each parameter, once per step"
     return found
 
@@ -74,23 +70,16 @@ def every_stage(params: dict[str, Any]) -> list[dict[str, Any]]:
 def test_every_stage_is_as_near_to_the_truth_as_plain_torch(pool, world, arguments, reference):
     training = Training(world, STEPS, 2, 0.5, optimizer=reference)
     for stages in pool.run(world, every_stage, {**LAMB, **arguments}):
-        assert near(stages[3]["params"], training)
-        assert all(equal(one, stages[3]) for one in stages)
+        assert near(stages[3].weights, training)
+        assert all(same(one, stages[3]) for one in stages)
 
 
-def trained(stage: int, section: dict[str, Any], **more: Any) -> dict[str, torch.Tensor]:
+def trained(stage: int, section: dict[str, Any], **states: str) -> Record:
     """The same micro-batches on any number of ranks, added in the order of the tree."""
-    world, net = dist.get_world_size(), make_net(width=WIDE)
-    more |= {"zero_optimization": {"stage": stage, **section}, "zero": {"reduce": "tree"}}
+    optimizer = {"type": "Lamb", "params": {**LAMB, "zero": states}}
+    json = {"stage": stage, "section": section, "precision": "bf16", "optimizer": optimizer, **TREE}
     with as_on_a_gpu(bool(section)):
-        engine, *_ = zero.initialize(model=net, config=config(stage, world, accumulation=PARTS // world, **more))
-        train_parts(engine, range(STEPS), PARTS)
-        engine.destroy()
-    return {name: param.detach() for name, param in net.named_parameters()}
-
-
-def formats(**states: str) -> dict[str, Any]:
-    return {"optimizer": {"type": "Lamb", "params": {**LAMB, "zero": states}}, "bf16": {"enabled": True}}
+        return run("wide", json, STEPS, parts=PARTS)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +87,9 @@ def formats(**states: str) -> dict[str, Any]:
     [(2, 1, OPTIMIZER), *longer((2, 0, {}), (2, 3, BOTH), (4, 2, {}), (4, 3, OPTIMIZER), (1, 3, BOTH))],
 )
 def test_bits_depend_neither_on_ranks_nor_on_places_nor_on_the_form_of_masters(pool, world, stage, section):
-    (wanted,) = pool.run(1, trained, 0, {}, **formats(master="fp32", moments="8bit"))
-    for found in pool.run(world, trained, stage, section, **formats(moments="8bit")):
-        assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+    (wanted,) = pool.run(1, trained, 0, {}, master="fp32", moments="8bit")
+    for found in pool.run(world, trained, stage, section, moments="8bit"):
+        assert not differences(found, wanted, "weights")
 
 
 @pytest.mark.parametrize(
@@ -116,23 +105,14 @@ def test_wrong_arguments_are_said(params, said):
         zero.initialize(model=make_net(), config=config(0, 1, optimizer={"type": "Lamb", "params": params}))
 
 
-def interrupted(folder: Any, stage: int, load: bool) -> dict[str, torch.Tensor]:
-    """Two steps and a checkpoint, and from there two more, loaded or not."""
-    world, net = dist.get_world_size(), make_net(seed=9 if load else 7)
-    more = {"optimizer": {"type": "Lamb", "params": LAMB}, "zero": {"reduce": "tree"}}
-    engine, *_ = zero.initialize(model=net, config=config(stage, world, accumulation=PARTS // world, **more))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        train_parts(engine, range(2), PARTS)
-        engine.save_checkpoint(folder)
-    train_parts(engine, range(2, 4), PARTS)
-    engine.destroy()
-    return {name: param.detach() for name, param in net.named_parameters()}
+def loaded(folder: Path, json: dict[str, Any]) -> Record:
+    return run(Model(lambda: make_net(seed=9)), json, 2, parts=PARTS, first=2, load=folder)
 
 
 @pytest.mark.long
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool, tmp_path):
-    wanted = pool.run(2, interrupted, tmp_path, 3, False)[0]
-    for found in pool.run(4, interrupted, tmp_path, 1, True):
-        assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+    json = {"optimizer": {"type": "Lamb", "params": LAMB}, **TREE}
+    pool.run(2, run, "net", {"stage": 3, **json}, 2, parts=PARTS, save=tmp_path)
+    wanted = pool.run(2, run, "net", {"stage": 3, **json}, 4, parts=PARTS)[0]
+    for found in pool.run(4, loaded, tmp_path, {"stage": 1, **json}):
+        assert not differences(found, wanted, "weights")

@@ -1,12 +1,12 @@
 """The promise: weights come out of files of safetensors and of torch.save as the libraries read them.
 
-They go into modules, into those that are built in pieces, and into engines.
-
-Into an engine they are exact; under `zero.Init` each rank reads its own ranges; what does not fit is told at once.
+They go into modules and exactly into engines; under `zero.Init` each rank reads its own ranges; what does not fit is
+told at once.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -16,24 +16,26 @@ from typing import Any
 import pytest
 import torch
 from marks import each_once, longer
-from models import WIDE, config, make_net
+from models import WIDE, config, make_net, step
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import zero
 from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+small = functools.partial(make_net, width=WIDE, blocks=1)
+
 
 def write(path: Path, seed: int = 9, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A file with the weights of another net; what is in it."""
-    state = {name: value.to(dtype) for name, value in make_net(seed, width=WIDE, blocks=1).state_dict().items()}
+    state = {name: value.to(dtype) for name, value in small(seed).state_dict().items()}
     save_file(state, path)
     return load_file(path)
 
 
 def shards(folder: Path, count: int = 3) -> dict[str, torch.Tensor]:
     """The same in several files with an index, as Hugging Face writes them."""
-    state, names = make_net(9, width=WIDE, blocks=1).state_dict(), {}
+    state, names = small(9).state_dict(), {}
     for index in range(count):
         file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
         some = {name: value for number, (name, value) in enumerate(state.items()) if number % count == index}
@@ -54,25 +56,18 @@ def assert_has(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
 def test_a_plain_module(tmp_path: Path, dtype: torch.dtype) -> None:
     state = write(tmp_path / "some.safetensors", dtype=dtype)
     for path in (tmp_path / "some.safetensors", tmp_path, str(tmp_path)):
-        for model in (make_net(width=WIDE, blocks=1), make_net(width=WIDE, blocks=1).bfloat16()):
+        for model in (small(), small().bfloat16()):
             version = model.head.weight._version
             assert zero.load_weights(model, path) == ([], [])
             assert_has(model, state)
             assert model.head.weight._version > version  # a graph of before must not be used
 
 
-def test_memory_in_another_order(tmp_path: Path) -> None:
-    state = write(tmp_path / "some.safetensors")
-    model = make_net(width=WIDE, blocks=1)
-    model.head.weight.data = model.head.weight.data.t().contiguous().t()
-    zero.load_weights(model, tmp_path)
-    assert_has(model, state)
-
-
-def test_shards_of_hugging_face(tmp_path: Path) -> None:
+def test_shards_of_hugging_face_and_memory_in_another_order(tmp_path: Path) -> None:
     state = shards(tmp_path)
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        model = make_net(width=WIDE, blocks=1)
+        model = small()
+        model.head.weight.data = model.head.weight.data.t().contiguous().t()
         zero.load_weights(model, path)
         assert_has(model, state)
 
@@ -80,7 +75,7 @@ def test_shards_of_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["one", "shards", "list"])
 def test_files_of_torch(tmp_path: Path, kind: str) -> None:
     """With several tensors of one memory, empty ones, and dtypes between each other."""
-    state = make_net(9, width=WIDE, blocks=1).state_dict()
+    state = small(9).state_dict()
     state |= {"buffer": state["head.weight"][3:7], "empty": torch.empty(0, 3), "count": torch.tensor(7)}
     names = list(state)
     parts = [names] if kind == "one" else [names[::2], names[1::2]]
@@ -91,7 +86,7 @@ def test_files_of_torch(tmp_path: Path, kind: str) -> None:
         where = {name: file for file, some in zip(files, parts, strict=True) for name in some}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     torch.save({"lr": object}, tmp_path / "training_args.bin")  # as Trainers leave beside it
-    model = make_net(width=WIDE, blocks=1).bfloat16()
+    model = small().bfloat16()
     for name in ("buffer", "empty", "count"):
         model.register_buffer(name, torch.zeros_like(state[name]))
     path = [tmp_path / file for file in files] if kind == "list" else tmp_path
@@ -104,7 +99,7 @@ def test_several_files_that_do_not_go_together(tmp_path: Path) -> None:
     write(tmp_path / "b.safetensors")
     (tmp_path / "c").mkdir()
     write(tmp_path / "c" / "c.safetensors")
-    model = make_net(width=WIDE, blocks=1)
+    model = small()
     for names, text in (
         (["a", "b"], "several of them have 'blocks.0.down.bias'"),
         (["a", "c/c"], "2 files lie in 2 folders"),
@@ -227,7 +222,7 @@ TORCH = ("pickle", "nested", "transposed", "sparse", "old")
 def test_files_that_are_not_whole(tmp_path: Path, kind: str) -> None:
     text = damaged(tmp_path, kind)
     with pytest.raises(ValueError, match="pytorch_model.bin" if kind in TORCH else "safetensors") as caught:
-        zero.load_weights(make_net(width=WIDE, blocks=1), tmp_path)
+        zero.load_weights(small(), tmp_path)
     assert text in str(caught.value)
 
 
@@ -236,7 +231,7 @@ def built_and_loaded(
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Under `Init`; the whole values, and the bytes that this rank has read of the file."""
     with zero.Init(dtype=dtype):
-        model = make_net(width=WIDE, blocks=1)
+        model = small()
         if inside:
             zero.load_weights(model, folder)
     read, before = [], os.preadv
@@ -260,7 +255,7 @@ def test_a_module_that_is_built_in_pieces(
     pool: Any, tmp_path: Path, world: int, dtype: torch.dtype | None, kind: str
 ) -> None:
     if kind == "torch":
-        state = make_net(9, width=WIDE, blocks=1).state_dict()
+        state = small(9).state_dict()
         torch.save(state, tmp_path / "pytorch_model.bin")
     else:
         state = shards(tmp_path)
@@ -278,13 +273,9 @@ def into_engines(folder: Path, kinds: list[tuple[int, str]]) -> list[str]:
     wrong, state = [], load_file(folder / "some.safetensors")
     for stage, kind in kinds:
         more = {} if kind == "fp32" else {kind: {"enabled": True}}
-        engine, *_ = zero.initialize(
-            model=make_net(width=WIDE, blocks=1), config=config(stage, torch.distributed.get_world_size(), **more)
-        )
-        tokens = torch.arange(10).view(2, 5)
-        for _ in range(2):
-            engine.backward(engine(tokens, tokens))
-            engine.step()
+        engine, *_ = zero.initialize(model=small(), config=config(stage, torch.distributed.get_world_size(), **more))
+        for number in range(2):
+            step(engine, number)
         before = {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in engine.module.named_parameters()}
         zero.load_weights(engine, folder / "some.safetensors")
         for again in (False, True):
@@ -303,7 +294,7 @@ def into_engines(folder: Path, kinds: list[tuple[int, str]]) -> list[str]:
         except ValueError as error:
             wrong += [] if "give the engine" in str(error) else [str(error)]
         engine.destroy()
-        plain = make_net(width=WIDE, blocks=1)
+        plain = small()
         zero.load_weights(plain, folder / f"run{stage}{kind}" / "global_step2")
         wrong += [f"{name} plain" for name, value in plain.state_dict().items() if not torch.equal(value, state[name])]
     return wrong

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, config, make_net, share
+from ranks import listening
+from scenario import run
 from tqdm import tqdm
 
 import zero
@@ -33,12 +35,8 @@ LINE = re.compile(
 
 def said(run: Any) -> list[str]:
     """The lines that `run()` logs on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    run()
-    logger.removeHandler(handler)
+    with listening(logging.INFO) as lines:
+        run()
     return lines
 
 
@@ -49,21 +47,11 @@ def steps_of(lines: list[str]) -> list[dict[str, str]]:
     return [match.groupdict() for match in matches]
 
 
-def train(count: int, backward: Any = None, model: Any = None, **more: Any) -> tuple[list[str], Any]:
+def train(count: int, json: Any = 1, **more: Any) -> tuple[list[str], list[float]]:
     """What `count` optimizer steps log, on this rank's share of the batches, and the losses [micro-steps] here."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    losses: list[float] = []
-
-    def run() -> None:
-        engine, *_ = zero.initialize(model=model or make_net(), config=config(1, world, **more))
-        for number in range(count * engine.gradient_accumulation_steps()):
-            loss = engine(*share(number))
-            (backward or engine.backward)(loss)
-            losses.append(loss.item())
-            engine.step()
-        engine.destroy()
-
-    return said(run), losses
+    with listening(logging.INFO) as lines:
+        losses = run("dealt", json, count, **more).losses
+    return lines, losses
 
 
 def test_a_line_every_so_many_steps_and_one_at_the_end():
@@ -106,8 +94,20 @@ def test_tokens_of_all_ranks_are_counted_instead_of_samples(monkeypatch):
     assert rates["number"] == rates["tensor"]
 
 
+def of_torch(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+    """The backward of torch."""
+    (loss := engine(*inputs)).backward()
+    return loss
+
+
+def halved(engine: Any, number: int, inputs: Any) -> torch.Tensor:
+    """A loss that the script has divided itself."""
+    engine.backward(loss := engine(*inputs) / 2, scale_wrt_gas=False)
+    return loss
+
+
 def test_what_a_line_has_follows_what_there_is():
-    plain = steps_of(train(1, torch.Tensor.backward, steps_per_print=1)[0])
+    plain = steps_of(train(1, loop=of_torch, steps_per_print=1)[0])
     assert plain[0]["loss"] is None, "it was given to nobody"
     scaled = {"enabled": True, "loss_scale": 64}
     assert steps_of(train(1, steps_per_print=1, fp16=scaled)[0])[0]["scale"] == "64"
@@ -131,18 +131,8 @@ def test_learning_rates_that_differ_and_losses_that_are_not_finite():
 
 
 def test_an_undivided_loss_counts_whole():
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, accumulation=2, steps_per_print=1))
-    losses = []
-
-    def run() -> None:
-        for number in range(2):
-            loss = engine(*batch(number, 2)) / 2
-            losses.append(loss.item())
-            engine.backward(loss, scale_wrt_gas=False)
-            engine.step()
-
-    (row,) = steps_of(said(run))
-    assert row["loss"] == f"{sum(losses):.4g}"
+    lines, losses = train(1, 0, loop=halved, accumulation=2, steps_per_print=1)
+    assert [row["loss"] for row in steps_of(lines)] == [f"{sum(losses):.4g}"]
 
 
 def test_nothing_is_read_from_the_device_for_the_log(monkeypatch):
@@ -163,33 +153,6 @@ def test_nothing_is_read_from_the_device_for_the_log(monkeypatch):
         counts.append(list(reads))
     assert counts[0] == counts[1], "a line reads nothing that the step does not read anyway"
     assert counts[0].count("tolist") == 1  # all that came of the step together
-
-
-class Event:
-    """A mark on a device that reaches it when it is told to."""
-
-    reached = False
-
-    def query(self) -> bool:
-        return self.reached
-
-    def elapsed_time(self, end: Event) -> float:
-        return 250.0
-
-
-def test_phases_of_a_device_are_counted_when_it_has_reached_their_end(monkeypatch):
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1, steps_per_print=1000))
-    progress, events = engine._progress, []
-    monkeypatch.setattr("zero.engine.progress.now", lambda device: events.append(Event()) or events[-1])
-    for name in ("forward", "backward"):
-        with progress.phase(name):
-            pass
-    events[1].reached = True
-    progress._count_phases()
-    assert progress._all.seconds == {"forward": 0.25}, "nobody waits for the other"
-    events[3].reached = True
-    progress._count_phases()
-    assert progress._all.seconds == {"forward": 0.25, "backward": 0.25}
 
 
 def test_an_engine_that_is_dropped_says_its_last_line_too():

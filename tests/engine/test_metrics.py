@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import config
+from ranks import said_by
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -46,12 +46,6 @@ def engine_of(training_data: Any = None, **settings: Any) -> tuple[zero.Engine, 
     return made[0], made[2]
 
 
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:
-        call()
-    return str(caught.value)
-
-
 def right_of_one_process() -> int:
     torch.manual_seed(0)
     model, (inputs, labels, _) = nn.Linear(4, 3), data().tensors
@@ -59,6 +53,7 @@ def right_of_one_process() -> int:
 
 
 def measure(loader: Any, engine: zero.Engine) -> tuple[int, list[int]]:
+    """How many guesses are right over all ranks, and which samples were seen."""
     right, seen = 0, []
     for inputs, labels, index in loader:
         with torch.no_grad():
@@ -67,6 +62,11 @@ def measure(loader: Any, engine: zero.Engine) -> tuple[int, list[int]]:
         right += int((guess == labels).sum())
         seen += index.tolist()
     return right, seen
+
+
+def samples(loader: Any, engine: zero.Engine) -> list[int]:
+    """Which samples come out of a loader of batches whose last part is the number of each."""
+    return [n for batch in loader for n in engine.gather_for_metrics(batch[-1]).tolist()]
 
 
 @pytest.mark.ranks
@@ -80,8 +80,7 @@ def test_the_accuracy_over_an_uneven_dataset_is_that_of_one_process(world: int) 
         assert right == right_of_one_process()
     right, seen = measure(engine.deepspeed_io(data(), route="eval"), engine)
     assert (right, seen) == (right_of_one_process(), list(range(COUNT))), "not in the order of the dataset"
-    half = engine.deepspeed_io(data(5), batch_size=1)
-    assert sorted(measure(half, engine)[1]) == list(range(5))
+    assert sorted(samples(engine.deepspeed_io(data(5), batch_size=1), engine)) == list(range(5))
     engine.destroy()
 
 
@@ -89,17 +88,12 @@ def test_the_accuracy_over_an_uneven_dataset_is_that_of_one_process(world: int) 
 def test_a_pass_that_is_resumed_and_one_of_whole_steps_know_their_padding_too() -> None:
     engine, loader = engine_of(data(), zero={"reduce": "tree"})
     for start in (0, 3, 12):  # batches
-        seen = [
-            sample
-            for _, _, index in zero.skip_first_batches(loader, start)
-            for sample in engine.gather_for_metrics(index).tolist()
-        ]
+        seen = samples(zero.skip_first_batches(loader, start), engine)
         assert len(set(seen)) == len(seen) == COUNT - 64 * start
     engine.destroy()
     engine, loader = engine_of(data())
-    state = {**loader.state_dict(), "start": [3], "seen": [3]}  # as another number of ranks may leave it
-    loader.load_state_dict(state)
-    assert len(set(measure(loader, engine)[1])) == COUNT - 3
+    loader.load_state_dict({**loader.state_dict(), "start": [3], "seen": [3]})  # as other ranks may leave it
+    assert len(set(samples(loader, engine))) == COUNT - 3
     engine.destroy()
 
 
@@ -114,12 +108,11 @@ def test_streams_and_samplers_of_the_users() -> None:
     assert [n for batch in loader for n in engine.gather_for_metrics(batch).tolist()] == list(range(40))
     own = range(dist.get_rank(), 17, 2)  # nine samples on one rank, eight on the other
     loader = engine.deepspeed_io(data(17), batch_size=9, data_sampler=own)
-    assert [n for *_, index in loader for n in engine.gather_for_metrics(index).tolist()] == list(range(17))
+    assert samples(loader, engine) == list(range(17))
     for drop_last in (False, True):
         sampler = DistributedSampler(data(17), 2, dist.get_rank(), shuffle=False, drop_last=drop_last)
         loader = engine.deepspeed_io(data(17), batch_size=4, data_sampler=sampler)
-        seen = [n for *_, index in loader for n in engine.gather_for_metrics(index).tolist()]
-        assert seen == list(range(16 if drop_last else 17))
+        assert samples(loader, engine) == list(range(16 if drop_last else 17))
     engine.destroy()
 
 
@@ -129,17 +122,16 @@ def test_values_of_another_loader_are_cut_to_the_total_that_is_given() -> None:
     sampler = DistributedSampler(data(), 2, dist.get_rank(), shuffle=False)
     seen = torch.cat([index for *_, index in DataLoader(data(), 8, sampler=sampler)])
     assert engine.gather_for_metrics(seen, total=COUNT).tolist() == list(range(COUNT))
-    text = refused(lambda: engine.gather_for_metrics(seen[:8], total=COUNT))
-    assert text.startswith("gather_for_metrics: got 16 samples with total=777; wanted at least that many")
-    assert "give total=" in refused(lambda: engine.gather_for_metrics(seen))
+    text = said_by(lambda: engine.gather_for_metrics(seen[:8], total=COUNT))
+    assert "gather_for_metrics: got 16 samples with total=777; wanted at least that many" in text
+    assert "give total=" in said_by(lambda: engine.gather_for_metrics(seen))
     engine.destroy()
 
 
 @pytest.mark.ranks(2)
 def test_nested_values_of_any_dtype_keep_their_form() -> None:
     engine, _ = engine_of()
-    rank = dist.get_rank()
-    label = torch.tensor([rank, 2 + rank])
+    label = torch.tensor([dist.get_rank(), 2 + dist.get_rank()])
     given = {
         "pair": Pair(label.to(torch.bfloat16), None),
         "scores": Scores(label > 1, {"all": [label.to(torch.complex64), label.float().requires_grad_()]}),
@@ -174,10 +166,10 @@ def test_what_cannot_be_put_together_is_refused_on_all_ranks() -> None:
         (torch.zeros(8, dtype=(torch.float32, torch.int64)[rank]), "[8] torch.float32, [8] torch.int64"),
         (index[:5], "got 10 samples, and the last batch of this engine's loaders has 16 over all ranks"),
     ):
-        assert text in refused(lambda wrong=wrong: engine.gather_for_metrics(wrong))
-    assert "value 0 differs between ranks" in refused(lambda: engine.reduce(torch.zeros(1 + rank)))
-    assert "got str on rank 0" in refused(lambda: engine.reduce("text"))
-    assert 'wanted "mean" or "sum"' in refused(lambda: engine.reduce(1.0, "max"))
+        assert text in said_by(lambda wrong=wrong: engine.gather_for_metrics(wrong))
+    assert "value 0 differs between ranks" in said_by(lambda: engine.reduce(torch.zeros(1 + rank)))
+    assert "got str on rank 0" in said_by(lambda: engine.reduce("text"))
+    assert 'wanted "mean" or "sum"' in said_by(lambda: engine.reduce(1.0, "max"))
     engine.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         engine.reduce(1.0)
@@ -243,5 +235,5 @@ def test_values_of_the_script_stand_in_the_line_of_the_step(caplog: pytest.LogCa
     (line,) = [record.getMessage() for record in caplog.records if "accuracy" in record.getMessage()]
     assert re.search(r"accuracy=0\.5\b.*share=0\.25\b.*phase=50% warm", line), line
     for wrong, text in (([1], "got list, wanted a mapping"), ({"a": torch.ones(2)}, "got shape (2,) for 'a'")):
-        assert text in refused(lambda wrong=wrong: engine.log(wrong))
+        assert text in said_by(lambda wrong=wrong: engine.log(wrong))
     engine.destroy()

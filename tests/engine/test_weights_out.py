@@ -1,10 +1,11 @@
-"""The promise: whole weights go out and come in under the model's own names, on every stage."""
+"""The promise: whole weights go out, also as `save_pretrained` writes them, and come in, on every stage."""
 
 from __future__ import annotations
 
-import io
+import importlib.util
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ import torch
 import torch.distributed as dist
 from marks import longer
 from models import TiedNet, config, step
+from ranks import listening, said_by
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 import zero
-from zero import log
-from zero.core.access import GatheredParameters
-from zero.core.unit import Unit
 from zero.utils import safe_get_full_fp32_param
 
 
@@ -31,63 +30,62 @@ def start(stage: int, dtype: str = "bf16", seed: int = 7) -> Any:
     return zero.initialize(model=TiedNet(), config=settings)[0]
 
 
-def truth(engine: Any) -> dict[str, torch.Tensor]:
-    """The module's own state_dict after the engine has given it back."""
-    engine.destroy()
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+def now(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.module_state_dict().items()}
 
 
 def equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def written(stage: int, folder: str) -> list[bool]:
-    """What goes out of one engine; stage 3 has no `stage3_gather_16bit_weights_on_model_save`, and says so once."""
-    engine, said_aloud = start(stage), io.StringIO()
-    handler = logging.StreamHandler(said_aloud)
-    log._said.cache_clear()
-    logging.getLogger("zero").addHandler(handler)
-    for index in range(2):
-        step(engine, index)
-    rank = dist.get_rank()
-    said = [engine.save_16bit_model(folder, "model.safetensors"), engine.save_16bit_model(folder)]
-    said.append(engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True))
-    logging.getLogger("zero").removeHandler(handler)
-    said.append(said_aloud.getvalue().count("on_model_save is false") == (stage == 3 and rank == 0))
-    state = engine._consolidated_16bit_state_dict()
-    said.append((state is None) == (rank != 0))
-    if rank == 0:
-        said.append(state["head.weight"] is state["embed.weight"])
-    everywhere = {name: value.clone() for name, value in engine.module_state_dict(prefix="m.").items()}
-    said.append(sorted(engine.module_state_dict(keep_vars=True)) == sorted(engine.module.state_dict(keep_vars=True)))
-    engine.empty_partition_cache()
-    said.append(all(unit.state.value == "sharded" for unit in engine._sharded.units if unit.cut))
-    step(engine, 2)  # all of that left the engine usable
-    said.append(engine.was_step_applied())
-    again = start(stage)
-    for index in range(2):
-        step(again, index)
-    wanted = truth(again)
-    said.append(equal({f"m.{name}": value for name, value in wanted.items()}, everywhere))
-    loaded = torch.load(Path(folder) / "pytorch_model.bin")
-    said += [equal(loaded, wanted), loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()]
-    few = torch.load(Path(folder) / "trained.bin")
-    said.append([name for name in wanted if name not in few] == [name for name in wanted if "blocks.1." in name])
-    tensors = load_file(Path(folder) / "model.safetensors")
-    said.append("head.weight" not in tensors and all(torch.equal(wanted[name], tensors[name]) for name in tensors))
-    with safe_open(Path(folder) / "model.safetensors", "pt") as file:
-        said.append(file.metadata()["head.weight"] == "embed.weight")
-    said.append(sorted(path.name for path in Path(folder).iterdir() if path.name.startswith(".")) == [])
-    return said
+def raises(call: Callable[[], object], part: str) -> None:
+    with pytest.raises((OSError, RuntimeError, ValueError)) as caught:
+        call()
+    assert part in str(caught.value)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_what_is_written_is_the_model(pool, stage, tmp_path):
-    for said in pool.run(2, written, stage, str(tmp_path)):
-        assert all(said), said
+def test_what_is_written_is_the_model(stage, tmp_path):
+    """Stage 3 has no `stage3_gather_16bit_weights_on_model_save`, and says so once."""
+    engine, first = start(stage), dist.get_rank() == 0
+    for number in range(2):
+        step(engine, number)
+    with listening(logging.INFO) as said:
+        engine.save_16bit_model(tmp_path, "model.safetensors")
+        engine.save_16bit_model(tmp_path)
+        engine.save_16bit_model(tmp_path, "trained.bin", exclude_frozen_parameters=True)
+    assert sum("on_model_save is false" in line for line in said) == (stage == 3 and first)
+    state = engine._consolidated_16bit_state_dict()
+    assert (state is not None) == first
+    assert not first or state["head.weight"] is state["embed.weight"]
+    everywhere = {name: value.clone() for name, value in engine.module_state_dict(prefix="m.").items()}
+    assert engine.module_state_dict(keep_vars=True).keys() == engine.module.state_dict(keep_vars=True).keys()
+    engine.empty_partition_cache()
+    step(engine, 2)  # all of that left the engine usable
+    assert engine.was_step_applied()
+    again = start(stage)
+    for number in range(2):
+        step(again, number)
+    again.destroy()  # gives the module back whole
+    wanted = again.module.state_dict()
+    assert equal({f"m.{name}": value for name, value in wanted.items()}, everywhere)
+    loaded = torch.load(tmp_path / "pytorch_model.bin")
+    assert equal(loaded, wanted) and loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    few = torch.load(tmp_path / "trained.bin")
+    assert [name for name in wanted if name not in few] == [name for name in wanted if "blocks.1." in name]
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert wanted.keys() - tensors.keys() == {"head.weight"}
+    assert all(torch.equal(wanted[name], tensors[name]) for name in tensors)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["head.weight"] == "embed.weight"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def loaded_into(stage: int, dtype: str) -> list[bool]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
+def test_what_is_loaded_is_exact(stage, dtype):
     """fp32 weights of another model: the masters hold them exactly, the parameters their rounding, at once."""
     torch.manual_seed(3)
     source = TiedNet().state_dict()
@@ -95,158 +93,171 @@ def loaded_into(stage: int, dtype: str) -> list[bool]:
     engine = start(stage, dtype)
     step(engine, 0)
     result = engine.load_module_state_dict(source)
-    said = [result.missing_keys == [] == result.unexpected_keys]
+    assert result.missing_keys == [] == result.unexpected_keys
     for name, param in engine.module.named_parameters():
         exact = safe_get_full_fp32_param(param)
-        said.append(exact is None or torch.equal(exact, source[name]))
-    now = engine.module_state_dict()
-    said.append(torch.equal(now["scale"], source["scale"]))
-    for name, value in now.items():
-        said.append(torch.allclose(value.float(), source[name], rtol=2**-8, atol=0))
+        assert exact is None or torch.equal(exact, source[name])
+    mine = now(engine)
+    assert torch.equal(mine["scale"], source["scale"])
+    for name, value in mine.items():
+        assert torch.allclose(value.float(), source[name], rtol=2**-8, atol=0)
     other = start(stage, dtype, seed=3)  # the same weights from the start
-    mine = engine.module_state_dict()
-    said += [torch.equal(mine[name], value) for name, value in other.module_state_dict().items() if name != "scale"]
-    return said
+    assert equal({**now(other), "scale": source["scale"]}, mine)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_what_is_loaded_is_exact(stage):
-    said = loaded_into(stage, "fp32") + loaded_into(stage, "bf16")
-    assert all(said), said
-
-
-def refused(stage: int) -> list[str]:
-    engine = start(stage)
-    good = engine.module_state_dict()
-    before = {name: value.clone() for name, value in good.items()}
-    said = []
-    cases = [
-        {name: value for name, value in good.items() if name != "scale"} if dist.get_rank() else good,
-        {**good, "more": good["scale"]},
-        {**good, "head.bias": torch.zeros(16)},
-    ]
-    for given in cases:
-        try:
-            engine.load_module_state_dict(given)
-            said.append("nothing")
-        except RuntimeError as error:
-            said.append(str(error))
-    result = engine.load_module_state_dict({**cases[1], "head.bias": good["head.bias"]}, strict=False)
-    said.append(str(result.unexpected_keys))
-    few = {name: value for name, value in good.items() if name != "scale"}
-    said.append(str(engine.load_module_state_dict(few, allowed_missing_keys=["scale"]).missing_keys))
-    engine.load_module_state_dict({}, custom_load_fn=lambda src, dst: nn.init.constant_(dst.head.bias, 0.25))
-    bias = engine.module_state_dict()["head.bias"]
-    said.append(str(bool((bias == 0.25).all())))
-    engine.load_module_state_dict(before)
-    said.append(str(equal(engine.module_state_dict(), before)))
-    return said
-
-
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_does_not_fit_is_refused_on_all_ranks(pool, stage):
-    one, two = pool.run(2, refused, stage)
-    assert one[0] == f"rank 1: {two[0]}"
-    assert two[0] == "load_module_state_dict: missing: ['scale']"
-    wanted = [
-        "load_module_state_dict: unexpected: ['more']",
-        "load_module_state_dict: 'head.bias' has shape (17,), the dictionary (16,)",
-        "['more']",
-        "[]",
-        "True",
-        "True",
-    ]
-    assert one[1:] == two[1:] == wanted
+def test_what_does_not_fit_is_refused_on_all_ranks(stage):
+    engine, second = start(stage), dist.get_rank() == 1
+    before = now(engine)
+    few = {name: value for name, value in before.items() if name != "scale"}
+    more = {**before, "more": before["scale"]}
+    begin = "RuntimeError: load_module_state_dict: "
+    for given, text in (
+        (few if second else before, "missing: ['scale']"),
+        (more, "unexpected: ['more']"),
+        ({**before, "head.bias": torch.zeros(16)}, "'head.bias' has shape (17,), the dictionary (16,)"),
+    ):
+        alone = given is before and not second
+        said = said_by(lambda given=given: engine.load_module_state_dict(given))
+        assert said == (begin + text).replace(": ", ": rank 1: " if alone else ": ", 1)
+    assert engine.load_module_state_dict(more, strict=False).unexpected_keys == ["more"]
+    assert engine.load_module_state_dict(few, allowed_missing_keys=["scale"]).missing_keys == []
+    engine.load_module_state_dict({}, custom_load_fn=lambda src, dst: nn.init.constant_(dst.head.bias, 0.25))
+    assert (engine.module_state_dict()["head.bias"] == 0.25).all()
+    engine.load_module_state_dict(before)
+    assert equal(now(engine), before)
 
 
-def not_written(folder: str) -> list[Any]:
-    engine = start(2)
-    said: list[Any] = []
-    Path(folder, "file").touch()
-    try:
-        engine.save_16bit_model(f"{folder}/file/below")
-        said.append("nothing")
-    except OSError as error:
-        said.append(str(error))
-    try:
-        engine._zero3_consolidated_16bit_state_dict()
-    except ValueError as error:
-        said.append(str(error))
-    return said
-
-
-def test_what_cannot_be_written_is_said(pool, tmp_path):
-    one, two = pool.run(2, not_written, str(tmp_path))
-    assert "file" in one[0]
-    assert two[0] == f"rank 0: {one[0]}"
-    assert one[1] == "this function requires ZeRO-3 mode"
+@pytest.mark.ranks(2)
+def test_what_cannot_be_written_is_said(tmp_path):
+    engine, second = start(2), dist.get_rank() == 1
+    (tmp_path / "file").touch()
+    raises(lambda: engine.save_16bit_model(tmp_path / "file" / "below"), "rank 0: " if second else "file")
+    raises(engine._zero3_consolidated_16bit_state_dict, "this function requires ZeRO-3 mode")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def in_files(stage: int, folder: str) -> tuple[list[bool], int]:
-    """The layout of Hugging Face; how many units were ever whole at once while it was written, beside the first."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_layout_of_hugging_face(stage, tmp_path):
     engine = start(stage)
     step(engine, 0)
-    engine.empty_partition_cache()
-    most, gather = 0, Unit.gather
-
-    def counted(unit: Unit, *args: Any) -> Any:
-        nonlocal most
-        done = gather(unit, *args)
-        most = max(most, sum(one.holds > 0 for one in engine._sharded.units))
-        return done
-
-    Unit.gather = counted
-    try:
-        said = [engine.save_16bit_model(folder, max_shard_size="2KB")]
-    finally:
-        Unit.gather = gather
-    wanted = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    index = json.loads(Path(folder, "model.safetensors.index.json").read_text())
+    assert engine.save_16bit_model(tmp_path, max_shard_size="2KB")
+    wanted = now(engine)
     del wanted["head.weight"]
-    said.append(set(index["weight_map"]) == set(wanted))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
     for name, file in index["weight_map"].items():
-        said.append(torch.equal(load_file(Path(folder) / file)[name], wanted[name]))
-    files = sorted(path.name for path in Path(folder).iterdir())
-    said.append(files == [*sorted(set(index["weight_map"].values())), "model.safetensors.index.json"])
-    said.append(all(path.stat().st_size < 4096 + 4000 for path in Path(folder).glob("*.safetensors")))
+        assert torch.equal(load_file(tmp_path / file)[name], wanted[name])
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [*sorted(set(index["weight_map"].values())), "model.safetensors.index.json"]
+    assert all(path.stat().st_size < 4096 + 4000 for path in tmp_path.glob("*.safetensors"))
     step(engine, 1)
-    for name, given in (("model.bin", "1GB"), ("model.safetensors", "large")):
-        try:
-            engine.save_16bit_model(folder, name, max_shard_size=given)
-            said.append(False)
-        except ValueError as error:
-            said.append("max_shard_size" in str(error))
-    return said, most
+    for name, size in (("model.bin", "1GB"), ("model.safetensors", "large")):
+        raises(lambda name=name, size=size: engine.save_16bit_model(tmp_path, name, max_shard_size=size), "shard_size")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_layout_of_hugging_face_comes_unit_by_unit(pool, stage, tmp_path):
-    for said, most in pool.run(2, in_files, stage, str(tmp_path)):
-        assert all(said), said
-        assert most <= 1, "one unit is let go before the next is gathered"
-
-
-def fails_halfway(folder: str) -> tuple[str, bool]:
+@pytest.mark.ranks(2)
+def test_a_failure_between_two_files_leaves_no_rank_behind(tmp_path):
     """Rank 0 cannot write the second file; the others have gathered everything with it, and the engine goes on."""
-    engine = start(3)
+    engine, second = start(3), tmp_path / "model-00002-of-00002.safetensors"
     step(engine, 0)
-    Path(folder, "model-00002-of-00002.safetensors").mkdir(exist_ok=True)
-    try:
-        engine.save_16bit_model(folder, max_shard_size="3KB")
-        text = "nothing"
-    except OSError as error:
-        text = str(error)
-    with GatheredParameters(engine.parameters()):
+    second.mkdir(exist_ok=True)
+    text = "rank 0: " if dist.get_rank() else "directory"
+    raises(lambda: engine.save_16bit_model(tmp_path, max_shard_size="3KB"), text)
+    with zero.GatheredParameters(engine.parameters()):
         pass
     step(engine, 1)
-    return text, engine.was_step_applied()
+    assert engine.was_step_applied()
+    assert [path.name for path in tmp_path.iterdir()] == [second.name]
 
 
-def test_a_failure_between_two_files_leaves_no_rank_behind(pool, tmp_path):
-    one, two = pool.run(2, fails_halfway, str(tmp_path))
-    assert "IsADirectoryError" in one[0] or "Is a directory" in one[0]
-    assert two[0] == f"rank 0: {one[0]}"
-    assert one[1] and two[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
+# --- save_pretrained --------------------------------------------------------------------------------------------
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
+
+
+def trained(model: nn.Module, **batch: Any) -> tuple[zero.Engine, dict[str, torch.Tensor]]:
+    engine, *_ = zero.initialize(model=model, config=config(3, 2))
+    engine.backward(engine(**batch).loss if batch else engine(torch.ones(2, 4)).sum())
+    engine.step()
+    return engine, now(engine)
+
+
+@pytest.mark.ranks(2)
+def test_save_pretrained_of_a_plain_module_writes_that_layout(tmp_path):
+    engine, weights = trained(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    engine.save_pretrained(tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+    assert equal(weights, {name: load_file(tmp_path / "one" / "model.safetensors")[name] for name in weights})
+    engine.save_pretrained(tmp_path / "two", max_shard_size="60B")
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights.keys() and len(set(index["weight_map"].values())) == 2
+    raises(lambda: engine.save_pretrained(tmp_path, max_shard_size="much"), "max_shard_size: got 'much', wanted a num")
+    engine.destroy()
+
+
+class Own(nn.Sequential):
+    """A model that writes its files itself."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor], max_shard_size: str) -> None:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        spans = [[int(end, 16) for end in line[0].split("-")] for line in lines if str(folder) in line[-1]]
+        for name, value in state_dict.items():
+            assert any(begin <= value.data_ptr() < end for begin, end in spans), f"{name} is not mapped to a file"
+        assert state_dict["0.weight"] is state_dict["2.weight"]
+        torch.save((state_dict, max_shard_size), folder / "own.bin")
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_writes_itself_gets_weights_that_take_no_memory(tmp_path: Path) -> None:
+    model = Own(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    engine, weights = trained(model)
+    engine.save_pretrained(tmp_path, max_shard_size="1KB")
+    assert [path.name for path in tmp_path.iterdir()] == ["own.bin"]
+    written, limit = torch.load(tmp_path / "own.bin")
+    assert equal(written, weights) and limit == "1KB"
+    engine.destroy()
+
+
+@needs("transformers")
+@pytest.mark.ranks(2)
+def test_of_a_model_of_transformers_it_is_read_by_from_pretrained(tmp_path: Path) -> None:
+    import transformers as hf
+    from test_transformers import batch, build
+
+    tokens = batch(0, 0)
+    engine, weights = trained(build("gpt2"), input_ids=tokens, labels=tokens)
+    engine.save_pretrained(tmp_path)
+    assert {"config.json", "generation_config.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    read = hf.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
+    assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        engine.save_pretrained(tmp_path / "file" / "inside")
+    engine.destroy()
+
+
+@needs("peft")
+@pytest.mark.ranks(2)
+def test_of_a_model_with_adapters_it_is_the_adapters_alone(tmp_path: Path) -> None:
+    import peft
+    from test_transformers import batch, build
+
+    tokens = batch(0, 0)
+    adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    engine, weights = trained(peft.get_peft_model(build("gpt2"), adapters), input_ids=tokens, labels=tokens)
+    engine.save_pretrained(tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+    assert "model.safetensors" not in files
+    read = peft.PeftModel.from_pretrained(build("gpt2"), tmp_path).state_dict()
+    trained_ones = [name for name in weights if "lora_" in name]
+    assert trained_ones
+    assert any(weights[name].any() for name in trained_ones if "lora_B" in name)
+    assert all(torch.equal(read[name], weights[name]) for name in trained_ones)
+    engine.destroy()

@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 5001,
-    "tests": 54000,
+    "tests": 46700,
     "zero/*.py": 1258,
     "zero/as_deepspeed": 1422,
     "zero/checkpoint": 3271,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 397,
     "zero/watchdog": 1303,
 }
-SUM = 105407
+SUM = 98107
 
 
 def parts() -> dict[str, int]:

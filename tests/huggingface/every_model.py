@@ -63,9 +63,7 @@ def _shrunk(config: Any, divisor: int) -> Any:
             said[name] = _shrunk(now, divisor).to_dict()
         elif name not in ("model_type", "transformers_version", "architectures", "dtype"):
             said[name] = _smaller(name, value, divisor)
-    for name in [
-        name for name in said if name in ("layer_types", "mlp_layer_types", "block_types", "layers_block_type")
-    ]:
+    for name in _OF_LAYERS & said.keys():
         said[name] = said[name][:2] if isinstance(said[name], list) else said[name]
     return type(config)(**said)
 
@@ -81,7 +79,7 @@ def _smaller(name: str, value: Any, divisor: int) -> Any:
         return value if value < VOCABULARY else VOCABULARY - 1 - sum(map(ord, name)) % 32
     if _COUNTS.search(name):
         return min(value, 2)
-    if "image_size" in name or name in ("img_size",):
+    if "image_size" in name or name == "img_size":
         return min(value, SIDE)
     if "expert" in name and "size" not in name and "dim" not in name:
         return min(value, 4 if not re.search("per_tok|top|group", name) else 2)

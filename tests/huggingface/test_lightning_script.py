@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import runpy
 import subprocess
@@ -13,18 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from launching import ROOT
 from marks import longer
+from nodes import environment
 from ports import free_port
 from ranks import Pool
 
-ROOT = Path(__file__).parents[2]
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(script: str, stage: int, out: str) -> float:
@@ -64,14 +58,11 @@ def test_the_script_of_the_page(pool: Pool, tmp_path: Path, script: Path, stage:
 @pytest.mark.long
 @pytest.mark.parametrize("by_zero", [True, False])
 def test_whoever_starts_its_processes(launchers: Any, tmp_path: Path, script: Path, by_zero: bool) -> None:
-    words = str(script), "3", str(tmp_path / "out")
+    words, there = (str(script), "3", str(tmp_path / "out")), environment(OMP_NUM_THREADS="1")
     if by_zero:
-        done = launchers.run("run", "--num_gpus", "2", *words, environment=environment(), folder=tmp_path)
+        done = launchers.run("run", "--num_gpus", "2", *words, environment=there, folder=tmp_path)
     else:
-        more = {"MASTER_PORT": str(free_port())}
-        command = [sys.executable, *words]
-        done = subprocess.run(
-            command, env=environment() | more, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-        )
+        how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240, "check": False}
+        done = subprocess.run([sys.executable, *words], env=there | {"MASTER_PORT": str(free_port())}, **how)
     assert done.returncode == 0, done.stderr
     check(float(re.findall(r"\bval\b[^\d\n]*([\d.]+)", done.stdout)[-1]), tmp_path / "out")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import zero.utils
 from zero.deepspeed_names import INSTEAD
@@ -58,16 +58,15 @@ def defined(path: Path) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
+def answer(code: str, asked: Any = None) -> Any:
+    """What a program prints last, as JSON, that is asked this."""
+    words = [sys.executable, "-c", code, json.dumps(asked)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_the_page_has_all_names_of_the_adapter_and_no_others() -> None:
-    asked = json.dumps([list(STATUS), list(modules())])
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, asked],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found, got = json.loads(done.stdout.splitlines()[-1])
+    found, got = answer(ASK, [list(STATUS), list(modules())])
     wrong = {name: said for name, said in found.items() if bool(said) != (STATUS[name] == "no")}
     assert not wrong
     assert all("is not in zero, which is here as deepspeed: " in said for said in found.values() if said)
@@ -94,18 +93,13 @@ print(json.dumps([said, importlib.util.find_spec("deepspeed.inference") is None]
 def test_a_module_that_is_not_here_says_what_to_use() -> None:
     wanted = {
         "deepspeed.inference.v2.modules": "deepspeed.inference",
-        "deepspeed.module_inject": "deepspeed.module_inject",
-        "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator.abstract_accelerator",
-        "deepspeed.comm.torch": "deepspeed.comm.torch",
-        "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler.profiler",
-        "deepspeed.moe.sharded_moe": "deepspeed.moe.sharded_moe",
         "deepspeed.runtime.domino.transformer": "deepspeed.runtime.domino",
-        "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero.mics",
-        "deepspeed.utils.nvtx": "deepspeed.utils.nvtx",
     }
-    asked = json.dumps([*wanted, "deepspeed.runtime.of_nobody", "of_nobody", "deepspeed.compression.helper"])
-    done = subprocess.run([sys.executable, "-c", MODULES, asked], cwd=ROOT, capture_output=True, text=True, check=True)
-    said, unseen = json.loads(done.stdout.splitlines()[-1])
+    themselves = "module_inject accelerator.abstract_accelerator comm.torch profiling.flops_profiler.profiler "
+    themselves += "moe.sharded_moe runtime.zero.mics utils.nvtx"
+    wanted |= {f"deepspeed.{name}": f"deepspeed.{name}" for name in themselves.split()}
+    others = ["deepspeed.runtime.of_nobody", "of_nobody", "deepspeed.compression.helper"]
+    said, unseen = answer(MODULES, [*wanted, *others])
     for name, missing in wanted.items():
         assert said.pop(name) == [missing, f"{missing} is not in zero, which is here as deepspeed: {INSTEAD[missing]}"]
     page = "is not in zero, which is here as deepspeed: docs/deepspeed.md says what there is"
@@ -146,8 +140,7 @@ print(json.dumps([said, there, torch]))
 
 
 def test_what_is_refused_can_be_imported_and_says_what_to_use_where_it_is_made() -> None:
-    done = subprocess.run([sys.executable, "-c", KINDS], cwd=ROOT, capture_output=True, text=True, check=True)
-    said, there, versions = json.loads(done.stdout.splitlines()[-1])
+    said, there, versions = answer(KINDS)
     names = ["moe.layer.MoE", "pipe.LayerSpec", "pipe.PipelineModule", "checkpoint.utils.get_model_ckpt_name_for_rank"]
     for text, name in zip(said.values(), [f"deepspeed.{name}" for name in names], strict=False):
         assert text == f"{name} is not in zero, which is here as deepspeed: {INSTEAD[name]}"

@@ -42,12 +42,6 @@ def take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-def test_known_checksums(isa: str, take: str) -> None:
-    assert crc32(b"123456789") == 0xCBF43926  # the check value that catalogues of CRCs give
-    assert crc32(b"") == 0
-    assert crc32(b"", 0xDEADBEEF) == 0xDEADBEEF
-
-
 def test_sizes_and_starts(isa: str) -> None:
     small, around = itertools.product(range(301), (0, 1, 7, 15, 33)), itertools.product(SIZES, (0, 3))
     lines = itertools.product((1337,), range(65))  # every start within a cache line
@@ -55,6 +49,7 @@ def test_sizes_and_starts(isa: str) -> None:
         span, value = VIEW[start : start + size], zlib.crc32(VIEW[:start], 0x89ABCDEF)
         assert crc32(span) == zlib.crc32(span), (size, start)
         assert crc32(span, value) == zlib.crc32(span, value), (size, start)
+    assert crc32(b"123456789") == 0xCBF43926  # the check value that catalogues of CRCs give
 
 
 @given(
@@ -129,19 +124,15 @@ def test_tensors_of_any_dtype_and_shape(take: str) -> None:
     assert crc32(torch.empty(0, 4)) == 0
 
 
-@pytest.mark.parametrize("bad", [name for name in BAD_ANY_SHAPE if name not in ("list", "integer")])
-def test_it_refuses_tensors_without_contiguous_bytes(take: str, bad: str) -> None:
-    with pytest.raises(ValueError, match=r"^data: got .*wanted cpu, a contiguous tensor with data"):
-        crc32(BAD_FLAT[bad]())
-
-
-def test_it_refuses_a_tensor_of_a_tracer(take: str) -> None:
+def test_it_refuses_tensors_without_contiguous_bytes_of_their_own(take: str) -> None:
     with FakeTensorMode():
-        tensor = torch.zeros(8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match=r"^data: got .*wanted cpu, a contiguous tensor with data"):
-            crc32(tensor)
+        bad = [torch.zeros(8)]
+    bad += [BAD_FLAT[name]() for name in BAD_ANY_SHAPE if name not in ("list", "integer")]
+    for tensor in bad:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ValueError, match=r"^data: got .*wanted cpu, a contiguous tensor with data"):
+                crc32(tensor)
 
 
 @compiled_only

@@ -4,7 +4,6 @@ import functools
 import logging
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import kernel_cases
@@ -14,7 +13,7 @@ from kernel_cases import CPU, all_same, numbers
 
 from zero.kernels import native, norm
 from zero.kernels import step as step_module
-from zero.kernels.formulas import Adam, Lion
+from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
 
 isa = kernel_cases.isa
@@ -34,13 +33,6 @@ def test_instruction_sets(isa):
     assert native.isa() == runnable[-1]
     with pytest.raises(ValueError, match=r"instruction set 'sse9' cannot run here.*scalar"):
         CPU.set_isa("sse9")
-
-
-@pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
-def test_every_compiled_instruction_set_was_tested():
-    missing = sorted(set(CPU.compiled_isas()) - set(CPU.isas()))
-    if missing:
-        pytest.skip(f"this processor cannot run {', '.join(missing)}: no kernel test has tried it here")
 
 
 def test_without_compiled_kernels_it_says_so_once_and_gives_the_same(monkeypatch, caplog):
@@ -66,19 +58,6 @@ def test_without_compiled_kernels_it_says_so_once_and_gives_the_same(monkeypatch
     assert [record.name for record in caplog.records] == ["zero"]
     assert "compiled CPU kernels are missing" in caplog.text
     all_same(plain, compiled)
-
-
-@pytest.mark.skipif(CPU is None, reason=str(native.missing_text()))
-def test_cpu_tensors_take_the_compiled_step_and_float64_the_reference(monkeypatch):
-    calls = []
-    counting = types.SimpleNamespace(step=lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(step_module, "load", lambda: counting)
-    for dtype, format, count in ((torch.float32, "fp32", 1), (torch.float32, "8bit", 2), (torch.float64, "fp32", 2)):
-        master = torch.ones(8, dtype=dtype)
-        moments = (Moment(master.clone()) if dtype == torch.float64 else Moment.filled(8, format),)
-        step_module.step(Lion(0.5), master, moments, torch.ones(8), None, step=1, grad_scale=1.0)
-        assert len(calls) == count
-    assert master.tolist() == [0.5] * 8
 
 
 @pytest.mark.long

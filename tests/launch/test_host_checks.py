@@ -29,26 +29,6 @@ def port() -> int:
     return free_port()
 
 
-def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
-    hosts = Hosts(tmp_path, "n1", "n2")
-    hosts.host("n1", "echo welcome; echo 'no mail' >&2\n" + GOOD)
-    hosts.host("n2", GOOD)
-    words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
-    status, out, err = hosts.zero(*words)
-    assert (status, out.count("started\n"), err) == (0, 2, "no mail\n")
-    assert hosts.calls().count("zero.launch.remote.probe") == 2
-
-
-@pytest.mark.parametrize(("flag", "started"), [("--no_check", 2), ("--dry-run", 0)])
-def test_no_look_where_none_is_wanted(tmp_path: Path, flag: str, started: int) -> None:
-    hosts = Hosts(tmp_path, "n1", "n2")
-    hosts.host("n1", GOOD)
-    hosts.host("n2", GOOD)
-    status, out, _ = hosts.zero("run", "-H", "H", flag, "t.py")
-    assert (status, out.count("started\n")) == (0, started)
-    assert "zero.launch.remote.probe" not in hosts.calls()
-
-
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, *(f"n{number}" for number in range(1, 9)))
     (tmp_path / "elsewhere").mkdir()
@@ -145,4 +125,14 @@ def test_pdsh_is_looked_at_by_ssh_with_its_arguments(tmp_path: Path) -> None:
     words = ["--launcher", "pdsh", "--launcher_args=-N", "--ssh_port", "2222", "--master_addr", "127.0.0.1"]
     status, out, err = hosts.zero("run", "-H", "H", *words, "t.py", before="export PDSH_SSH_ARGS_APPEND='-p 1'")
     assert (status, out, err) == (0, "pdsh ran\n", "")
+    assert hosts.calls().count("zero.launch.remote.probe") == 2
+
+
+def test_hosts_that_are_well_start(tmp_path: Path, port: int) -> None:
+    hosts = Hosts(tmp_path, "n1", "n2")
+    hosts.host("n1", "echo welcome; echo 'no mail' >&2\n" + GOOD)
+    hosts.host("n2", GOOD)
+    words = ["run", "-H", "H", "--master_addr", "127.0.0.1", "--master_port", str(port), "t.py"]
+    status, out, err = hosts.zero(*words)
+    assert (status, out.count("started\n"), err) == (0, 2, "no mail\n")
     assert hosts.calls().count("zero.launch.remote.probe") == 2

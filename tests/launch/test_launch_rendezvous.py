@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import socket
@@ -11,21 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from multiprocessing.connection import wait
 
-import psutil
 import pytest
 from ports import free_port
 
-from zero.launch.contract import LOST
-from zero.launch.hosts.addresses import interface
 from zero.launch.hosts.world import Host, World
-from zero.launch.messages import LaunchError
 from zero.launch.node import client, rendezvous
 from zero.launch.node.client import RendezvousClient
 from zero.launch.node.connection import Connection
-from zero.launch.node.outcome import Failure, cause, of
 from zero.launch.node.rendezvous import RendezvousServer, Terms
 
 WORLD = World(tuple(Host(name, ("0",)) for name in "abc"))
@@ -87,37 +80,6 @@ def met(given: Terms, nodes: tuple[int, ...] = (1, 2)) -> Iterator[tuple[Rendezv
             member.close()
 
 
-def test_all_start_alike_and_hear_the_same_outcome(monkeypatch, said):
-    monkeypatch.setattr(rendezvous, "SETTLE", 60.0)
-    with met(terms(restarts=1)) as (server, members):
-        assert until(lambda: all(member.run_id for member in members))
-        assert len({member.run_id for member in members}) == 1 and members[0].run_id
-        members[0].ready(0)
-        members[1].ready(0)
-        assert members[0].started is None
-        members[2].ready(0)
-        assert until(lambda: all(member.started for member in members))
-        assert {member.started[:2] for member in members} == {(0, WORLD)}
-        assert [member.started.node for member in members] == [0, 1, 2]
-        assert len({member.started.master_port for member in members}) == 1
-        members[2].failed([Failure(2, 1, 7, 2, "c", "boom")])
-        members[1].failed([Failure(1, -9, 8, 1, "b")])
-        assert until(lambda: len(server._attempt.failures) == 2)
-        server.decide(server._attempt)  # the time to settle is over
-        assert until(lambda: all(member.outcome for member in members))
-        (found,) = {member.outcome for member in members}
-        assert (found.node, found.restart) == (1, True) and found.text.endswith("; restart 1 of 1")
-        for member in members:
-            member.ready(1)
-        assert until(lambda: all(member.started.number == 1 for member in members))
-        # What comes late about the attempt before is not held against this one.
-        members[0]._send(kind="failed", attempt=0, failures=[asdict(Failure(0, 1, 7, 0, "a"))])
-        for member in members:
-            member.done()
-        assert until(lambda: all(member.over for member in members))
-        assert said == [] and not any(member.end for member in members)
-
-
 def test_who_does_not_come_is_named():
     with met(terms(patience=3.0), nodes=(2,)) as (_, members):
         assert until(lambda: all(member.end for member in members))
@@ -134,25 +96,6 @@ def test_a_first_host_that_does_not_answer_is_named():
     member.close()
 
 
-def test_a_host_lost_between_two_attempts_is_left_out_and_fewer_than_min_nodes_end_the_job(said):
-    with met(terms(restarts=1, min_nodes=2)) as (_, members):
-        assert until(lambda: all(member.run_id for member in members))
-        for member in members:
-            member.ready(0)
-        assert until(lambda: all(member.started for member in members))
-        members[0].failed([Failure(0, 1, 7, 0, "a")])
-        assert until(lambda: all(member.outcome for member in members))
-        members[0].ready(1)
-        members[2].ready(1)
-        members[1].leave("it lost the connection to the launcher", LOST)
-        assert until(lambda: members[0].started.number == 1)
-        assert members[0].started.world == World((WORLD.hosts[0], WORLD.hosts[2]))
-        assert said == ["host b is lost: it lost the connection to the launcher; going on with 2 of 3 hosts"]
-        members[2].leave("it is gone, too", LOST)
-        assert until(lambda: members[0].end)
-        assert (members[0].end.text, members[0].end.status) == ("host c is lost: it is gone, too", LOST)
-
-
 def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient):
     with met(terms(), nodes=(1,)) as (_, members):
         where = members[1]._where
@@ -163,18 +106,6 @@ def test_a_host_that_falls_silent_is_lost_though_its_connection_stands(impatient
             assert until(lambda: all(member.end for member in members))
             (found,) = {member.end for member in members}
             assert (found.text, found.node) == ("host c is lost: nothing was heard from it for 3 s", 0)
-
-
-@pytest.mark.long
-def test_a_host_that_hears_nothing_from_the_first_is_cut_off():
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        member = RendezvousClient(terms(), 1, mute.getsockname())
-        member.open()
-        link = linked(mute.accept()[0], connects=False)
-        assert link.receive()["kind"] == "hello"
-        assert until(lambda: member.end)
-        assert (member.end.status, member.end.node) == (LOST, 1)
-        member.close()
 
 
 def test_who_does_not_belong_is_refused_and_the_others_go_on():
@@ -192,22 +123,6 @@ def test_who_does_not_belong_is_refused_and_the_others_go_on():
         late.open()
         assert until(lambda: all(member.run_id for member in (*members, late)))
         late.close()
-
-
-def test_a_failure_that_is_told_after_the_end_of_the_job_restarts_nothing(monkeypatch):
-    monkeypatch.setattr(rendezvous, "SETTLE", 0.0)
-    given = terms(restarts=1)
-    with met(given, nodes=(1,)) as (_, members), socket.create_connection(members[1]._where) as connection:
-        link = linked(connection)
-        link.send(kind="hello", node=2, terms=given.word())
-        assert until(lambda: all(member.run_id for member in members))
-        link.send(kind="end", text="stopped", status=143, quiet=False)
-        link.send(kind="failed", attempt=0, failures=[asdict(Failure(2, -15, 7, 2, "c"))])
-        # A heartbeat comes each second; another outcome would come before the second one.
-        heard = itertools.dropwhile(lambda one: one["kind"] != "outcome", iter(link.receive, None))
-        assert next(heard)["outcome"]["text"] == "stopped"
-        assert [next(heard)["kind"] for _ in range(2)] == ["alive", "alive"]
-        link.close()
 
 
 NOTHING = re.compile(rb"[0-9a-f]{32}\n([0-9a-f]{64} \{\}\n)?")  # of the job: a number, and a signature
@@ -345,34 +260,3 @@ def test_a_line_counts_once_and_in_one_direction(again):
         here.sendall(line if again else own)
         with pytest.raises(ValueError, match="no message of the job"):
             first.receive()
-
-
-def test_the_first_host_listens_where_the_others_come():
-    names = {"127.0.0.1": "127.0.0.1", "localhost": "", "no.such.host.invalid": "", "192.0.2.1": ""}
-    for name, address in names.items():
-        server = RendezvousServer(terms(), (name, free_port()))
-        assert server._server.getsockname()[0].strip(":0.") == address.strip(":0."), name
-        server.close()
-
-
-def test_a_port_that_is_taken_is_an_error():
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"--master_port: cannot listen on {port} "):
-            RendezvousServer(terms(), ("127.0.0.1", port))
-
-
-def test_the_cause_and_its_words():
-    assert cause([Failure(0, 1, 1), Failure(1, -11, 2), Failure(2, -9, 3)]).rank == 1
-    assert of([Failure(3, 2, 5, 1, "b", "ValueError: no", "/l/stderr.log")], None, 2).text == (
-        "rank 3 on host b failed first, with exit code 2 (pid 5): ValueError: no; its output is in /l/stderr.log; "
-        "no restart is left of 2"
-    )
-
-
-def test_the_interface_of_an_address():
-    assert interface("127.0.0.1") is None and interface("::1") is None and interface("192.0.2.1") is None
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family == socket.AF_INET and not one.address.startswith("127."):
-                assert interface(one.address) == name and interface(f"::ffff:{one.address}") == name

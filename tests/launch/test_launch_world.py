@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zero.launch.args.hosts import HostFlags
 from zero.launch.args.run import LaunchError, Request
-from zero.launch.hosts import cores, environment
+from zero.launch.hosts import environment
 from zero.launch.hosts.addresses import is_this_machine
-from zero.launch.hosts.world import Host, World, decode, numbered, on_node, visible
+from zero.launch.hosts.world import Host, World, on_node, visible
 from zero.launch.job import job_of, node_of
 from zero.launch.node.plan import plan
 
@@ -63,29 +61,6 @@ def test_ranks_of_unequal_hosts() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_places_go_through_the_hosts_in_order(counts: list[int]) -> None:
-    world = World(tuple(Host(f"n{number}", numbered(count)) for number, count in enumerate(counts)))
-    assert [rank for node in range(len(counts)) for rank in world.ranks(node)] == list(range(sum(counts)))
-    assert [len(world.ranks(node)) for node in range(len(counts))] == counts
-
-
-NAME = st.text(max_size=9)
-DEVICES = st.integers(1, 5) | st.lists(NAME, min_size=1, max_size=4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(NAME, DEVICES), min_size=1, max_size=4))
-def test_a_world_comes_through_a_command_line(hosts: list[tuple[str, int | list[str]]]) -> None:
-    world = World(
-        tuple(Host(name, numbered(devices) if isinstance(devices, int) else tuple(devices)) for name, devices in hosts)
-    )
-    text = world.encode()
-    assert set(text) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
-    assert decode(text) == world
-
-
 def test_a_node_finds_itself() -> None:
     assert node_of(asked(no_ssh=True, node_rank=2), UNEQUAL, {"SLURMD_NODENAME": "n1"}) == 2
     assert node_of(asked(no_ssh=True), UNEQUAL, {"SLURMD_NODENAME": "n3"}) == 2
@@ -108,11 +83,6 @@ def test_a_node_finds_itself() -> None:
 def test_visible_devices_are_names(text: str, devices: tuple[str, ...]) -> None:
     assert visible({"CUDA_VISIBLE_DEVICES": text}) == devices
     assert visible({}) is None
-
-
-def test_a_device_that_is_named_twice() -> None:
-    text = "CUDA_VISIBLE_DEVICES: got '1,1', which names a device twice"
-    assert said(visible, {"CUDA_VISIBLE_DEVICES": "1,1"}) == text
 
 
 def test_a_node_that_sees_a_part_of_its_devices_counts_those() -> None:
@@ -146,15 +116,6 @@ def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(plan, asked(include="localhost:0"), 3).endswith("has no slot '0'; it has GPU-a, 5, MIG-0-3")
 
 
-def test_devices_of_a_hostfile(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = World((Host("localhost", ("1", "3")),)).encode()
-    assert shared_devices(asked(world=one), 4) == (2, "1,3")
-    assert shared_devices(asked(world=one), 0) == (2, "1,3")
-    assert said(plan, asked(world=one), 2) == "host 'localhost' has 2 GPUs and so no slot '3'"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert "CUDA_VISIBLE_DEVICES=5 is not used: the hosts' slots are" in plan(asked(world=one), 1).notes
-
-
 def test_a_node_of_slurm_takes_the_devices_that_slurm_gave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
@@ -167,13 +128,6 @@ def test_which_names_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "n1.cluster")
     assert [is_this_machine(name) for name in ("localhost", "n1", "n1.cluster", "127.0.0.1", "::1")][:4] == [True] * 4
     assert not any(is_this_machine(name) for name in ("n2", "n1.elsewhere", "n10", "192.0.2.1"))
-
-
-def test_one_machine_is_not_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(plan, asked(num_nodes=2), 0) == (
-        "--num_nodes: got 2, but there is this machine only; name others with --hostfile"
-    )
-    assert plan(asked(num_nodes=1), 0).ranks == 1
 
 
 # Variables.
@@ -280,25 +234,6 @@ def test_files_reach_the_ranks_of_one_machine_and_of_many(alone: Path) -> None:
 # Cores.
 
 
-def test_cores_are_shared_out() -> None:
-    assert cores.parse("1,3-5,7") == (1, 3, 4, 5, 7)
-    assert cores.shared(cores.parse("1,3-5,7"), 2) == [(1, 3), (4, 5)]
-    assert said(cores.shared, (0, 1), 3) == "--bind_cores_to_rank: 2 cores are too few for 3 ranks"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "got '' in '', wanted a core or first-last"),
-        ("1,x", "got 'x' in '1,x', wanted a core or first-last"),
-        ("3-1", "got '3-1' in '3-1', wanted a core or first-last"),
-        ("1-3,3", "got '1-3,3'; wanted cores from low to high, and none twice"),
-    ],
-)
-def test_bad_lists_of_cores(text: str, problem: str) -> None:
-    assert said(cores.parse, text) == f"--bind_core_list: {problem}"
-
-
 # One host that is this machine, in earnest; and nothing heavy where nothing starts.
 
 
@@ -321,16 +256,3 @@ def test_one_host_that_is_this_machine_runs(alone: Path) -> None:
     ended = zero("-m", "zero", "run", "-H", "H", "-i", f"{socket.gethostname()}:1,3", "t.py", "--", "-x")
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["0|2|1,3|a b|--|-x", "1|2|1,3|a b|--|-x"]
-
-
-@pytest.mark.parametrize("more", [[], ["--no_ssh", "--node_rank", "1"]])
-def test_a_dry_run_on_hosts_imports_no_torch(alone: Path, more: list[str]) -> None:
-    (alone / "H").write_text("n1 slots=8\nn2 slots=4")
-    (alone / "t.py").touch()
-    code = (
-        "import sys\nfrom zero.__main__ import main\n"
-        f"ended = main({['run', '-H', 'H', *more, '--dry-run', 't.py']!r})\n"
-        "sys.exit(ended or 'torch' in sys.modules)"
-    )
-    ended = zero("-c", code)
-    assert ended.returncode == 0, ended.stderr

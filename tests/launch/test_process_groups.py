@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ports import free_port
 
-from zero.launch.process.output import LineBuffer, prefixed
+from zero.launch.process.output import LineBuffer
 
 # It holds on to everything that can be held on to, and so does what it has started.
 STUBBORN = 'trap "" INT TERM HUP QUIT; sleep 963 & echo up; sleep 964; sleep 965'
@@ -48,10 +48,6 @@ def test_lines_are_whole_however_they_come(pieces: list[str], settled: bool) -> 
         assert not any(one.endswith(b"\r") and two.startswith(b"\n") for one, two in itertools.pairwise(found))
 
 
-def test_a_mark_stands_before_each_line() -> None:
-    assert prefixed(b"n: ", b"a\n\nb\rc\r\nd") == b"n: a\nn: \nn: b\rn: c\r\nn: d"
-
-
 def test_hosts_never_mix_within_a_line(hosts: Hosts) -> None:
     for name in ("n1", "n2", "n3"):
         hosts.host(
@@ -82,15 +78,6 @@ def test_a_long_line_and_any_bytes_survive(two: Hosts) -> None:
     out, err = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, err) == (0, b"")
     assert out == bytes(20_000_000) + b"\xff\xfe\n\x1b[1m last\n"
-
-
-def test_progress_bars_move(two: Hosts) -> None:
-    two.host("n1", "printf ' 50%%\\r'; until [ -e go ]; do sleep 0.05; done; printf '100%%\\r\\n'")
-    two.host("n2", "")
-    process = two.start("run", "-H", "H", "--no_check", "t.py")
-    assert read_until(process.stdout, b"\r") == b" 50%\r"
-    (two.folder / "go").touch()
-    assert two.finish(process)[:2] == (0, "100%\r\n")
 
 
 def test_a_slow_reader_is_waited_for_and_the_nodes_still_hear_from_us(two: Hosts) -> None:
@@ -126,16 +113,6 @@ def test_a_signal_reaches_every_node(two: Hosts, name: str, letter: str) -> None
     assert status == 128 + number
     assert err == f"zero run: stopped by {name}\n"
     assert out.count(f"asked b'{letter}'") == 2
-    assert two.nothing_left()
-
-
-def test_what_ignores_everything_is_killed(two: Hosts) -> None:
-    two.host("n1", OBEYS)
-    two.host("n2", STUBBORN)
-    process = two.start("run", "-H", "H", "--no_check", "t.py", job_runner__NodeGroup__patience=0.3)
-    read_until(process.stdout, b"up\n")
-    process.send_signal(signal.SIGTERM)
-    assert two.finish(process)[0] == 143
     assert two.nothing_left()
 
 
@@ -179,18 +156,6 @@ def test_nodes_end_by_themselves_when_they_can(two: Hosts) -> None:
     wait = "until [ -s pid ] && ! [ -e /proc/$(cat pid) ]; do sleep 0.05; done"
     two.host("n2", f"{wait}; echo through; exit 3")
     assert two.run(job_runner__NodeGroup__leisure=900) == (9, "through\n", "")
-
-
-def test_a_lost_host_is_named_and_ends_the_job(hosts: Hosts) -> None:
-    hosts.host("n1", OBEYS)
-    hosts.host("n2", REFUSED)
-    hosts.host("n3", "kill -9 $$")
-    status, out, err = hosts.run(job_runner__NodeGroup__leisure=0.3)
-    first = err.partition("zero run: host n3: lost (ssh was killed by SIGKILL)\n")
-    assert first[1] or "zero run: host n2: lost (ssh: connect to host n2 port 22: Connection refused)\n" in err
-    assert status == (137 if first[1] else 255)
-    assert out.count("asked b'T'") == 1
-    assert err.count("lost") == 1
 
 
 def test_enough_hosts_are_left(hosts: Hosts) -> None:
@@ -282,13 +247,6 @@ def test_a_program_that_is_not_there(two: Hosts, launcher: str, program: str, ad
     status, _, err = two.zero("run", "-H", "H", "--launcher", launcher, "t.py", path="/nowhere")
     assert status == 2
     assert err == f"zero run: error: --launcher {launcher}: there is no program '{program}'; {advice}\n"
-
-
-def test_a_single_host_that_is_another_machine_is_reached_in_the_same_way(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "elsewhere")
-    hosts.host("elsewhere", "echo there; exit 4")
-    assert hosts.run("-q") == (4, "there\n", "")
-    assert hosts.calls().startswith("elsewhere cd ")
 
 
 def test_many_hosts_at_the_same_time(tmp_path: Path) -> None:

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from real_jobs import End, Job, command, only_ranks_have_the_secret
+from real_jobs import End, Job, command, nothing_left, only_ranks_have_the_secret
 from real_nodes import ROOT, until
+
+# Hosts that are held by a program of their own.
+HOLD = "import sys, time; from pathlib import Path; from real_nodes import Nodes\n"
+HOLD += "with Nodes(Path(sys.argv[1])) as made:\n    made.start('sleep', '99', host='n2')\n    time.sleep(1)\n"
+HOLD += "    print(*(process.pid for process in made.processes()), flush=True)\n    time.sleep(99)"
+
 
 TRAIN = ROOT / "examples" / "gpt" / "train.py"
 
@@ -122,3 +131,26 @@ def test_a_signal_for_the_launcher_ends_every_process_on_every_host_and_so_does_
         job.signal(number)
     ends = {number: job.ended() for number, job in jobs.items()}
     assert {number: end.status for number, end in ends.items()} == wanted, ends
+
+
+# The hosts themselves: what is left there is seen, and they are gone at the end.
+
+
+def test_what_has_left_its_session_is_found_and_counts_as_left_behind(hosts):
+    assert hosts.run("ssh", "n2", "(setsid env -i sleep 98 >/dev/null 2>&1 &)").returncode == 0
+    until(lambda: [(process.host, process.words) for process in hosts.processes()] == [("n2", "sleep 98")])
+    with pytest.raises(AssertionError, match=r"left behind .*'n2: sleep 98'"):
+        nothing_left(hosts, 0.1)
+    hosts.run("ssh", "n2", "kill $(pidof sleep)")
+    until(lambda: not hosts.processes("n2"))
+
+
+def test_nothing_is_left_where_the_tests_are_killed(real_nodes, tmp_path):
+    command, here = [sys.executable, "-c", HOLD, str(tmp_path)], Path(__file__).parents[1]
+    # Where the program is a text, Python looks for modules in the current folder.
+    holder = subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in holder.stdout.readline().split()]
+    assert pids
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -149,20 +149,6 @@ def test_srun(wanted: list[str]) -> None:
 
 
 @pytest.mark.long
-def test_the_example_under_mpirun(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "gpt"
-    small = ["--width", "16", "--layers", "1", "--heads", "2", "--context", "16", "--steps", "2"]
-    (tmp_path / "text").mkdir()
-    for name in "abcdefgh":
-        (tmp_path / "text" / f"{name}.py").write_text("def spam(eggs):\n    return eggs\n" * 100)
-    data = ["--data", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
-    command = [*mpirun("Open MPI"), str(example / "train.py"), "--config", str(example / "zero3.json"), *small, *data]
-    out, _ = ended(begin(command))
-    assert "rank 0 of 2, stage 3" in out
-    assert out.count("step 2 loss") == 1
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Open MPI", "HYDRA"])
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, kind: str) -> None:
     _, said = ended(begin([*mpirun(kind), SCRIPT, "fail", str(tmp_path)]), good=False)
@@ -196,12 +182,6 @@ def test_a_group_that_the_script_has_made_is_adopted_and_the_ranks_of_the_host_a
     for rank, (same, another, broken) in enumerate(pool.run(2, adopted)):
         assert same == dict(zip(WHO, [str(rank), str(rank), "2", "2", "127.0.0.1"], strict=True))
         assert another == broken == dict.fromkeys(WHO)
-
-
-def test_alone_in_an_allocation() -> None:
-    batch = {key: value for key, value in slurm(0, 1).items() if "STEP" not in key}
-    assert environment_after(batch) == dict.fromkeys(WHO)
-    assert not dist.is_initialized()
 
 
 def test_a_group_that_should_be_there_is_missed() -> None:

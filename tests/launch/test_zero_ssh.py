@@ -29,12 +29,6 @@ def test_several_arguments_are_what_they_are(hosts: Hosts) -> None:
     assert (status, out) == (0, "n2: " + "".join(f"<{word}>" for word in words) + "\n")
 
 
-def test_hosts_are_chosen_and_ssh_gets_its_arguments(hosts: Hosts) -> None:
-    words = ["-e", "n2", "--ssh_port", "2222", "--launcher_args=-F config", "true"]
-    assert hosts.zero("ssh", "-f", "H", *words) == (0, "", "")
-    assert sorted(line.partition(" ")[0] for line in hosts.calls().splitlines()) == ["n1", "n3"]
-
-
 def test_the_first_failure_in_the_order_of_the_file_is_the_status(hosts: Hosts) -> None:
     hosts.host("n1", "sleep 0.3; exit 0")
     hosts.host("n2", "sleep 0.3; exit 7")
@@ -58,14 +52,6 @@ def test_a_signal_ends_it_everywhere(hosts: Hosts, number: int) -> None:
     status, _, err = hosts.finish(process)
     assert status == 128 + number
     assert err.endswith(f"zero ssh: stopped by {signal.Signals(number).name}\n")
-    assert hosts.nothing_left()
-
-
-def test_it_ends_when_the_launcher_is_killed(hosts: Hosts) -> None:
-    process = hosts.start("ssh", "-f", "H", "echo up; sleep 971 & sleep 972")
-    read_until(process.stdout, b"up\n")
-    process.kill()
-    process.communicate()
     assert hosts.nothing_left()
 
 

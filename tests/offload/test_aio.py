@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,29 +99,6 @@ def test_many_requests_in_flight_in_two_files(backend: str, threads: int, tmp_pa
     assert list(map(digest, back)) == list(map(digest, data))
 
 
-def test_several_python_threads_share_one(aio: Aio, tmp_path: Path) -> None:
-    file = ScratchFile(tmp_path, 8 * 4 * BLOCK, "state")
-    wrong: list[object] = []
-
-    def work(index: int) -> None:
-        try:
-            for turn in range(20):
-                data, back = noise(4 * BLOCK, 100 * index + turn), aligned(4 * BLOCK)
-                aio.write(file, data, index * data.nbytes).wait()
-                aio.read(file, back, index * data.nbytes).wait()
-                if digest(data) != digest(back):
-                    wrong.append((index, turn))
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_requests_nobody_keeps_are_done_all_the_same(aio: Aio, tmp_path: Path) -> None:
     file = ScratchFile(tmp_path, 64 * BLOCK, "state")
     for index in range(64):
@@ -169,17 +145,6 @@ def test_a_file_that_was_cut_says_where_it_ends(aio: Aio, tmp_path: Path, end: i
     assert error.errno == errno.EIO
     assert f"read of bytes 0 to {6 * BLOCK} of {file.path} failed at byte {end}: the file ends there" in str(error)
     assert torch.equal(back[:end], data[:end]), "all before that byte is there"
-
-
-def test_the_next_request_after_a_failed_one_is_well(aio: Aio, tmp_path: Path) -> None:
-    cut, whole = (ScratchFile(tmp_path, 40 * BLOCK, name) for name in ("cut", "whole"))
-    os.ftruncate(cut.fd, 0)
-    first, data = aio.read(cut, aligned(cut.nbytes), 0), noise(whole.nbytes)
-    second = aio.write(whole, data, 0)
-    failure(first)
-    failure(first)  # and it stays so
-    second.wait()
-    aio.close()  # it was told already
 
 
 def test_an_error_nobody_waited_for_is_raised_by_close(aio: Aio, tmp_path: Path) -> None:

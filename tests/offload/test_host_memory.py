@@ -1,4 +1,4 @@
-"""Host memory is what was announced: an arena takes it at once and exactly, gives all of it back, or is refused before.
+"""The promise: host memory is what was announced: taken at once and exactly, given back, or refused before.
 
 What a process holds is read from its page table (/proc/self/smaps), for the range of addresses of the arena.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import gc
 import mmap
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import longer
 
-from zero.memory.available import available_nbytes
+from zero.memory.available import available_nbytes, host_available
 from zero.memory.host_bytes import MIB, PAGE, HostBytes, host_table
 from zero.memory.pinned_arena import PinnedArena, check_room
 
@@ -93,25 +96,6 @@ def test_memory_goes_back_with_the_last_tensor() -> None:
     assert held(*place)["Rss"] == place[1]
     del view
     assert "Rss" not in held(*place)
-
-
-def test_tensors_lie_one_after_the_other() -> None:
-    arena = PinnedArena(4 * PAGE + 1, CPU, pinned=False)
-    tensors = [arena.take(nbytes) for nbytes in (1, 0, PAGE, PAGE + 1)]
-    for tensor, nbytes, offset in zip(tensors, (1, 0, PAGE, PAGE + 1), (0, None, PAGE, 2 * PAGE), strict=True):
-        assert tensor.dtype == torch.uint8
-        assert tensor.shape == (nbytes,)
-        # A storage of its own: whoever copies, saves or resizes one gets that one alone.
-        assert tensor.untyped_storage().nbytes() == nbytes
-        assert offset is None or tensor.data_ptr() == arena.address + offset
-        assert not tensor.any()
-    for value, tensor in enumerate(tensors, 1):
-        tensor.fill_(value)
-    assert [tensor.sum().item() for tensor in tensors] == [1, 0, 3 * PAGE, 4 * (PAGE + 1)]
-    rest = arena.nbytes - 4 * PAGE
-    with pytest.raises(RuntimeError, match=rf"{rest + 1} bytes do not fit into an arena of {arena.nbytes} bytes"):
-        arena.take(rest + 1)
-    assert arena.take(rest).numel() == rest  # a refusal takes nothing
 
 
 CHILD = """
@@ -213,3 +197,107 @@ def test_a_limit_of_the_process_is_an_error_before_anything_is_taken() -> None:
     assert checked.startswith("too little host memory: each rank needs 1,024.0 MiB and may take 5")
     assert "TABLE" in checked
     assert taken.startswith("the system refused 1,024.0 MiB of host memory")
+
+
+# What limits leave of a host's memory.
+
+
+def hosted(root: Path, cgroup: str, groups: dict[str, tuple[str, int, int, str]]) -> Path:
+    """A root with /proc and cgroups of version 2: limit, use, pages of files in it, and where the kernel slows down."""
+    write(root / "proc/self/cgroup", cgroup)
+    for name, (limit, current, files, high) in groups.items():
+        for file, text in (("max", limit), ("high", high), ("current", current)):
+            write(root / f"sys/fs/cgroup/{name}/memory.{file}", f"{text}\n")
+        inactive = f"inactive_file {files - files // 4}\nactive_file {files // 4}\n"
+        write(root / f"sys/fs/cgroup/{name}/memory.stat", f"anon 5\nfile {files}\n{inactive}")
+    return root
+
+
+def write(target: Path, text: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+PARENTS = {"user/job/task": ("max", 100, 0, "max"), "user": ("99000000", 3000000, 0, "max")}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "left"),
+    [
+        ("0::/user/job/task\n", {**PARENTS, "user/job": ("9000000", 3000000, 0, "max")}, 6000000),
+        ("0::/user/job/task\n", {**PARENTS, "user/job": ("9000000", 3000000, 0, "8000000")}, 5000000),  # of a parent
+        ("0::/job\n", {"job": ("9000000", 8900000, 8000000, "max")}, 8100000),  # pages of files can be had back
+        ("0::/job\n", {"job": ("1000", 2000, 0, "max")}, 0),
+        *((path, {"": ("3000000", 1000000, 0, "max")}, 2000000) for path in ("0::/../outside\n", "0::/not/here\n")),
+        *((path, {}, 10**8) for path in ("0::/\n", "", "nonsense\n", "4:memory\n")),  # no limit that can be read
+    ],
+)
+def test_limits_of_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup, groups, left) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**8))
+    assert host_available(hosted(tmp_path, cgroup, groups)) == left
+
+
+@pytest.mark.parametrize("mounted", ["/", "/docker/abc"])
+def test_limits_of_cgroups_of_version_1_count(tmp_path: Path, mounted: str) -> None:
+    cgroup = "5:cpu,cpuacct:/elsewhere\n4:memory:/docker/abc/step\n1:name=systemd:/x\n0::/unrelated\n"
+    root, inside = hosted(tmp_path, cgroup, {}), "/docker/abc" if mounted == "/" else ""
+    for folder, limit in ((f"{inside}/step", 9223372036854771712), (inside, 7000000)):
+        base = root / f"sys/fs/cgroup/memory{folder}"
+        write(base / "memory.limit_in_bytes", f"{limit}\n")
+        write(base / "memory.usage_in_bytes", "4000000\n")
+        write(base / "memory.stat", "inactive_file 1\ntotal_inactive_file 500000\ntotal_active_file 500000\n")
+    assert host_available(root) == 4000000
+
+
+# An engine.
+
+PROGRAM = """
+import ctypes, gc, re, sys
+import torch
+import zero
+
+
+def held():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/smaps_rollup") as file:
+        found = dict(re.findall(r"(\\w+): +(\\d+) kB", file.read()))
+    return 1024 * (int(found["Rss"]) + int(found["Swap"]))
+
+
+def engine_of(width, layers, places):
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    before, nbytes = held(), sum(param.nbytes for param in model.parameters())
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3 if "offload_param" in places else 1, **places},
+    }
+    engine, *_ = zero.initialize(model=model, config=config)
+    loss = engine(torch.ones(1, width)).sum()
+    return engine, loss, before, nbytes
+
+
+cpu = {"device": "cpu"}
+places = {"offload_optimizer": cpu, **({"offload_param": cpu} if sys.argv[1] == "both" else {})}
+engine, loss, *_ = engine_of(64, 1, places)  # what is loaded once is not counted
+engine.backward(loss)
+engine.step()
+engine.destroy()
+engine, loss, before, nbytes = engine_of(2048, 4, places)
+del loss
+# Parameters that moved to the host are not where they were any more.
+moved = nbytes if sys.argv[1] == "both" else 0
+print("grown by", held() - before + moved)
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("what", ["both", *longer("optimizer")])
+def test_the_log_says_what_the_process_grows_by(what: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = float(re.findall(r"host memory in all +([\d,.]+) MiB", done.stdout + done.stderr)[-1].replace(",", ""))
+    grown = int(re.findall(r"grown by (\d+)", done.stdout)[0]) / 2**20
+    assert said > 150
+    assert grown == pytest.approx(said, rel=0.03)

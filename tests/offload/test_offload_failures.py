@@ -22,8 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_hosts import read_until
+from marks import longer
 from models import config, make_net, share, step
 from offload_cases import BOTH, GPU, OPTIMIZER, as_on_a_gpu
+from ranks import said_by
 from torch import nn
 
 import zero
@@ -43,91 +45,71 @@ def fail_at_second(engine: Any) -> None:
     engine.optimizer.shard_optimizer.update = second_raises
 
 
-def said_by(call: Any, *args: Any) -> str:
-    try:
-        call(*args)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def failing(stage: int, places: dict[str, Any], ranks: tuple[int, ...], apart: bool) -> dict[str, Any]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "places", "ranks", "apart"),
+    [
+        (1, OPTIMIZER, (0, 1), False),
+        (2, OPTIMIZER, (1,), True),
+        (3, BOTH, (0, 1), True),
+        (2, {"offload_optimizer": GPU}, (1,), True),
+        *longer((3, OPTIMIZER, (1,), False)),
+    ],
+)
+def test_an_update_that_fails_is_named_everywhere(stage, places, ranks, apart):
     """A step that fails on some ranks in its second update, and what the engine says from then on."""
-    net = make_net(blocks=2)
+    net, rank = make_net(blocks=2), dist.get_rank()
     with as_on_a_gpu(apart):
         section = {"zero_optimization": {"stage": stage, **places}}
-        engine, *_ = zero.initialize(model=net, config=config(stage, dist.get_world_size(), **section))
+        engine, *_ = zero.initialize(model=net, config=config(stage, 2, **section))
     step(engine, 0)
     engine.optimizer.settle()
-    if dist.get_rank() in ranks:
+    if rank in ranks:
         fail_at_second(engine)
-    first = next(filter(lambda text: text != "nothing", (said_by(step, engine, number) for number in range(1, 4))))
-    later = [said_by(engine, *share(2)), said_by(step, engine, 3)]
-    if dist.get_rank() in ranks and stage < 3:
-        later.append(said_by(lambda: [param.sum() for param in net.parameters()]))
+    tried = (said_by(lambda number=number: step(engine, number)) for number in range(1, 4))
+    said = [next(text for text in tried if text != "nothing")]
+    said += [said_by(lambda: engine(*share(2))), said_by(lambda: step(engine, 3))]
+    if rank in ranks:
+        assert "half updated" in said[1] and "Call destroy()" in said[1]
+        if stage < 3:
+            said.append(said_by(lambda: [param.sum() for param in net.parameters()]))
+    # Where both fail, one may hear of the other's failure first.
+    why = "failed on rank {} with OSError: [Errno 28] No space left on device"
+    texts = [f"the update of unit 'blocks.0' {why.format(each)}" for each in ranks]
+    assert all(any(text in each for text in texts) for each in said)
     engine.destroy()
-    plain = all(type(param) is nn.Parameter and not hasattr(param, "_zero_owner") for param in net.parameters())
+    assert all(type(param) is nn.Parameter and not hasattr(param, "_zero_owner") for param in net.parameters())
     loss = net(*share(2))
     loss.backward()
-    return {"first": first, "later": later, "plain": plain, "loss": loss.item()}
-
-
-CASES = [
-    (1, OPTIMIZER, (0, 1), False),
-    (2, OPTIMIZER, (1,), True),
-    (3, OPTIMIZER, (1,), False),
-    (3, BOTH, (0, 1), True),
-    (2, {"offload_optimizer": GPU}, (1,), True),
-]
-
-
-@pytest.mark.parametrize(("stage", "places", "ranks", "apart"), CASES)
-def test_an_update_that_fails_is_named_everywhere(pool, stage, places, ranks, apart):
-    texts = [
-        f"the update of unit 'blocks.0' failed on rank {rank} with OSError: [Errno 28] No space left on device"
-        for rank in ranks
-    ]
-    for rank, found in enumerate(pool.run(2, failing, stage, places, ranks, apart)):
-        # Where both fail, one may hear of the other's failure first.
-        assert all(any(text in said for text in texts) for said in [found["first"], *found["later"]])
-        assert found["plain"]
-        if rank in ranks:
-            assert "half updated" in found["later"][0]
-            assert "Call destroy()" in found["later"][0]
-        if stage < 3:
-            assert math.isfinite(found["loss"])
+    assert stage == 3 or math.isfinite(loss.item())
 
 
 def updaters() -> int:
     return sum(thread.name.startswith("zero-updates") for thread in threading.enumerate())
 
 
-def threads(stage: int) -> list[int]:
-    def settled(wanted: int) -> int:
-        end = time.monotonic() + 60
-        while updaters() != wanted and time.monotonic() < end:
-            time.sleep(0.02)
-        return updaters()
+def settled(wanted: int) -> int:
+    end = time.monotonic() + 60
+    while updaters() != wanted and time.monotonic() < end:
+        time.sleep(0.02)
+    return updaters()
 
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [3, *longer(1)])
+def test_each_engine_has_one_thread_which_ends_with_it(stage):
     section = {"zero_optimization": {"stage": stage, **OPTIMIZER}}
     engines = [zero.initialize(model=make_net(), config=config(stage, 2, **section))[0] for _ in range(2)]
-    found = [updaters()]
+    assert updaters() == 0
     for number in range(3):
-        for engine in engines:
-            step(engine, number)
-    found.append(updaters())
+        for each in range(2):
+            step(engines[each], number)
+    assert updaters() == 2
     engines.pop().destroy()
-    found.append(settled(1))
-    engine = None
+    assert settled(1) == 1
     engines.clear()
     gc.collect()
-    found.append(settled(0))
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_each_engine_has_one_thread_which_ends_with_it(pool, stage):
-    assert pool.run(2, threads, stage) == [[0, 2, 1, 0]] * 2
+    assert settled(0) == 0
 
 
 PROGRAM = """

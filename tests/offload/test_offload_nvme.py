@@ -1,147 +1,181 @@
-"""The promise: with state in files the numbers are those of a run without, bit by bit; the drive works meanwhile."""
+"""The promise: state in files leaves none behind, and a drive that fails is an error with unit, file and rank.
+
+The faults are real ones of the system: a descriptor that stands for a full drive, a kill.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from models import batch, config, make_net
-from ranks import Pool
+import torch.distributed as dist
+from models import Net, config, make_net, step
+from ranks import Pool, said_by
+from scenario import run, same
 
 import zero
-import zero.core.offload
 from zero.config import ConfigError
 
-
-def files(folder: str, **more: Any) -> dict[str, Any]:
-    return {"device": "nvme", "nvme_path": folder, **more}
-
-
-def engine_of(folder: str, **more: Any) -> Any:
-    settings = config(2, 1, zero_optimization={"stage": 2, "offload_optimizer": files(folder, **more)})
-    engine, *_ = zero.initialize(model=make_net(blocks=6), config=settings)
-    return engine
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /dev/full and /proc")
+KINDS = {"optimizer": ("offload_optimizer", {}), "param": ("offload_param", {"max_in_cpu": 0})}
 
 
-def step(engine: Any, number: int) -> float:
-    loss = engine(*batch(number, 2))
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+def section_of(folder: Path | str, kind: str = "optimizer", **more: Any) -> dict[str, Any]:
+    name, rest = KINDS[kind]
+    return {"stage": 3, name: {"device": "nvme", "nvme_path": str(folder), **rest, **more}}
 
 
-def looked_into(folder: str, device: str) -> dict[str, Any]:
-    """What the accessors say, and losses after they have written, of a run with the state on `device`."""
-    settings = config(
-        3, 2, zero_optimization={"stage": 3, "offload_optimizer": {"device": device, "nvme_path": folder}}
-    )
-    net = make_net()
-    engine, *_ = zero.initialize(model=net, config=settings)
-    found: dict[str, Any] = {"losses": [step(engine, 0)]}
-    for name, param in net.named_parameters():
-        moment = zero.utils.safe_get_full_optimizer_state(param, "exp_avg")
-        found[name] = [zero.utils.safe_get_full_fp32_param(param), moment]
-        zero.utils.safe_set_full_fp32_param(param, found[name][0] * 0.5)
-        zero.utils.safe_set_full_optimizer_state(param, moment + 1, "exp_avg")
-    with zero.GatheredParameters(list(net.parameters()), modifier_rank=0), torch.no_grad():
-        net.head.bias.add_(1)
-    found["losses"] += [step(engine, number) for number in range(1, 4)]
-    engine.destroy()
-    return found
+def engine_of(folder: Path | str, kind: str = "optimizer", model: Any = None, **more: Any) -> Any:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    settings = config(3, world, zero_optimization=section_of(folder, kind, **more), zero={"timeout": 20})
+    return zero.initialize(model=model or make_net(blocks=6), config=settings)[0]
 
 
-def test_accessors_read_and_write_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
-    plain, ours = (pool.run(2, looked_into, str(tmp_path), device)[0] for device in ("none", "nvme"))
-    assert plain.keys() == ours.keys()
-    assert plain.pop("losses") == ours.pop("losses")
-    for name, values in plain.items():
-        assert all(torch.equal(one, other) for one, other in zip(values, ours[name], strict=True)), name
-
-
-def order_of_events(folder: str) -> list[tuple[str, str]]:
-    engine = engine_of(folder, buffer_count=4)
-    step(engine, 0)
-    engine.optimizer.settle()
-    seen: list[tuple[str, str]] = []
-    pool = engine._sharded.offload.swap_files["optimizer"].pool
-
-    def update_seen(what: str, unit: str) -> None:
-        seen.append((what, unit))
-        if what == "done":
-            # A slow drive would leave no buffer to read ahead into, and the order would be its, not ours.
-            with pool.lock:
-                for buffer in list(pool.buffers):
-                    pool.wait(buffer)
-
-    engine.optimizer._updater.on_update = update_seen
-    pool.on_request = lambda what, unit: seen.append((what, unit))
-    step(engine, 1)
-    engine.optimizer.settle()
-    units = [unit.plan.name for unit in engine._sharded.trained]
-    engine.destroy()
-    return [("units", " ".join(units)), *seen]
-
-
-def test_reads_begin_before_the_update_before_is_over(pool: Pool, tmp_path: Path) -> None:
-    (_, names), *seen = pool.run(1, order_of_events, str(tmp_path))[0]
-    units = names.split()
-    assert len(units) > 6
-    at = {event: place for place, event in reversed(list(enumerate(seen)))}
-    ahead = 0
-    for before, unit in pairwise(units):
-        # What is not read here was read ahead at the end of the step before.
-        reads = [place for place, event in enumerate(seen[: at["update", unit]]) if event == ("read", unit)]
-        assert all(place < at["done", before] for place in reads)
-        ahead += len(reads)
-        # The next update begins while this one's result is on its way to the drive.
-        assert at["update", before] < at["write", before] < at["done", before] < at["update", unit]
-    assert ahead >= len(units) - 4
-    # The next step's first units are read when there is nothing else to bring.
-    assert [unit for what, unit in seen if what == "read"][-1] in units[:4]
-
-
-def open_files(folder: str) -> int:
-    """How many files of a folder this process has open, by a name or without one."""
-    found = 0
+def descriptors(folder: Path | str) -> list[int]:
+    """Of the files of a folder that this process has open, with a name or without one."""
+    found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one of the list itself
-            found += os.readlink(f"/proc/self/fd/{number}").startswith(folder)
+            if os.readlink(f"/proc/self/fd/{number}").startswith(str(folder)):
+                found.append(int(number))
     return found
 
 
-def hidden_files(folder: str) -> tuple[list[str], list[int], tuple[int, ...], bool]:
-    folder = str(Path(folder) / "new" / "folder")
-    engine = engine_of(folder)
-    opened, listed = [], []
+@LINUX
+def test_files_have_no_name_and_their_number_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    engine, opened = engine_of(folder), []
     for number in range(8):
         step(engine, number)
         engine.optimizer.settle()
-        opened.append(open_files(folder))
-        listed += os.listdir(folder)
-    unit = engine._sharded.trained[0]
-    shapes = tuple(len(tensor) for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit))
-    drive = engine._sharded.offload.swap_files["optimizer"]
+        opened.append(len(descriptors(folder)))
+        assert os.listdir(folder) == []
     engine.destroy()
-    return listed, opened, shapes, drive.file._descriptor is None
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
-def test_files_have_no_name_and_their_number_stays(pool: Pool, tmp_path: Path) -> None:
-    listed, opened, shapes, closed = pool.run(1, hidden_files, str(tmp_path))[0]
-    assert listed == []
+    del engine
+    gc.collect()
     assert len(set(opened)) == 1 and opened[0] > 0
-    assert set(shapes) == {0}
-    assert closed
+    assert descriptors(folder) == []
+
+
+@LINUX
+@pytest.mark.ranks(1)
+def test_a_folder_that_vanishes_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+
+    def vanish(engine: Any, number: int) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    found = run("net", {"stage": 3, "section": section_of(folder)}, 4, watch=vanish)
+    assert same(found, run("net", 3, 4))
+
+
+def failed(folder: str, kind: str, how: str, rank_at_fault: int) -> tuple[list[str], str, str]:
+    """What a run says whose drive is full, or cannot be read, from the second step on; at its end; and its parameters.
+
+    Of all steps that are tried, and of `destroy`.
+    """
+    net = make_net(blocks=6)
+    engine = engine_of(folder, kind, net)
+    step(engine, 0)
+    engine.optimizer.settle()
+    if dist.get_rank() == rank_at_fault:
+        other = os.open(*{"full": ("/dev/full", os.O_RDWR), "unreadable": (os.devnull, os.O_WRONLY)}[how])
+        for descriptor in descriptors(folder):
+            os.dup2(other, descriptor)
+        os.close(other)
+    said = [said_by(lambda number=number: step(engine, number)) for number in range(1, 5)]
+    ended = said_by(engine.destroy)
+    return [text for text in said if text != "nothing"], ended, type(next(net.parameters())).__name__
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("kind", "how", "what", "why"),
+    [
+        ("optimizer", "full", "write of", "No space left on device"),
+        ("optimizer", "unreadable", "read of", "Bad file descriptor"),
+        ("param", "full", "write of", "No space left on device"),
+    ],
+)
+def test_a_fault_names_unit_rank_and_file(pool: Pool, tmp_path: Path, kind: str, how: str, what: str, why: str) -> None:
+    ((said, ended, plain),) = pool.run(1, failed, str(tmp_path), kind, how, 0)
+    for part in ("unit '", "rank 0", f"{what} bytes", f"{tmp_path}/zero-{kind}-of-rank-0", why, "checkpoint"):
+        assert part in said[0]
+        assert part in said[-1]  # what is lost stays lost: no later step pretends otherwise
+    if kind == "optimizer":
+        assert (ended, plain) == ("nothing", "Parameter")
+    else:
+        assert why in ended  # the parameters themselves are lost
+
+
+@LINUX
+def test_the_other_ranks_are_told(pool: Pool, tmp_path: Path) -> None:
+    (first, *_), (other, *_) = pool.run(2, failed, str(tmp_path), "optimizer", "full", 1)
+    assert "rank 1" in first[0]
+    assert "No space left on device" in first[0]
+    assert "zero-optimizer-of-rank-1" in other[0]
+
+
+@LINUX
+@pytest.mark.ranks(2)
+def test_too_little_room_on_one_rank_is_said_on_all_at_the_start(tmp_path: Path) -> None:
+    """Initialize where one rank may make no file larger than 1 MiB; then everywhere, which works."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    gc.collect()  # a process group of an earlier test writes to its store when it goes, and aborts if it cannot
+    try:
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # enough for stores
+        said = said_by(lambda: engine_of(tmp_path, model=Net(width=400)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()
+    run("net", {"stage": 3, "section": section_of(tmp_path)}, 2)
+    for part in "offload_optimizer.nvme_path", "a scratch file wants", "(rank 1)", str(tmp_path):
+        assert part in said
+
+
+PROGRAM = """
+import sys
+from models import Net, step
+from test_offload_nvme import engine_of
+
+engine = engine_of(sys.argv[1], model=Net(blocks=4, width=200))
+for number in range(10**6):
+    step(engine, number)
+    sys.stdout.write("stepped\\n")
+    sys.stdout.flush()
+"""
+
+
+@LINUX
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    here = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), str(here), str(here / "offload")])}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for _ in range(5):
+                assert process.stdout.readline() == "stepped\n", "it ended by itself"
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 def refused(folder: str, kind: str, params: dict[str, Any], group: dict[str, Any]) -> str:
+    """Momentum may begin after the first step."""
     settings = config(1, 1, optimizer={"type": kind, "params": params})
-    settings["zero_optimization"]["offload_optimizer"] = files(folder)
+    settings["zero_optimization"] = {**section_of(folder), "stage": 1}
     net = make_net()
     groups = [{"params": list(net.parameters()), **group}]
     try:
@@ -149,27 +183,18 @@ def refused(folder: str, kind: str, params: dict[str, Any], group: dict[str, Any
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     engine.optimizer.param_groups[0]["momentum"] = 0.9
-    try:
-        for number in range(2):
-            step(engine, number)
-            engine.optimizer.settle()
-    except RuntimeError as error:
-        return f"later: {error}"
-    return "nothing"
+    return f"later: {said_by(lambda: [(step(engine, number), engine.optimizer.settle()) for number in range(2)])}"
 
 
-def test_state_that_no_file_foresaw_is_refused(pool: Pool, tmp_path: Path) -> None:
-    folder = str(tmp_path)
+def test_state_that_no_file_foresaw_is_refused(tmp_path: Path) -> None:
     for kind, more in (("RMSprop", {}), ("AdamW", {"torch_adam": True})):
-        said = pool.run(1, refused, folder, kind, {"lr": 1e-3, **more}, {})[0]
+        said = refused(str(tmp_path), kind, {"lr": 1e-3, **more}, {})
         assert "zero_optimization.offload_optimizer.device: got 'nvme' with an optimizer class of torch" in said
-    said = pool.run(1, refused, folder, "SGD", {"lr": 1e-3}, {})[0]
-    assert said.startswith("later: ")
-    assert "0 were reserved" in said and "SGD's momentum" in said
-    said = pool.run(1, refused, folder, "SGD", {"lr": 1e-3}, {"momentum": 0.5})[0]
-    assert said.startswith("RuntimeError: ")
-    assert "0 were reserved" in said
-    assert pool.run(1, refused, folder, "SGD", {"lr": 1e-3, "momentum": 0.1}, {})[0] == "nothing"
+    said = refused(str(tmp_path), "SGD", {"lr": 1e-3}, {})
+    assert said.startswith("later: ") and "0 were reserved" in said and "SGD's momentum" in said
+    said = refused(str(tmp_path), "SGD", {"lr": 1e-3}, {"momentum": 0.5})
+    assert said.startswith("RuntimeError: ") and "0 were reserved" in said
+    assert refused(str(tmp_path), "SGD", {"lr": 1e-3, "momentum": 0.1}, {}) == "later: nothing"
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
@@ -178,3 +203,33 @@ def test_a_path_is_required(name: str) -> None:
     settings["zero_optimization"][name] = {"device": "nvme", "nvme_path": None}
     with pytest.raises(ConfigError, match=f"zero_optimization.{name}.nvme_path: is missing; device 'nvme' needs"):
         zero.config.load(settings, 1)
+
+
+def test_reads_begin_before_the_update_before_is_over(tmp_path: Path) -> None:
+    engine, seen = engine_of(tmp_path, buffer_count=4), []
+    step(engine, 0)
+    engine.optimizer.settle()
+    drive = engine._sharded.offload.swap_files["optimizer"].pool
+
+    def updated(what: str, unit: str) -> None:
+        seen.append((what, unit))
+        if what == "done":
+            # A slow drive would leave no buffer to read ahead into, and the order would be its, not ours.
+            with drive.lock:
+                for buffer in list(drive.buffers):
+                    drive.wait(buffer)
+
+    engine.optimizer._updater.on_update = updated
+    drive.on_request = lambda what, unit: seen.append((what, unit))
+    step(engine, 1)
+    engine.optimizer.settle()
+    engine.destroy()
+    units = [unit for what, unit in seen if what == "update"]
+    assert len(units) > 6
+    for before, unit in pairwise(units):
+        # What is not read here was read ahead at the end of the step before.
+        reads = [place for place, event in enumerate(seen) if event == ("read", unit)]
+        assert all(at < seen.index(("done", before)) or at > seen.index(("done", unit)) for at in reads)
+        # The next update begins while this one's result is on its way to the drive.
+        assert seen.index(("write", before)) < seen.index(("update", unit))
+    assert sum(what == "read" for what, _ in seen) >= len(units) - 4

@@ -5,23 +5,16 @@ Never faster than any one worker; the sum of everything where nothing can overla
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.plan.formats import Formats
-from zero.plan.layout import make_layout
-from zero.plan.placement import Where, place
-from zero.plan.units import ParamSpec, UnitPlan
 from zero.sizes.timeline import DEVICE, DRIVE, HOST, Pace, UnitTimes, predict
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from offload_prediction import Rates, UnitSizes, measure, unit_times
 
 SECONDS = st.integers(0, 50).map(float)
 UNITS = st.lists(st.builds(UnitTimes, *[SECONDS] * 15), min_size=1, max_size=6)
@@ -63,15 +56,6 @@ def test_nothing_off_the_device_is_the_sum(units: list[UnitTimes], norm: float) 
     assert predict(here, norm).step == norm + sum(sum(unit) for unit in here)
 
 
-@settings(deadline=None)
-@given(units=UNITS, more=SECONDS)
-def test_slower_parts_make_no_faster_step(units: list[UnitTimes], more: float) -> None:
-    units = [unit._replace(stay=0.0) for unit in units]
-    slower = [units[0]._replace(update=units[0].update + more, down=units[0].down + more), *units[1:]]
-    # Both are means over a few steps; with some times these are not quite alike yet.
-    assert predict(slower).step >= predict(units).step * 0.9
-
-
 def test_updates_hide_behind_the_next_forward_unit_by_unit() -> None:
     """Four units, by hand: the host updates at once what the forward then needs, and is waited for once per unit."""
     units = [UnitTimes(forward=10.0, backward=20.0, update=10.0)] * 4
@@ -109,32 +93,3 @@ def test_workers_that_share_cores_take_the_sum_of_their_times() -> None:
     assert predict(units, same=((DEVICE, HOST),)).step == 160.0
     both = [UnitTimes(backward=1.0, read=10.0, update=1.0, write=10.0)] * 8
     assert predict(both, same=()).step < predict(both, same=(DRIVE,)).step == 160.0
-
-
-def test_times_of_a_unit_by_its_placement() -> None:
-    numel = 1 << 20
-    spec = ParamSpec("u.weight", numel, "bf16", True, 0, 2)
-    unit = UnitPlan("u", "u", (spec,), make_layout({spec.name: numel}, 1))
-    rates = Rates(down=1e9, up=2e9, host_update=1e6, device_update=1e7, read=4e9, write=5e9)
-
-    def times(optimizer: Where, params: Where) -> UnitTimes:
-        sizes = UnitSizes(0, 1, Formats("remainder"), "bf16")
-        return unit_times([unit], place([unit], 1, optimizer, params), sizes, rates, 3.0, 6.0)[0]
-
-    here = times(Where.DEVICE, Where.DEVICE)
-    assert here == UnitTimes(3.0, 6.0, stay=numel / 1e7)
-    host = times(Where.HOST, Where.DEVICE)
-    assert host == UnitTimes(3.0, 6.0, down=2 * numel / 1e9, update=numel / 1e6, up=2 * numel / 2e9)
-    both = times(Where.HOST, Where.HOST)
-    assert both == host._replace(fetch=2 * numel / 2e9, up=0.0)
-    filed = times(Where.FILE, Where.DEVICE)
-    assert filed.read == pytest.approx(12 * numel / 4e9) and filed.write == pytest.approx(12 * numel / 5e9)
-
-
-@pytest.mark.parametrize("format", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("states", [0, 1, 2])
-def test_every_format_is_measured(format: str, states: int) -> None:
-    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "remainder"), (torch.float16, "fp32")):
-        rates = measure(torch.device("cpu"), dtype, Formats(master, format, states), 2, 1 << 12)
-        assert 0 < rates.host_update < math.inf and 0 < rates.device_update < math.inf
-        assert rates.up == rates.down == math.inf, "one memory, nothing to copy"

@@ -16,17 +16,12 @@ from models import config, make_net, train
 import zero
 import zero.core.ratio
 from zero.config import ConfigError, load
-from zero.config.zero_section import ZeroOptimization
-from zero.core.mixed_precision import MixedPrecisionPolicy
-from zero.core.ratio import choose_ratio, fitting
-from zero.core.world import make_world
+from zero.core.ratio import fitting
 from zero.plan.formats import Formats
 from zero.plan.layout import make_layout
 from zero.plan.placement import Where, place
-from zero.plan.sharding import Sharding
 from zero.plan.units import ParamSpec, UnitPlan
 
-CPU = torch.device("cpu")
 FORMATS = Formats("remainder")
 BYTES = 2 + 8 + 2  # of one bf16 element on the device: remainder, both moments, gradient
 
@@ -94,23 +89,6 @@ def test_the_key_takes_a_number_or_the_word():
 def units_of(*sizes: int) -> list[UnitPlan]:
     specs = [ParamSpec(f"u{index}.weight", numel, "bf16", True, 0, 2) for index, numel in enumerate(sizes)]
     return [UnitPlan(spec.name, spec.name, (spec,), make_layout({spec.name: spec.numel}, 1)) for spec in specs]
-
-
-@pytest.mark.parametrize(("free", "stays"), [(1 << 40, True), (1000, False)])
-def test_what_fits_into_memory_does_not_go_to_a_drive(monkeypatch, caplog, free, stays):
-    monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free)
-    sharding = Sharding.of_stage(2)
-    numerics = MixedPrecisionPolicy("fp32", 1)
-
-    def ratio(**offload: Any) -> float:
-        section = ZeroOptimization(stage=2, offload_optimizer={"ratio": "auto", **offload})
-        world = make_world()
-        return choose_ratio(section, units_of(1 << 20), world, [world], CPU, sharding, numerics)
-
-    assert ratio(device="nvme", nvme_path="unused") == (0.0 if stays else 1.0)
-    assert "(40%) for activations" in caplog.text
-    assert ratio(device="none") == 1.0
-    assert ratio(device="nvme", ratio=0.25) == 0.25
 
 
 def test_as_many_units_stay_as_fit():

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CODED, config
+from models import config
 
 from zero.config import load
 from zero.config.override import apply
 from zero.memory.host_bytes import SLOTS, record_nbytes
 from zero.plan.formats import ITEMSIZE
-from zero.sizes.choice import CHOICES, Choice, scheme_of
+from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.estimate import Row
-from zero.sizes.links import Group, Links
+from zero.sizes.links import Links
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import Search, Setup, candidates, choices_of, pace_of
+from zero.sizes.search import Search, Setup, candidates
 from zero.sizes.shape import Shape
 
 SHAPE = Shape(layers=6, width=512, inner=1024, vocabulary=4096)
@@ -73,29 +73,6 @@ def test_more_ranks_never_take_more(choice: Choice, policy: str, power: int) -> 
     assert many.peak <= few.peak * 1.001 + 4096
     assert many.host.memory <= few.host.memory * 1.001 + 4096
     assert many.host.files <= few.host.files * 1.001 + 4096
-
-
-@settings(deadline=None, max_examples=40)
-@given(choice=CHOSEN, policy=POLICY, size=st.integers(1, 9))
-def test_the_peak_is_at_most_the_sum_of_kinds_and_at_least_each_of_them(choice: Choice, policy: str, size: int) -> None:
-    row = Search(setup(), choice).row(policy, size)
-    state = row.device.parameters + row.device.masters + row.device.moments
-    assert state + max(row.device.activations, row.device.logits) <= row.peak <= row.device.total
-
-
-def test_rows_are_sorted_and_have_every_choice_and_policy() -> None:
-    tight = setup(memory=4e8)
-    rows = candidates(tight)
-    assert {(row.choice, row.policy) for row in rows} == {(c, p) for c in choices_of(tight) for p in POLICIES}
-    fitting = [row for row in rows if not row.lacks]
-    assert 0 < len(fitting) < len(rows) and rows[: len(fitting)] == fitting
-    paces = [pace_of(row) for row in fitting]
-    first = next(index for index, pace in enumerate([*paces, 1e9]) if pace > 1.01 * min(paces))
-    assert paces[first:] == sorted(paces[first:]), "by seconds for a sample"
-    plain = [(row.choice[1:3] != ("none", "none"), row.choice.stage) for row in fitting[:first]]
-    assert first and plain == sorted(plain), "the plainest first, where the seconds are alike"
-    for row in rows[len(fitting) :]:
-        assert row.lacks[0].startswith(("device: ", "host: ")) and row.micro_batch == 1
 
 
 def test_a_batch_that_is_given_stays() -> None:
@@ -156,36 +133,6 @@ def test_8_bits_between_hosts_go_to_each_rank() -> None:
     assert each.inter_host == pytest.approx(ring.sent / 2 * (1 / 4 + part * 4 / 7), rel=0.01)
 
 
-@pytest.mark.parametrize(("per_host", "ours"), [(8, True), (4, False)])
-def test_16_bits_are_summed_here_where_ranks_share_a_machine(per_host: int, ours: bool) -> None:
-    made = setup(8, per_host=per_host)
-    schemes = [scheme_of(made.units, made.settings, Choice(2, shard_size=size), 1, True, per_host) for size in (0, 4)]
-    assert [scheme.native for scheme in schemes] == [not ours, False]
-
-
-def test_what_the_plan_sets_is_a_configuration() -> None:
-    """Also beside keys that only some stages have."""
-    values = FREE | {"zero_optimization": {"stage": 3, **CODED}}
-    made = Setup(SHAPE, shape_cost(SHAPE, 64), load(values, 8), DEVICES["h100"], 4)
-    rows = [candidates(made, [choice], ("none",))[0] for choice in choices_of(made)]
-    for row in rows:
-        asked = load(apply(values, row.overrides()), 8)
-        section = asked.zero_optimization
-        assert section.stage == row.choice.stage
-        assert section.zero_quantized_weights == (section.stage == 3)
-        assert section.zero_quantized_gradients == (section.stage > 0)
-    assert {row.choice.stage for row in rows} == {0, 1, 2, 3}
-
-
-def test_gathers_of_8_bits_leave_parameters_where_they_rest() -> None:
-    files, choice = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}, Choice(3, "nvme", "nvme")
-    whole = sent(choice, 8, stage=3, offload_param=files)
-    coded = sent(choice, 8, stage=3, offload_param=files, zero_quantized_weights=True)
-    parameters, message = sum(psi(8)) / 8, sum(psi(8)) / 8 * 66 / 64 / 4
-    assert whole.drive - coded.drive == pytest.approx(2 * parameters, rel=0.01)  # padding differs
-    assert whole.host_link - coded.host_link == pytest.approx(2 * parameters - message, rel=0.01)
-
-
 def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
     once = {stage: sent(Choice(stage), 8).sent for stage in range(4)}
     four = {stage: sent(Choice(stage), 8, accumulation=4).sent for stage in range(4)}
@@ -193,33 +140,6 @@ def test_accumulation_repeats_what_the_stage_does_not_collect() -> None:
     assert four[0] == pytest.approx(once[0]) and four[1] == pytest.approx(once[1])
     assert four[2] == pytest.approx(once[2] + 3 * reduction)
     assert four[3] == pytest.approx(4 * once[3])
-
-
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_a_step_reads_and_writes_all_that_rests_on_the_drive_once(mirrored: bool) -> None:
-    """What lies in memory beside the drive is not among it, such as parameters where the host is the device."""
-    for bf16 in (False, True):
-        settings = load(FREE | {"bf16": {"enabled": bf16}}, 2)
-        made = Setup(SHAPE, shape_cost(SHAPE, 64), settings, DEVICES["h100"], 2, mirrored)
-        row = Search(made, Choice(2, "nvme")).row("none", 1)
-        assert row.links.drive == 2 * row.host.files > 0
-
-
-def test_a_ring_crosses_hosts_once_and_messages_to_each_rank_do_as_often_as_there_are_ranks() -> None:
-    assert Group(8, 8, True).links(80) == Links(70)
-    assert Group(8, 4, True).links(80) == Links(52.5, 17.5)
-    assert Group(8, 4, False).links(80) == pytest.approx(Links(30, 40))
-    assert Group(1, 1, True).links(80) == Links()
-
-
-def test_state_inside_of_hosts_sends_less_between_them() -> None:
-    choices = Choice(3), Choice(3, shard_size=4), Choice(3, secondary=4)
-    whole, hsdp, hpz = (sent(choice, 8, per_host=4) for choice in choices)
-    # A quarter of the gradient, summed over two hosts, against everything once around the ring.
-    assert hsdp.inter_host == pytest.approx(sum(psi(8)) / 4)
-    assert hpz.inter_host < whole.inter_host and hpz.intra_host > 0
-    offloaded = sent(Choice(3, "cpu", "cpu"), 8)
-    assert offloaded.host_link > 0 == whole.host_link and offloaded.drive == 0
 
 
 def test_state_that_streams_crosses_the_link_both_ways_and_its_gradient_does_not() -> None:
@@ -260,22 +180,3 @@ def test_every_row_makes_a_configuration_that_is_one(start: dict[str, Any]) -> N
         assert found.shard_size == row.choice.shard_size
         assert found.train_micro_batch_size_per_gpu == row.micro_batch
         assert replace(made, settings=found).policy == row.policy
-
-
-def test_ranks_that_share_a_norm_wait_for_a_message() -> None:
-    for ranks, longer in ((1, 0.0), (2, 1.0)):
-        base = setup(ranks)
-        late = replace(base, rates=replace(base.rates, latency=base.rates.latency + 1.0))
-        busy = [Search(each, Choice(0)).row("none", 1).step.busy["device"] for each in (base, late)]
-        assert busy[1] - busy[0] == pytest.approx(longer)
-
-
-def test_measured_recomputation_takes_the_device_as_much_longer() -> None:
-    known = {"bf16": {"none": 0.0, "selective": 0.1, "full": 0.5}}
-    base = setup(1)
-    measured = replace(base, rates=replace(base.rates, recompute=known))
-    busy = {policy: Search(measured, Choice(0)).row(policy, 2).step.busy["device"] for policy in known["bf16"]}
-    blocks = sum(unit.forward_flops + unit.backward_flops for unit in base.cost.units if unit.recomputable)
-    for policy, longer in known["bf16"].items():
-        assert busy[policy] - busy["none"] == pytest.approx(longer * 2 * blocks / measured.speed)
-    assert busy["none"] == Search(base, Choice(0)).row("none", 2).step.busy["device"]

@@ -1,4 +1,4 @@
-"""The promise: `"update": "auto"` is decided by bytes and rates, and by an engine and `zero plan` alike."""
+"""The promise: `zero plan` decides `"update": "auto"` by bytes and rates, as an engine does."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from models import config
-from offload_cases import as_on_a_gpu
 
-import zero.core.ratio
-import zero.core.streaming
 from zero.config import load
-from zero.core.mixed_precision import MixedPrecisionPolicy
-from zero.core.world import make_world
 from zero.memory.host_bytes import SLOTS, record_nbytes, shard_nbytes
 from zero.memory.update_costs import UpdateCosts, UpdateRates, update_costs
 from zero.plan.formats import Formats
 from zero.plan.placement import Where, place
-from zero.plan.sharding import Sharding
 from zero.sizes.choice import own_choice
 from zero.sizes.cost import shape_cost
 from zero.sizes.estimate import estimate
@@ -72,39 +65,6 @@ def test_which_way_is_faster(rates, moments, gpu):
     assert costs(rates, moments=moments).streams(1e12) is gpu
 
 
-def test_a_ratio_counts_what_leaves_the_device_only():
-    units = setup().units
-    whole, half, none = (costs(H100, ratio) for ratio in (1.0, 0.5, 0.0))
-    away = [at.optimizer is not Where.DEVICE for at in place(units, 1, Where.HOST, Where.DEVICE, 0.5)]
-    records = [sum(record_nbytes(unit, 0, 1, Formats("remainder"), False)) for unit in units]
-    assert half.through == sum(nbytes for nbytes, gone in zip(records, away, strict=True) if gone) < whole.through
-    stays = sum(nbytes for nbytes, gone in zip(records, away, strict=True) if not gone)
-    slots = SLOTS * max(nbytes for nbytes, gone in zip(records, away, strict=True) if gone)
-    gradients = sum(shard_nbytes(unit, 1, "fp32") for unit in units)
-    assert half.nbytes == stays + slots + gradients
-    assert none == (0.0, 0.0, 0, sum(records) + gradients) and not none.streams(1e12)
-    assert whole.streams(whole.nbytes) and not whole.streams(whole.nbytes - 1)
-
-
-def engine_streams(made: Setup, monkeypatch: pytest.MonkeyPatch, fused: bool = True) -> bool:
-    """What an engine decides on a device with these rates and this memory."""
-    rates = UpdateRates(made.rates.host_link, made.rates.host_bandwidth, made.rates.device_bandwidth)
-    monkeypatch.setattr(zero.core.streaming, "rates", lambda device: rates)
-    monkeypatch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: int(made.rates.device_memory))
-    section, sharding = made.settings.zero_optimization, Sharding.of_stage(2)
-    numerics, world = MixedPrecisionPolicy("bf16", 1, made.formats), make_world()
-    with as_on_a_gpu():
-        given = (
-            section,
-            made.units,
-            section.offload_optimizer.ratio,
-            world,
-            [world] * len(made.units),
-            torch.device("cpu"),
-        )
-        return zero.core.streaming.is_streamed(*given, sharding, numerics, fused)
-
-
 def plan_streams(made: Setup) -> bool:
     return any(at.streamed for at in Search(made, own_choice(made.settings))._scheme(1)[0].placements)
 
@@ -128,15 +88,10 @@ EIGHT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "zero": {"moments
         ({"section": {"zero": {"update": "host"}}}, False),
     ],
 )
-def test_an_engine_and_the_plan_decide_alike(monkeypatch, more, gpu):
+def test_the_plan_decides(more, gpu):
     made = setup(**more)
-    torchs = more.get("optimizer", EIGHT["optimizer"]) != EIGHT["optimizer"]
     assert plan_streams(made) is gpu
-    assert engine_streams(made, monkeypatch, fused=not torchs) is gpu
-
-
-def test_where_host_and_device_are_one_nothing_streams():
-    assert not plan_streams(replace(setup(), mirrored=False))
+    assert not plan_streams(replace(made, mirrored=False)), "host and device are one"
 
 
 def test_bytes_without_rates_say_what_they_assume():

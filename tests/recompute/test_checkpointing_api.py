@@ -19,7 +19,7 @@ import zero
 from zero import checkpointing
 from zero.config import ConfigError
 from zero.config.sections import ActivationCheckpointing
-from zero.recompute.holder import HOLDER, Holder
+from zero.recompute.holder import HOLDER
 from zero.recompute.saved_inputs import InputStore, restored
 
 FULL = {"modules": ["Block"]}
@@ -213,6 +213,17 @@ def test_named_streams_are_restored(pool):
     assert not torch.equal(plain0[-6:-3], plain1[-6:-3]), "and apart in it"
 
 
+def test_streams_are_refused_twice_and_by_unknown_names():
+    tracker = checkpointing.get_cuda_rng_tracker()
+    tracker.add("a", 1)
+    with pytest.raises(ValueError, match="seed: another stream has 1 already"):
+        tracker.add("b", 1)
+    with pytest.raises(ValueError, match="name: there is a stream 'a' already"):
+        tracker.add("a", 2)
+    with pytest.raises(ValueError, match="there is no stream 'b'"), tracker.fork("b"):
+        pass
+
+
 def test_arguments_go_before_the_json():
     assert not checkpointing.is_configured()
     values = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True, "number_checkpoints": 7}}
@@ -255,12 +266,3 @@ def test_times_are_logged(caplog):
     y.sum().backward()
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("recomputed calls: 2 forward in ")
-
-
-def test_without_gradients_it_is_a_plain_call():
-    checkpointing.configure(None, checkpoint_in_cpu=True)
-    with torch.no_grad():
-        assert checkpointing.checkpoint(torch.add, torch.ones(2), 1).tolist() == [2.0, 2.0]
-    assert HOLDER.inputs.buffers.nbytes == 0
-    assert zero.checkpointing is checkpointing
-    assert isinstance(HOLDER, Holder)

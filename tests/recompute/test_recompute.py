@@ -207,6 +207,21 @@ def test_compiled_blocks():
     assert policies == ["selective", "none", "full", "full"]
 
 
+@pytest.mark.ranks(2)
+def test_without_gradients_forward_is_plain():
+    engine = zero.initialize(model=make(), config=settings(3, FULL, activation_checkpointing=HOST))[0]
+    engine.eval()
+    with torch.no_grad():
+        engine(*share(0))
+    with torch.inference_mode():
+        engine(*share(0))
+    assert [block.calls for block in engine.module.blocks] == [2, 2, 2]
+    loss = engine(*share(0))  # in eval with gradients, memory is wanted as in training
+    loss.backward()
+    assert [block.calls for block in engine.module.blocks] == [4, 4, 4]
+    engine.destroy()
+
+
 class Fragile(Block):
     """Raises in the call before which `fail_at` calls have been."""
 

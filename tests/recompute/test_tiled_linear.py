@@ -77,6 +77,20 @@ def test_tiles_start_with_the_spread_of_the_whole_layer() -> None:
     assert tiled.linears[0][-1].bias.abs().max() <= bound
 
 
+def test_other_kinds_of_tiles() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    tiled = zero.TiledLinear(6, 4, in_splits=2, out_splits=2, linear_cls=Odd, dtype=torch.float64)
+    tiles = [tile for row in tiled.linears for tile in row]
+    assert all(isinstance(tile, Odd) and tile.weight.dtype == torch.float64 and is_apart(tile) for tile in tiles)
+    plain = nn.Linear(6, 4, dtype=torch.float64)
+    tiled.copy_params_from(plain)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(tiled(x), 2 * plain(x))
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -13,8 +13,9 @@ from closeness import allowed, error, ulps
 from hypothesis import given
 from hypothesis import strategies as st
 from marks import each_once
-from models import Net, config, train
+from models import Net, config, share
 from oracle import Training, near
+from scenario import Json, Model, Record, differences, run
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -253,48 +254,44 @@ def test_the_peak_is_below_a_quarter_of_the_plain_one() -> None:
 class TiledNet(Net):
     """A Net whose head is read by its root, which calls the tiled loss."""
 
-    tile_size: int | None = None
-    tied = False
-
-    def __init__(self) -> None:
+    def __init__(self, tile_size: int | None, tied: bool) -> None:
         super().__init__()
-        if self.tied:
+        self.tile_size = tile_size
+        if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        loss = zero.tiled_cross_entropy if self.tile_size else plain
-        how = {"tile_size": self.tile_size} if self.tile_size else {}
-        return loss(self.norm(x), self.head.weight, targets, self.head.bias, **how)
+        x, weight, bias = self.norm(x), self.head.weight, self.head.bias
+        if self.tile_size is None:
+            return plain(x, weight, targets, bias)
+        return zero.tiled_cross_entropy(x, weight, targets, bias, tile_size=self.tile_size)
 
 
-def net(tile_size: int | None, tied: bool) -> Net:
+def net(tile_size: int | None, tied: bool) -> TiledNet:
     torch.manual_seed(7)
-    kind = type("TiledNet", (TiledNet,), {"tile_size": tile_size, "tied": tied})
-    return kind()
+    return TiledNet(tile_size, tied)
 
 
-def train_stages(tile_size: int | None, tied: bool, world: int, more: dict[str, Any]) -> list[dict[str, Any]]:
-    return [train(net(tile_size, tied), world, config(stage, world, **more), steps=3) for stage in range(4)]
+def trained(tile_size: int | None, tied: bool, json: Json, steps: int = 3) -> Record:
+    return run(Model(lambda: net(tile_size, tied), lambda number, part: share(number)), json, steps)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world", "tied"), each_once([1, 2], [False, True]))
 def test_training_in_one_slice_has_the_bits_of_plain_training(world: int, tied: bool) -> None:
-    tiled, whole = (train_stages(size, tied, world, {}) for size in (100, None))
-    for stage, (ours, theirs) in enumerate(zip(tiled, whole, strict=True)):
-        assert ours["losses"] == theirs["losses"], f"stage {stage}"
-        assert all(torch.equal(ours["params"][name], theirs["params"][name]) for name in theirs["params"])
+    for stage in range(4):
+        assert differences(trained(100, tied, stage), trained(None, tied, stage)) == [], f"stage {stage}"
 
 
-def test_training_in_slices_is_as_exact_as_plain_training(pool) -> None:
+@pytest.mark.ranks(2)
+def test_training_in_slices_is_as_exact_as_plain_training() -> None:
     training = Training(2, 3, build=lambda: net(None, True))
-    for stages in pool.run(2, train_stages, 3, True, 2, {}):
-        for found in stages:
-            assert near(found["params"], training)
-            assert found["losses"] == stages[0]["losses"]
+    stages = [trained(3, True, stage) for stage in range(4)]
+    assert all(near(found.weights, training) for found in stages)
+    assert all(found.losses == stages[0].losses for found in stages)
 
 
 @pytest.mark.ranks(2)
@@ -309,7 +306,7 @@ def test_training_in_slices_is_as_exact_as_plain_training(pool) -> None:
 def test_training_in_sixteen_bits(dtype: torch.dtype, precision: dict[str, Any]) -> None:
     """Losses in slices on stages 0 and 3, all at once, and all at once in fp32."""
     runs = [(0, precision, 4), (3, precision, 4), (0, precision, None), (0, {}, None)]
-    losses = [train(net(size, True), 2, config(stage, 2, **more), steps=4)["losses"] for stage, more, size in runs]
+    losses = [trained(size, True, {"stage": stage, **more}, 4).losses for stage, more, size in runs]
     tiled, tiled3, whole, right = losses
     assert tiled == tiled3
     # Four losses are few: both errors have been half an ulp, one of them a third of the other.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, Launchers
+from marks import longer
 from mistakes import ARGUMENTS, CHECKPOINTS, CONFIGS, MISTAKES, START, USE
 from nodes import environment
 from test_import import fresh
@@ -156,19 +157,24 @@ def test_the_launcher_says_that_all_ranks_failed_alike(two_ranks) -> None:
     )
 
 
-def test_the_text_of_sys_exit_is_said_once(two_ranks) -> None:
-    caught = "try:\n    sys.exit('caught')\nexcept SystemExit as error:\n    assert error.code == 'caught'\n"
-    ended = two_ranks(f"import sys, zero\n{caught}sys.exit('no data')\n")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == "no data\nzero run: all ranks failed, with exit code 1\n"
+CAUGHT = "try:\n    sys.exit('caught')\nexcept SystemExit as error:\n    assert error.code == 'caught'\n"
+ENDS = [
+    (f"import sys, zero\n{CAUGHT}sys.exit('no data')\n", 1, "no data\n"),
+    *longer(
+        (
+            "import argparse, zero\nargparse.ArgumentParser(prog='p').parse_args(['--m'])\n",
+            2,
+            "usage: p [-h]\np: error: unrecognized arguments: --m\n",
+        )
+    ),
+]
 
 
-@pytest.mark.long
-def test_a_wrong_command_line_of_a_script_is_said_once(two_ranks) -> None:
-    ended = two_ranks("import argparse, zero\nargparse.ArgumentParser(prog='p').parse_args(['--m'])\n")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    said = "usage: p [-h]\np: error: unrecognized arguments: --m\nzero run: all ranks failed, with exit code 2\n"
-    assert ended.stderr == said
+@pytest.mark.parametrize(("text", "status", "said"), ENDS)
+def test_what_a_script_ends_with_is_said_once(two_ranks, text: str, status: int, said: str) -> None:
+    ended = two_ranks(text)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert ended.stderr == f"{said}zero run: all ranks failed, with exit code {status}\n"
 
 
 def test_the_launcher_names_the_one_rank_that_failed(two_ranks) -> None:

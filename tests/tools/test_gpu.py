@@ -84,6 +84,8 @@ def test_parts(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert call(gpu, folder, monkeypatch, "table", "--again") == 0
     assert [line["row"] for line in lines(folder) if "row" in line] == [{"": "one step", "ms": "3"}]
     assert {line["part"] for line in lines(folder)} == set(gpu.PARTS)
+    with pytest.raises(SystemExit):
+        call(gpu, folder, monkeypatch, "no-such-part")
 
 
 def test_a_part_whose_time_is_over_is_ended(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +93,3 @@ def test_a_part_whose_time_is_over_is_ended(gpu: ModuleType, tmp_path: Path, mon
     monkeypatch.setattr(gpu, "SECONDS", 0.5)
     assert call(gpu, tmp_path / "found", monkeypatch, "dies", "nothing") == 1
     assert [line["status"] for line in lines(tmp_path / "found")] == ["cut", "skipped"]
-
-
-def test_a_part_that_is_not_there(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        call(gpu, tmp_path, monkeypatch, "kernel")

@@ -112,7 +112,7 @@ def test_the_diverging_rank_itself_says_where_the_others_are(outcome: dict[str, 
     assert "make the module around these blocks a leaf (zero_optimization.leaf_module) or name it in zero.units" in said
 
 
-@pytest.mark.parametrize("name", ["raise", "raise_stage_1", "raise_keeper"])
+@pytest.mark.parametrize("name", ["raise", "raise_keeper"])
 def test_a_rank_that_raised_is_quoted(name: str, outcome: dict[str, tuple[int | None, str]]) -> None:
     odd = CASES[name].rank
     for _, said, error in others(name, outcome):

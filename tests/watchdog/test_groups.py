@@ -34,8 +34,6 @@ def in_pairs(folder: str) -> dict[str, Any]:
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [2, 3])]
     engines = {str(index): engine_in(groups[index], 3) for index in ((0,) if rank < 2 else (1, 2))}
     engines["all"] = engine_in(dist.group.WORLD, 1)
-    watchdogs = {name: engine._sharded.world.watchdog for name, engine in engines.items()}
-    keys = {name: (watchdog.store.ranks, watchdog.number) for name, watchdog in watchdogs.items()}
     for name, engine in reversed(engines.items()):
         train(engine, 0)
         engine.save_checkpoint(f"{folder}/{name}")
@@ -55,14 +53,10 @@ def in_pairs(folder: str) -> dict[str, Any]:
     for engine in engines.values():
         train(engine, 2)
         engine.destroy()
-    return {"keys": keys, "text": text, "saved": sorted(os.listdir(folder))}
+    return {"text": text, "saved": sorted(os.listdir(folder))}
 
 
 def test_ranks_that_own_different_numbers_of_engines(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(4, in_pairs, str(tmp_path))
-    pairs = {"0": ((0, 1), 1), "1": ((2, 3), 1), "2": ((2, 3), 2)}
-    for rank, each in enumerate(found):
-        own = ("0",) if rank < 2 else ("1", "2")
-        assert each["keys"] == {name: pairs[name] for name in own} | {"all": ((0, 1, 2, 3), 1)}
-        assert each["saved"] == ["0", "1", "2", "all"]
+    assert [each["saved"] for each in found] == [["0", "1", "2", "all"]] * 4
     assert found[2]["text"].startswith("rank 3 raised ValueError: bad batch"), "global ranks are named"

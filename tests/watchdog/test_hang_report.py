@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from zero.watchdog.hang_detector import HangDetector
 from zero.watchdog.hang_report import (
     Phase,
     Record,
@@ -18,15 +14,10 @@ from zero.watchdog.hang_report import (
     cause,
     cause_of_loss,
     clipped,
-    difference_text,
-    first_difference,
     hang_report,
     ranks_text,
-    record_of,
-    wanted,
     where,
 )
-from zero.watchdog.rank_status import Collective, FailedWait, RankStatus, Waiting
 
 WAITS = "gather of unit 'blocks.3'"
 
@@ -52,40 +43,6 @@ def view(*records: Record, silent: dict[int, float] | None = None, store: float 
 )
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
-
-
-def test_a_record_survives_the_store() -> None:
-    record = Record(3, 9, Phase.STEP, 4, 5, "a", "b", 6, 1.5, "ValueError: 'ü'", 2, (0, 7), True, 8)
-    assert record_of(record.to_json()) == record
-    assert record_of(record.to_json().encode()) == record
-
-
-def test_ranks_that_wait_for_the_same_come_first_and_the_one_outside_is_described() -> None:
-    outside = Record(2, steps=7, number=56, last="gather of unit 'head' (#56)")
-    text = hang_report(view(waiting(1), outside, waiting(3, 58)), WAITS)
-    assert text == (
-        "ranks 1, 3: waiting for the same; "
-        "rank 2: outside the engine since its step 7, last the gather of unit 'head' (#56)"
-    )
-    assert wanted(view(waiting(1), outside, waiting(3)), WAITS) == (2,)
-
-
-def test_a_silent_rank_is_stopped_or_dead_and_one_that_never_spoke_is_named() -> None:
-    seen = view(waiting(1), waiting(2), silent={2: 3.4}, world=5)
-    text = hang_report(seen, WAITS)
-    assert "rank 1: waiting for the same" in text
-    assert "rank 2: not heard of for 3 s, stopped or dead (when last heard: waiting for the gather" in text
-    assert text.endswith("ranks 3, 4: never heard of")
-    assert wanted(seen, WAITS) == (2,)
-
-
-def test_ranks_that_wait_for_different_units_are_told_what_to_do() -> None:
-    remedy = "make the module around these blocks a leaf (zero_optimization.leaf_module) or name it in zero.units"
-    other = replace(waiting(2), waits="reduce of unit 'head'")
-    assert remedy in hang_report(view(waiting(1), other), WAITS)
-    assert remedy not in hang_report(view(waiting(1), other, silent={2: 3.4}), WAITS), "it is stopped"
-    assert remedy not in hang_report(view(waiting(1), waiting(2)), WAITS)
-    assert remedy not in hang_report(view(replace(other, waits="outcome of writing")), WAITS)
 
 
 def test_one_rank_in_a_save_while_others_train_is_told_what_may_be_wrong() -> None:
@@ -145,54 +102,3 @@ def test_the_first_exception_is_the_cause_not_those_that_followed() -> None:
     assert cause(view(late, victim, early), 5) == "rank 3 raised ValueError: early"
     assert cause_of_loss(view(late, victim, early), 0.1) == "rank 3 raised ValueError: early"
     assert cause_of_loss(view(waiting(1), victim), 0.1) == "rank 2 gave up for want of rank 3: rank 3 raised"
-
-
-def gives_up(status: RankStatus, lost: bool = True) -> None:
-    """Have a detector look at a wait that is over its time-out; the wait fails, or else ends well, meanwhile."""
-    waiting_for = Waiting(Collective("gather", "blocks.3", 58), time.monotonic() - 9.0)
-    status.waiting = waiting_for
-
-    def told() -> None:
-        status.waiting = None
-        status.failed_wait = FailedWait(waiting_for, "closed", time.monotonic()) if lost else None
-
-    elsewhere = replace(waiting(0), waits="gather of unit '<root>'")
-    store = SimpleNamespace(view=lambda: view(elsewhere), poke=told, keeps=False, reading=False)
-    HangDetector(status, store, (), 8.0, device=None)._look(time.monotonic())  # type: ignore[arg-type]
-
-
-def test_a_rank_that_gives_up_tells_of_its_own_exception_before() -> None:
-    status = RankStatus(2)
-    gives_up(status)
-    assert status.gave_up.startswith("rank 2 has waited for the gather of unit 'blocks.3' (#58)")
-    alone = RankStatus(2)
-    alone.phase = Phase.FORWARD
-    alone.fail(ValueError("bad sample"))
-    alone.failing = False  # it went on with the next batch
-    gives_up(alone)
-    own = "rank 2 raised ValueError: bad sample in forward and went on; rank 2 has waited for the gather"
-    assert alone.gave_up.startswith(own)
-    assert cause(view(waiting(1), alone.record(1, 1)), 58).startswith(f"rank 2 gave up for want of rank 0: {own}")
-
-
-def test_a_wait_that_ends_well_while_it_is_judged_leaves_no_trace() -> None:
-    status = RankStatus(2)
-    status.error = "ValueError: bad sample"
-    gives_up(status, lost=False)
-    assert (status.gave_up, status.error, status.failing) == ("", "ValueError: bad sample", False)
-
-
-def test_a_lost_connection_waits_for_a_culprit_but_not_for_ever() -> None:
-    assert cause_of_loss(view(waiting(1), waiting(2)), 1.0) == ""
-    assert cause_of_loss(view(waiting(1), waiting(2), silent={2: 2.1}), 2.3).startswith("rank 2 gone: not heard of")
-    assert cause_of_loss(view(waiting(1), waiting(2)), 2.5) != ""
-    assert cause_of_loss(view(store=math.inf, world=3), 0.0).startswith("rank 0 is stopped or dead, and with it")
-    assert wanted(view(store=math.inf, world=3), WAITS) == (0,)
-
-
-def test_where_lists_differ() -> None:
-    lists = [["a", "b", "c"], ["a", "b"], ["a", "b", "c"]]
-    assert first_difference(lists) == (2, ["c", "", "c"])
-    assert difference_text(["c", "", "c"], "nothing") == "ranks 0, 2: c; rank 1: nothing"
-    assert first_difference([["a"], ["a"]]) == (-1, [])
-    assert len(difference_text([f"line {rank}" * 100 for rank in range(4096)], "-")) < 2500

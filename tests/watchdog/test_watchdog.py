@@ -1,6 +1,7 @@
 """The promise: the watch costs two threads per engine that talks, and they go when the engine goes.
 
-An exception that all ranks share, or that one catches in time, leaves training alone.
+An exception that all ranks share, or that one catches in time, leaves training alone; a wait of the device, which the
+host has gone on from, is named as one of the host is.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_nccl import on_fake_nccl
 from launching import Launchers
-from models import batch, config, make_net
-from ranks import Pool
+from models import batch, config, make_net, share
+from ranks import Pool, said_by
+from stand_in_device import DEVICE
 
 import zero
 
@@ -100,6 +103,30 @@ def test_an_exception_that_is_caught_in_time_ends_nothing(pool: Pool, stage: int
     results = pool.run(2, train_past, stage, raising)
     assert [raised for _, raised in results] == [int(rank in raising) for rank in range(2)]
     assert [losses for losses, _ in results] == [losses for losses, _ in plain]
+
+
+def parted() -> str:
+    """What rank 0 says of a forward that rank 1 does not take part in; rank 1 waits outside of the engine for that."""
+    with pytest.MonkeyPatch.context() as patch, on_fake_nccl(patch) as device:
+        engine, *_ = zero.initialize(model=make_net(), config=config(3, 2, zero={"timeout": 1.5}))
+        store = dist.distributed_c10d._get_default_store()
+        batch = [part.to(DEVICE) for part in share(0)]
+        engine.backward(engine(*batch))
+        engine.step()
+        said = ""
+        if dist.get_rank() == 0:
+            said = said_by(lambda: engine(*batch))
+            store.set("said", "")
+        else:
+            store.wait(["said"])
+        device.on_way.clear()
+        return said
+
+
+def test_a_gather_that_never_ends_is_named_although_no_thread_waits_in_it(pool: Pool) -> None:
+    said = pool.run(2, parted)[0]
+    assert "rank 0 has waited for the gather of unit '" in said
+    assert "in forward, the time-out (zero.timeout); rank 1: outside the engine since its step 1" in said
 
 
 PROGRAM = """
