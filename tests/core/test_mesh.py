@@ -14,8 +14,7 @@ from torch import nn
 
 import zero
 from zero.core import comm
-from zero.core.mesh import backend_of, make_mesh
-from zero.plan.sharding import Sharding
+from zero.core.world import backend_of, make_world
 
 
 class Row(nn.Module):
@@ -94,10 +93,10 @@ def warned_of() -> list[str]:
     """What two meshes on a stand-in for a GPU log, whose messages gloo sends."""
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero.core.mesh.local_device", lambda: torch.device("xpu"))
+        patch.setattr("zero.core.world.local_device", lambda: torch.device("xpu"))
         patch.setattr("zero.log.logger.handle", lambda record: lines.append(record.getMessage()))
         for _ in range(2):
-            make_mesh(Sharding.of_stage(3), 60.0).watchdog.close()
+            make_world(60.0).watchdog.close()
     return lines
 
 

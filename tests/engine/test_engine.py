@@ -14,7 +14,7 @@ from models import batch, config, make_net, step
 from torch import nn
 
 import zero
-from zero.core.mesh import local_device
+from zero.core.world import local_device
 from zero.engine import Engine
 
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}}

@@ -335,7 +335,7 @@ def test_no_other_thread_asks_the_device_while_a_graph_is_captured():
     with pytest.MonkeyPatch.context() as patch:
         fake_graphs(patch)
         training, held = Training(Odd, settings(1, 1, graph_harvesting=True)), []
-        waits = training.engine._sharded.mesh.watchdog._device = DeviceWaits(object)
+        waits = training.engine._sharded.world.watchdog._device = DeviceWaits(object)
         enter = FakeCapture.__enter__
         patch.setattr(FakeCapture, "__enter__", lambda self: (held.append(waits.looking.locked()), enter(self))[1])
         training.step(training.call(0))
