@@ -44,8 +44,8 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
         0: "launched rendezvous torch_private state feedback",
-        1: "mesh mpu quantized tensors tree hashing leaf",
-        2: "joining comm released",
+        1: "world mpu quantized tensors tree hashing leaf",
+        2: "joining comm mesh released",
         3: "agree accumulator master param_buffer secondary owner",
         4: "reduction master_sync initial_values",
         5: "gradients travel refusals",
