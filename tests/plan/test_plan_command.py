@@ -21,7 +21,6 @@ from zero.__main__ import main
 from zero.config import load
 from zero.config.override import apply
 from zero.sizes import command, search, table
-from zero.sizes.asks import ASKS
 from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.rates import DEVICES
@@ -82,7 +81,7 @@ def test_the_longest_names_stay_within_the_width(capsys: pytest.CaptureFixture, 
     batches = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 128}
     section = {"zero_optimization": {"stage": 3, **places}, "zero": {"shard_size": 1024}}
     path.write_text(json.dumps({**batches, **section, "bf16": {"enabled": True}}))
-    for words in ("--all", "--ask=all"):
+    for words in ("--all",):
         printed(capsys, "--world", "2048", "--config", str(path), words)
     assert max(map(len, str(zero.estimate(1e12, path, 2048)).splitlines())) <= 100
 
@@ -214,44 +213,9 @@ def test_the_verdict_follows_from_the_speeds() -> None:
     assert said((8, 100, 0.1), (32, 380, 0.1)).startswith("more ranks pay up to 32 and perhaps beyond: 3.8 x the speed")
 
 
-# What people ask.
-
-
-def test_every_question_has_an_answer(capsys: pytest.CaptureFixture) -> None:
-    text = printed(capsys, "--world", "16", "--ask", "all")
-    parts = [text.index(question) for question, _ in ASKS.values()]
-    assert parts == sorted(parts)
-    for start, end in zip(parts, [*parts[1:], None], strict=True):
-        assert len(text[start:end].splitlines()) > 1
-    assert printed(capsys, "--world", "16", "--ask", "peak").splitlines()[4:] == text[parts[0] : parts[1]].splitlines()
-
-
-def answered(capsys: pytest.CaptureFixture, name: str, tmp_path: Path, **values: Any) -> str:
-    path = tmp_path / "zero.json"
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, **values}))
-    model = "--params", "5e8", "--sequence", "512"
-    return printed(capsys, *model, "--world", "16", "--ask", name, "--config", str(path))
-
-
-def test_answers_are_those_of_rows(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    three = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}
-    peaks = {}
-    for name in ("recompute", "precision", "keep", "units"):
-        lines = answered(capsys, name, tmp_path, **three).splitlines()
-        head = next(index for index, line in enumerate(lines) if "peak GB" in line)
-        end = lines[head].index("peak GB") + len("peak GB")
-        peaks[name] = [float(line[:end].split()[-1]) for line in lines[head + 1 :] if line.endswith("  yes")]
-    none, selective, full, host = peaks["recompute"][1:]
-    assert host < full < selective < none == peaks["recompute"][0]
-    assert peaks["precision"][3] > 1.5 * peaks["precision"][1], "fp32 takes more than bf16"
-    assert peaks["keep"][2] >= peaks["keep"][1] == peaks["keep"][0]
-    assert peaks["units"][1] > peaks["units"][0], "one unit for all is whole at once"
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--ask", "weather", "--world", "2"], "--ask: got 'weather', wanted one of all, peak, units"),
         (["--device", "abacus", "--world", "2"], "--device: got 'abacus', wanted one of measured, b200"),
         (["--groups"], "one of them at a time"),
         (["train:make"], "one of them at a time"),
@@ -270,10 +234,7 @@ def test_answers_are_those_of_rows(capsys: pytest.CaptureFixture, tmp_path: Path
         (["--world", "3", "--nodes", "2", "--device", "cuda"], "--nodes: got 2, wanted a divisor of the 3 ranks"),
         (["--world", "2,4", "--nodes", "2"], "--nodes: wants one number of ranks, in --world"),
         (["--sequence", "0"], "--sequence: got '0', wanted an integer of at least 1"),
-        (["--ask", "nope"], "--ask: got 'nope', wanted one of all, peak"),
-        (["--ask", "peak"], "--ask: wants one number of ranks, in --world"),
         (["--json"], "--json: wants one number of ranks, in --world"),
-        (["--world", "2", "--ask", "peak", "--json"], "--ask and --json: one of them at a time"),
         (["--world", "2", "--json", "/dev/null/a.json"], "--json: cannot write '/dev/null/a.json': Not a directory"),
         (["a" * 500], "one of them at a time"),
     ],
@@ -328,7 +289,7 @@ def test_a_large_plan_is_little_work_and_needs_no_torch(monkeypatch: pytest.Monk
     code = """
         import json
         from zero.__main__ import main
-        main(["plan", "--params", "1e12", "--world", "4096", "--device", "h200", "--ask", "mixed"])
+        main(["plan", "--params", "1e12", "--world", "4096", "--device", "h200"])
         print(json.dumps(0))
     """
     assert fresh(code, ("torch", "numpy", "zero._cpu", "zero._cuda")) == 0

@@ -133,7 +133,7 @@ class Aio(Section):
     """Asynchronous file access, for offload to nvme."""
 
     block_size: integer(4096, 2**30, multiple_of=4096) = 1_048_576
-    """Bytes that a worker reads or writes at once; `zero report --io DIR` finds the best number for a drive."""
+    """Bytes that a worker reads or writes at once."""
     queue_depth: integer(1, 4096) = 8
     """Blocks of each worker in flight."""
     intra_op_parallelism: integer(1, 256) = 1
@@ -204,10 +204,6 @@ class Zero(Section):
     reduce-scatter, which adds in what travels and in an order of its own; or in a fixed binary tree over the
     micro-batches of one optimizer step, which gives the same bits at every world size and takes a power of two of
     micro-batches. "auto" is "backend" for fp32 over NCCL and for ranks of several machines, else "ranks"."""
-    prefetch: choice("elements", "time") = "elements"
-    """How far ahead parameters are gathered at stage 3: as far as zero_optimization.stage3_prefetch_bucket_size and
-    stage3_max_live_parameters allow, or within these no further than gathers take, by the times of the first two
-    micro-batches."""
     timeout: Seconds = TIMEOUT
     """Seconds that a rank waits for another before the job ends with a report of who waits for what."""
     check_order: Bool = False

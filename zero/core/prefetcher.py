@@ -15,7 +15,6 @@ from zero.core.state import State
 from zero.core.tensors import tensors_in
 from zero.core.torch_private import backward_task, storage_id
 from zero.core.unit import Unit
-from zero.plan.in_time import LearntUse, UnitSeconds, asked_until
 from zero.plan.order import START, Limits, Position, advance, fetched_ahead, read_ahead, to_come, used_again
 
 
@@ -77,11 +76,8 @@ class Forecast:
     """
 
     def __init__(self) -> None:
-        self.uses: list[LearntUse] = []
-        self._learnt: list[LearntUse] = []  # the uses of the last step
-        self._order: tuple[int, ...] = ()  # their units
-        self._seconds: Sequence[UnitSeconds] = ()  # of each unit, where gathers come in time
-        self._until: Sequence[int] = ()  # for each, how far in the order gathers are asked for while it computes
+        self.uses: list[int] = []
+        self._order: tuple[int, ...] = ()  # the uses of the last step
         self._position: Position = START  # how far in it this step is
         self._resume: Position = START  # where a forward without gradients has interrupted a step
 
@@ -90,21 +86,11 @@ class Forecast:
         """The uses that are expected next."""
         return to_come(self._order, self._position)
 
-    @property
-    def due(self) -> Sequence[int]:
-        """Those of them that are to be gathered while the last one computes, as far as that is known."""
-        at = self._position.index
-        return self.coming[: self._until[at - 1] - at] if self._until else self.coming
-
-    def gather_in_time(self, seconds: Sequence[UnitSeconds]) -> None:
-        """From now on only what gathers take is due; `seconds` of each unit, alike on all ranks."""
-        self._seconds, self._until = seconds, asked_until(self._learnt, seconds)
-
-    def used(self, index: int, gathered: bool) -> None:
-        """A unit was used, and was gathered for it, or kept; in an evaluation, that is no part of a step."""
+    def used(self, index: int) -> None:
+        """A unit was used; in an evaluation, that is no part of a step."""
         self._position = advance(self._order, self._position, index)
         if torch.is_grad_enabled() or in_backward():
-            self.uses.append(LearntUse(index, in_backward(), gathered))
+            self.uses.append(index)
 
     def interrupt(self) -> None:
         """A forward without gradients begins."""
@@ -117,9 +103,8 @@ class Forecast:
 
     def end_step(self, learn: bool) -> None:
         """A backward has ended; after one that raised there is nothing to `learn`."""
-        if learn and self.uses and self.uses != self._learnt:
-            self._learnt, self._order = self.uses, tuple(use.unit for use in self.uses)
-            self._until = asked_until(self._learnt, self._seconds) if self._seconds else ()
+        if learn and self.uses:
+            self._order = tuple(self.uses)
         self.uses = []
         self._position = self._resume = START
 
@@ -246,11 +231,10 @@ class ParamPrefetcher:
         fresh = [unit for unit in units if not self._uses[unit.index].live or unit.state is State.SHARDED]
         for unit in fresh:
             use = self._uses[unit.index]
-            gathered = use.phase is Phase.PREFETCHED or unit.state is State.SHARDED
             unit.gather()  # may refuse, and has not been used then
             use.phase, use.left = Phase.LIVE, None
             self._disk.gathered(unit)
-            self.forecast.used(unit.index, gathered)
+            self.forecast.used(unit.index)
         for unit in units:
             unit.wait()
         if fresh:
@@ -344,8 +328,8 @@ class ParamPrefetcher:
             self.units[index].gather(deferred=True)  # of those whose update has ended since
         in_use = {unit.index for unit in used} | {index for index, use in enumerate(self._uses) if use.depth}
         full = {unit.index for unit in self.units if unit.state in (State.FULL, State.CONCEALED)} - in_use
-        coming, due = self.forecast.coming, self.forecast.due
-        chosen = fetched_ahead(due, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
+        coming = self.forecast.coming
+        chosen = fetched_ahead(coming, self._sizes, self._limits, used=in_use, kept=full, travelling=ahead)
         for unit in (self.units[index] for index in chosen):
             # What is not read yet is left to a later moment. An update that runs is no reason to leave a unit: which
             # one still does is not alike on all ranks, and what one rank begins to gather the others must, too.

@@ -51,7 +51,6 @@ from zero.engine.status import Status
 from zero.engine.step_record import StepRecord, mean_loss
 from zero.log import logger, rank_zero
 from zero.monitor.comms import Traffic, table
-from zero.monitor.use_times import UseTimes
 from zero.optim.norm import RankReport
 from zero.optim.optimizer import HeldOpen, ZeroOptimizer
 from zero.recompute.modules import Recomputing
@@ -87,8 +86,6 @@ class TrainingStep:
         self.profiles: Profiles | None = None
         if optimizer is not None and asked(config):
             self.profiles = Profiles(config, sharded, optimizer, device, self.progress)
-        if config.zero.prefetch == "time" and any(unit.cut for unit in sharded.units):
-            UseTimes(sharded)
         self.reality = _reality(config, sharded, optimizer)
         self.model = graphed(sharded) if config.graph_harvesting else sharded.module
         self._sharded = sharded

@@ -22,13 +22,11 @@ from zero.log import counted
 from zero.memory.available import available_nbytes
 from zero.plan.command import ranks_per_host
 from zero.plan.formats import ITEMSIZE
-from zero.sizes.asks import ASKS, answer
-from zero.sizes.choice import own_choice
 from zero.sizes.cost import ModelCost, shape_cost
 from zero.sizes.estimate import DEFAULT, GB, Row, estimate
 from zero.sizes.lines import of_each, wrapped
 from zero.sizes.rates import DEVICES, Rates, measured
-from zero.sizes.search import Search, Setup, candidates
+from zero.sizes.search import Setup, candidates
 from zero.sizes.shape import Shape, shape_of
 from zero.sizes.table import name_of, nothing_fits, over_worlds, smallest, summary, table
 
@@ -63,14 +61,10 @@ def plan(given: argparse.Namespace) -> int:
 
 def _check(given: argparse.Namespace) -> None:
     """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
-    if given.ask not in (None, "all", *ASKS):
-        raise ValueError(f"--ask: got {given.ask!r}, wanted one of all, {', '.join(ASKS)}")
-    if given.ask is not None and given.json is not None:
-        raise ValueError("--ask and --json: one of them at a time")
     ranks_per_host(given)
     if given.json not in (None, "-"):
         check_writable(given.json, "--json")
-    for flag in ("ask", "json", "all"):
+    for flag in ("json", "all"):
         if getattr(given, flag) not in (None, False) and len(given.world or []) != 1:
             raise ValueError(f"--{flag}: wants one number of ranks, in --world")
 
@@ -81,7 +75,7 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
         yield from source.layers() if given.shardable else source.operators()
         return
     worlds = given.world or []
-    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.ask or given.sequence):
+    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
         model = given.params if source.inputs is None else source.model
         size = {"layers": given.layers, "width": given.width}
         yield str(estimate(model, given.config, worlds[0], device=given.device, **size))
@@ -188,16 +182,9 @@ class Source:
 
 
 def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
-    """The table and what is best in it; or the answers; or the configuration."""
+    """The table and what is best in it; or the configuration."""
     rows = candidates(setup)
     best = rows[0]
-    if given.ask:
-        if given.config is not None:
-            search = Search(setup, own_choice(setup.settings))
-            best = search.row(setup.policy, setup.settings.train_micro_batch_size_per_gpu)
-        yield name_of(best)
-        yield from answer(given.ask, setup, best)
-        return
     if best.lacks:
         yield nothing_fits(rows)
     yield f"GB (1e9 bytes) at most on {of_each(setup.ranks)}, {setup.per_host} to a host"
@@ -245,7 +232,7 @@ def _setup(given: argparse.Namespace, source: Source) -> Setup:
         cost, mirrored = replace(cost, notes=(*cost.notes, note)), _has_gpu()
     else:
         rates, mirrored = _given(given.device), True
-    return Setup(source.model, cost, settings, rates, ranks_per_host(given), mirrored, source.cost)
+    return Setup(source.model, cost, settings, rates, ranks_per_host(given), mirrored)
 
 
 def _has_gpu() -> bool:

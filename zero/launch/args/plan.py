@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     about = "write the configuration of the fastest that fits, to a file or to where the table goes"
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=about)
-    parser.add_argument("--ask", metavar="NAME", help="answer a question about the configuration; all: every one")
     parser.add_argument("--all", action="store_true", help="print all rows, and not the best of each choice")
     about = "instead print the operators of a step with their FLOPs and bytes, of all units together or of each"
     parser.add_argument("--trace", nargs="?", const="all", choices=("all", "units"), help=about)
