@@ -107,9 +107,7 @@ def _given(name: str, sheet: _Sheet) -> Rates:
 DEVICES: Mapping[str, Rates] = {name: _given(name, sheet) for name, sheet in _SHEETS.items()}
 
 
-def measured(
-    ranks: int, dtype: str = "fp32", width: int = 512, model: str = "", sequence: int = 1
-) -> Rates:
+def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "", sequence: int = 1) -> Rates:
     """The rates of this machine with `ranks` ranks on it, all of which compute and send at the same time.
 
     Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
