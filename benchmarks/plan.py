@@ -194,7 +194,7 @@ def of_ranks(own: Any) -> list[Any]:
 
 def worker(rank: int, rows: list[Row], folder: str, with_times: bool) -> list[Seen]:
     """All rows, one after the other."""
-    rates = together(of_ranks(measure("bf16", SIZES.width, folder))) if with_times else None
+    rates = together(of_ranks(measure("bf16", SIZES.width))) if with_times else None
     return [try_row(rank, row, folder, rates) for row in rows]
 
 

@@ -81,8 +81,6 @@ def _add_report(commands) -> None:
     parser = commands.add_parser("report", help=about, description=f"{about}. {ends}", allow_abbrev=False)
     parser.add_argument("--no-measure", action="store_true", help="leave out the two seconds of measuring")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    about = "instead measure the drive of this folder (about 20 seconds) and propose the section aio of the config"
-    parser.add_argument("--io", metavar="DIR", help=about)
     about = "instead make one HTML file of what a run has written to this folder, even if it was killed"
     parser.add_argument("--run", metavar="DIR", help=about)
     parser.add_argument("--out", metavar="FILE", help="with --run: the file to write (default: DIR/report.html)")
@@ -180,20 +178,9 @@ def _report(args: argparse.Namespace) -> int:
         return page.command(args.run, args.out)
     if args.out is not None:
         return _refuse("report", "--out names the file of --run DIR; give both")
-    if args.io is None:
-        from zero import report
+    from zero import report
 
-        return report.run(measured=not args.no_measure, as_json=args.json)
-    if args.no_measure:
-        return _refuse("report", "--io measures; leave out --no-measure")
-    from zero.report import drive
-
-    try:
-        return drive.run(args.io, as_json=args.json)
-    except BrokenPipeError:  # not of the drive
-        raise
-    except OSError as error:
-        return _refuse("report", f"--io: {error}")
+    return report.run(measured=not args.no_measure, as_json=args.json)
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed.monitor": "engine.monitor, and tensorboard, wandb, csv_monitor and comet of the JSON",
     "deepspeed.nebula": "engine.save_checkpoint, which writes beside the loop",
     "deepspeed.datastates": "engine.save_checkpoint, which writes beside the loop",
-    "deepspeed.nvme": "the command `zero report --io DIR`",
+    "deepspeed.nvme": "nothing: `fio` measures a drive",
     "deepspeed.pipe.PipelineModule": _ONE_KIND,
     "deepspeed.pipe.LayerSpec": _ONE_KIND,
     "deepspeed.pipe.TiedLayerSpec": _ONE_KIND,

@@ -85,12 +85,11 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.long
-def test_this_machine_is_measured_on_ranks_at_the_same_time(tmp_path: Path) -> None:
-    rates = measured(2, "bf16", 64, str(tmp_path))
+def test_this_machine_is_measured_on_ranks_at_the_same_time() -> None:
+    rates = measured(2, "bf16", 64)
     assert rates.flops.keys() == {"fp32", "bf16"} and min(rates.flops.values()) > 1e6
-    moved = rates.device_bandwidth, rates.host_bandwidth, rates.host_link, rates.drive_read, rates.drive_write
+    moved = rates.device_bandwidth, rates.host_bandwidth, rates.host_link
     assert min(moved) > 1e6 and rates.intra_host > 1e6 and 0 < rates.latency < 10
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

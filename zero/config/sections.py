@@ -133,7 +133,7 @@ class Aio(Section):
     """Asynchronous file access, for offload to nvme."""
 
     block_size: integer(4096, 2**30, multiple_of=4096) = 1_048_576
-    """Bytes that a worker reads or writes at once; `zero report --io DIR` finds the best number for a drive."""
+    """Bytes that a worker reads or writes at once."""
     queue_depth: integer(1, 4096) = 8
     """Blocks of each worker in flight."""
     intra_op_parallelism: integer(1, 256) = 1

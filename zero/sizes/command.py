@@ -75,7 +75,7 @@ def _lines(given: argparse.Namespace) -> Iterator[str]:
         yield from source.layers() if given.shardable else source.operators()
         return
     worlds = given.world or []
-    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.ask or given.sequence):
+    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
         model = given.params if source.inputs is None else source.model
         size = {"layers": given.layers, "width": given.width}
         yield str(estimate(model, given.config, worlds[0], device=given.device, **size))
@@ -232,7 +232,7 @@ def _setup(given: argparse.Namespace, source: Source) -> Setup:
         cost, mirrored = replace(cost, notes=(*cost.notes, note)), _has_gpu()
     else:
         rates, mirrored = _given(given.device), True
-    return Setup(source.model, cost, settings, rates, ranks_per_host(given), mirrored, source.cost)
+    return Setup(source.model, cost, settings, rates, ranks_per_host(given), mirrored)
 
 
 def _has_gpu() -> bool:

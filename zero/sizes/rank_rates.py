@@ -1,7 +1,7 @@
 """What one of several ranks reaches while the others do the same: started by `zero.sizes.rates.measured`.
 
-`python -m zero.sizes.rank_rates DIR DTYPE WIDTH FOLDER MODEL SEQUENCE`: each rank writes a JSON object with the fields
-of `Rates` to a file in DIR. FOLDER: on the drive to be measured, "" for none. MODEL, SEQUENCE: as `zero plan` is given
+`python -m zero.sizes.rank_rates DIR DTYPE WIDTH MODEL SEQUENCE`: each rank writes a JSON object with the fields
+of `Rates` to a file in DIR. MODEL, SEQUENCE: as `zero plan` is given
 them, "" for transformer blocks.
 """
 
@@ -30,7 +30,7 @@ from zero.core.world import Axis, local_device, make_world
 from zero.recompute.modules import Recomputed
 from zero.recompute.policy import Policy
 from zero.recompute.saved_inputs import ALONE, InputStore
-from zero.report import drive, speed
+from zero.report import speed
 from zero.sizes.recorder import FORMULAS
 from zero.sizes.source import load_model
 from zero.sizes.trace import Inputs, arguments, blocks_of, ends
@@ -38,7 +38,6 @@ from zero.sizes.trace import Inputs, arguments, blocks_of, ends
 _SECONDS = 0.6  # of each measurement
 _TIMEOUT = 120.0  # seconds that ranks wait for each other
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_AIO = 1, 8, 1 << 20  # the defaults of the section `aio`
 _SMALL, _LARGE = 1 << 12, 1 << 24  # bytes that a rank sends to each other one
 _BLOCKS, _BATCH, _SEQUENCE, _HEAD = 4, 2, 256, 64  # of the transformer
 _AGAIN = 4  # rounds of all policies of recomputation
@@ -49,16 +48,16 @@ Build = Callable[[], tuple[nn.Module, Inputs]]
 """Makes a model with values in memory, and the arguments of its forward."""
 
 
-def run(answers: Path, dtype: str, width: int, folder: str, model: str, sequence: int) -> None:
+def run(answers: Path, dtype: str, width: int, model: str, sequence: int) -> None:
     """Join the ranks that were started together, measure, and write down what was found."""
     init_distributed()
-    rates = measure(dtype, width, folder, partial(load_model, model, sequence, local_device()) if model else None)
+    rates = measure(dtype, width, partial(load_model, model, sequence, local_device()) if model else None)
     (answers / str(dist.get_rank() if dist.is_initialized() else 0)).write_text(json.dumps(rates), encoding="utf-8")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None = None) -> dict[str, Any]:
+def measure(dtype: str, width: int = 512, model: Build | None = None) -> dict[str, Any]:
     """The fields of `Rates` on this rank, while all others do the same; collective.
 
     FLOP/s are those of `model`, None for a transformer of this width.
@@ -80,9 +79,6 @@ def measure(dtype: str, width: int = 512, folder: str = "", model: Build | None 
     rates["host_memory"] = rates["device_memory"] = psutil.virtual_memory().total / here
     if device.type == "cuda":
         rates["device_memory"] = torch.cuda.get_device_properties(device).total_memory
-    if folder:
-        trial = drive.measure(Path(folder), 4 * _SECONDS, [drive.Setting(*_AIO)]).best
-        rates |= {"drive_read": trial.read * 1e9, "drive_write": trial.write * 1e9}
     world = make_world(timeout=_TIMEOUT)
     if world.size > 1:
         rates |= _links(world, device)
@@ -221,4 +217,4 @@ def _median(turn: Callable[[], object], device: torch.device, rounds: int = 0) -
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:6], int(sys.argv[6]))
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -107,19 +107,17 @@ def _given(name: str, sheet: _Sheet) -> Rates:
 DEVICES: Mapping[str, Rates] = {name: _given(name, sheet) for name, sheet in _SHEETS.items()}
 
 
-def measured(
-    ranks: int, dtype: str = "fp32", width: int = 512, folder: str | None = None, model: str = "", sequence: int = 1
-) -> Rates:
+def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "", sequence: int = 1) -> Rates:
     """The rates of this machine with `ranks` ranks on it, all of which compute and send at the same time.
 
     Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
-    FLOP/s are taken (small ones reach less); folder: where a drive is to be measured, None for none; model, sequence:
+    FLOP/s are taken (small ones reach less); model, sequence:
     as `zero.sizes.source.load_model` takes them, whose own FLOP/s are taken then. Each figure is the median over ranks.
     `inter_host` is `intra_host`: there is one host. Raises RuntimeError that says why it could not be.
     """
     with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
         words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.sizes.rank_rates"]
-        words += [answers, dtype, str(width), folder or "", model, str(sequence)]
+        words += [answers, dtype, str(width), model, str(sequence)]
         command, options = [sys.executable, "-m", "zero", *words], {"stdin": subprocess.DEVNULL, "check": False}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +36,7 @@ class Setup:
     """What a plan is made for: a model and what it costs, the configuration, and machines.
 
     settings: whose world size is the number of ranks; per_host: ranks on each host; mirrored: whether the device has
-    memory of its own and NCCL, or is the host; recost: the cost under other settings, where they change it.
+    memory of its own and NCCL, or is the host.
     """
 
     model: nn.Module | Shape
@@ -45,7 +45,6 @@ class Setup:
     rates: Rates
     per_host: int = 8
     mirrored: bool = True
-    recost: Callable[[Config], ModelCost] | None = None
 
     @property
     def ranks(self) -> int:
