@@ -72,7 +72,7 @@ def share_beside(params: Sequence[nn.Parameter], axis: Axis, label: str) -> None
 @torch.no_grad()
 def share_equal(params: Sequence[nn.Parameter], plan: UnitPlan, axis: Axis) -> None:
     """Take from the first rank the values of those that are the same on all ranks of the axis; collective."""
-    for spec, param in zip(plan.params, params, strict=True):
+    for spec, param in zip(plan.params, params, strict=True) if axis.size > 1 else ():
         if spec.cut is None and owner_of(param) is None:  # one that is built under zero.Init has rank 0's values
             comm.broadcast(param.data, 0, axis, plan.name)
 

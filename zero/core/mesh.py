@@ -61,7 +61,9 @@ class Mesh:
 
     def by_span(self, values: torch.Tensor) -> torch.Tensor:
         """Values of each rank of the world [world.size, ...], in the order of the spans that they count."""
-        return values if self.order == tuple(range(len(self.order))) else values[list(self.order)]
+        if len(self.order) == self.data.size and self.nested:  # by views, for which no device is waited for
+            return values.unflatten(0, (self.replica.size, self.shard.size)).transpose(0, 1).flatten(0, 1)
+        return values[list(self.order)]
 
 
 class Meshes:
