@@ -15,7 +15,7 @@ from kernel_stream import Mix
 from torch import Tensor
 
 from zero.kernels import native
-from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_reference
+from zero.kernels.bucket import sum_rows, sum_rows_reference
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_reference
@@ -195,33 +195,6 @@ def norms(numel: int, _: dict[str, Make]) -> Group:
     return Group("sum of squares", ways)
 
 
-def buckets(numel: int, _: dict[str, Make]) -> Group:
-    """Tensors of a transformer's sizes, side by side in the flat buffer."""
-    tensors, flat = ({dtype: filled(numel, 1.0, dtype) for dtype in (FP32, BF16)} for _ in range(2))
-    sizes, offsets = [], [0]
-    while offsets[-1] < numel:
-        sizes.append(min((1 << 22, 3 << 20, 1 << 10)[len(sizes) % 3], numel - offsets[-1]))
-        offsets.append(offsets[-1] + sizes[-1])
-    ways = []
-    for source, target in ((FP32, FP32), (BF16, FP32), (FP32, BF16)):
-        name = f"{_short(source)} -> {_short(target)}"
-        spans = (list(tensors[source].split(sizes)), flat[target], offsets[:-1], 0.5, True)
-        mix = Mix(reads=[tensors[source]], writes=[flat[target]])
-        ways.append(Way(f"zero, pack {name}", _move, move_reference, spans, mix, share=0.85))
-        spans = (list(tensors[target].split(sizes)), flat[source], offsets[:-1], 0.5, False)
-        mix = Mix(reads=[flat[source]], writes=[tensors[target]])
-        ways.append(Way(f"zero, unpack {name}", _move, move_reference, spans, mix, share=0.85))
-    return Group("packing and unpacking, with a factor", ways)
-
-
-def _move(tensors: list[Tensor], flat: Tensor, offsets: list[int], scale: float, to_flat: bool) -> None:
-    bucket = Bucket(tensors, flat, offsets)
-    if to_flat:
-        bucket.pack(scale)
-    else:
-        bucket.unpack(scale)
-
-
 def _short(dtype: torch.dtype) -> str:
     return {FP32: "fp32", BF16: "bf16"}[dtype]
 
@@ -241,6 +214,5 @@ GROUPS: dict[str, Callable[[int, dict[str, Make]], Group]] = {
     "mixed": adam_mixed,
     "others": other_formulas,
     "norm": norms,
-    "bucket": buckets,
     "rows": sums_of_rows,
 }

@@ -17,7 +17,6 @@ import torch
 from measure import Stat, machine_line, rotated, stat, table
 
 from zero.kernels import cuda
-from zero.kernels.bucket import Bucket
 from zero.kernels.formulas import Adagrad, Adam, Formula, Lion, Sgd
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_into, sum_squares_reference
@@ -96,7 +95,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--numel", type=int, default=1_000_000_000, help="parameters of a shard")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeat", type=int, default=5, help="calls in a turn")
-    parser.add_argument("--tensors", type=int, default=300, help="of a bucket to pack")
     return parser.parse_args()
 
 
@@ -114,10 +112,6 @@ def check(device: torch.device) -> None:
     x = torch.randn(300_001, device=device)
     if abs(sum_squares(x) / sum_squares_reference(x) - 1) > 1e-12:
         raise RuntimeError("sum of squares: differs from the reference; nothing was timed")
-    parts, flat = list(x.split(1013)), torch.empty(x.numel(), device=device, dtype=torch.bfloat16)
-    Bucket(parts, flat, range(0, x.numel(), 1013)).pack(0.5)
-    if not torch.equal(flat, (x * 0.5).bfloat16()):
-        raise RuntimeError("pack: differs from the reference; nothing was timed")
 
 
 def timed(call: Callable[[], object], repeat: int) -> float:
@@ -146,15 +140,6 @@ def norm_entry(args: argparse.Namespace, device: torch.device, dtype: torch.dtyp
     x = torch.ones(args.numel, dtype=dtype, device=device)
     out = torch.zeros(1, dtype=torch.float64, device=device)
     return Entry(x.element_size(), lambda: sum_squares_into(x, out))
-
-
-def pack_entry(args: argparse.Namespace, device: torch.device, source: torch.dtype, target: torch.dtype) -> Entry:
-    """A bucket of tensors whose sizes are multiples of 8, as weights are."""
-    each = args.numel // args.tensors // 8 * 8
-    tensors = [torch.ones(each, dtype=source, device=device) for _ in range(args.tensors)]
-    flat = torch.empty(each * args.tensors, dtype=target, device=device)
-    bucket = Bucket(tensors, flat, range(0, flat.numel(), each))
-    return Entry(tensors[0].element_size() + flat.element_size(), lambda: bucket.pack(0.5))
 
 
 def step_entry(args: argparse.Namespace, device: torch.device, layout: Layout) -> Entry:
@@ -186,8 +171,6 @@ def entries(args: argparse.Namespace, device: torch.device) -> dict[str, Callabl
         made[f"step: {name}"] = lambda layout=layout: step_entry(args, device, layout)
     for dtype in (torch.float32, torch.bfloat16):
         made[f"norm: {dtype}"] = lambda dtype=dtype: norm_entry(args, device, dtype)
-    made["pack: bf16 to fp32"] = lambda: pack_entry(args, device, torch.bfloat16, torch.float32)
-    made["pack: bf16 to bf16"] = lambda: pack_entry(args, device, torch.bfloat16, torch.bfloat16)
     made["phase: remainder, 8bit, bf16"] = lambda: phase_entry(args, device, bf16)
     return made
 

@@ -50,22 +50,12 @@ std::vector<Span> spans_of(const std::vector<uintptr_t>& tensors, const std::vec
 
 void pack_spans(const std::vector<uintptr_t>& tensors, const std::vector<int>& dtypes,
                 const std::vector<int64_t>& numels, const std::vector<int64_t>& offsets, uintptr_t flat,
-                int flat_dtype, double scale, int threads) {
+                int flat_dtype, double scale, bool add, int threads) {
   need_dtype(flat_dtype);
   const std::vector<Span> spans = spans_of(tensors, dtypes, numels, offsets);
   py::gil_scoped_release nogil;
   pack(spans.data(), static_cast<int64_t>(spans.size()), pointer<void>(flat), flat_dtype,
-       static_cast<float>(scale), threads);
-}
-
-void unpack_spans(uintptr_t flat, int flat_dtype, const std::vector<uintptr_t>& tensors,
-                  const std::vector<int>& dtypes, const std::vector<int64_t>& numels,
-                  const std::vector<int64_t>& offsets, double scale, int threads) {
-  need_dtype(flat_dtype);
-  const std::vector<Span> spans = spans_of(tensors, dtypes, numels, offsets);
-  py::gil_scoped_release nogil;
-  unpack(pointer<void>(flat), flat_dtype, spans.data(), static_cast<int64_t>(spans.size()),
-         static_cast<float>(scale), threads);
+       static_cast<float>(scale), add, threads);
 }
 
 void sum_rows_of(const std::vector<uintptr_t>& rows, int dtype, uintptr_t out, int64_t numel, bool accumulate,
@@ -157,8 +147,7 @@ PYBIND11_MODULE(_cpu, m) {
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
   m.def("step", &step_of, "(formula, step, grad_scale, shard, threads); the tuples: csrc/bind_step.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, threads) -> float");
-  m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, threads)");
-  m.def("unpack", &unpack_spans, "(flat, flat_dtype, tensors, dtypes, numels, offsets, scale, threads)");
+  m.def("pack", &pack_spans, "(tensors, dtypes, numels, offsets, flat, flat_dtype, scale, add, threads)");
   m.def("sum_rows", &sum_rows_of, "(rows, dtype, out, numel, accumulate, threads)");
   m.def("encode", &encode_of, "(values, message, numel, threads)");
   m.def("crc32", &crc32_of, "(data, value) -> int; data: any object with a contiguous buffer");

@@ -40,14 +40,6 @@ void sum_squares_of(uintptr_t x, int dtype, int64_t numel, uintptr_t scratch, ui
               where(device, stream));
 }
 
-void move_of(uintptr_t spans, uintptr_t pieces, int64_t count, uintptr_t flat, int flat_dtype, double scale,
-             bool to_flat, int device, uintptr_t stream) {
-  need_dtype(flat_dtype);
-  py::gil_scoped_release nogil;
-  move(pointer<const Span>(spans), pointer<const Piece>(pieces), count, pointer<void>(flat), flat_dtype,
-       static_cast<float>(scale), to_flat, where(device, stream));
-}
-
 void sum_rows_of(uintptr_t first, int64_t stride, int64_t rows, int dtype, uintptr_t out, int64_t numel,
                  bool accumulate, int device, uintptr_t stream) {
   need_dtype(dtype < kRecordsTo ? dtype : dtype - kRecordsTo);
@@ -84,12 +76,10 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of zero over raw addresses; use zero.kernels, which checks its arguments.";
   m.attr("ARCHS") = ZERO_CUDA_ARCHS;  // as ZERO_CUDA_ARCHS of setup.py
   m.attr("NORM_BLOCK") = zero::kNormBlock;
-  m.attr("PIECE") = kPiece;
   // Positional only: keyword arguments would cost a dictionary look-up each, on a path that runs every step.
   m.def("step", &step_of,
         "(formula, step, grad_scale, its address or 0, shard, device, stream); the tuples: csrc/bind_step.h");
   m.def("sum_squares", &sum_squares_of, "(x, dtype, numel, scratch, out, accumulate, device, stream)");
-  m.def("move", &move_of, "(spans, pieces, count, flat, flat_dtype, scale, to_flat, device, stream)");
   m.def("sum_rows", &sum_rows_of, "(first, stride, rows, dtype, out, numel, accumulate, device, stream)");
   m.def("encode", &encode_of, "(values, message, numel, device, stream)");
   m.def("probe", &probe_of, "(threads, device, stream)");

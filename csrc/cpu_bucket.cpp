@@ -8,23 +8,35 @@ namespace zero {
 namespace ZERO_ISA {
 namespace {
 
-template <class Src, class Dst>
+template <bool add, class Src, class Dst>
 void convert_run(const void* from, void* to, int64_t numel, float scale) {
   const Src* src = static_cast<const Src*>(from);
   Dst* dst = static_cast<Dst*>(to);
   int64_t i = 0;
   const Vector factor = Vector::all(scale);
-  for (; i + Vector::width <= numel; i += Vector::width) (Vector::load(src + i) * factor).store(dst + i);
-  for (; i < numel; ++i) (Scalar::load(src + i) * Scalar::all(scale)).store(dst + i);
+  for (; i + Vector::width <= numel; i += Vector::width) {
+    const Vector x = Vector::load(src + i) * factor;
+    (add ? Vector::load(dst + i) + x : x).store(dst + i);
+  }
+  for (; i < numel; ++i) {
+    const Scalar x = Scalar::load(src + i) * Scalar::all(scale);
+    (add ? Scalar::load(dst + i) + x : x).store(dst + i);
+  }
+}
+
+template <bool add, class Src>
+void convert_to(const void* src, void* dst, int dst_dtype, int64_t numel, float scale) {
+  switch (dst_dtype) {
+    case kBF16: return convert_run<add, Src, BF16>(src, dst, numel, scale);
+    case kF16: return convert_run<add, Src, F16>(src, dst, numel, scale);
+    default: return convert_run<add, Src, float>(src, dst, numel, scale);
+  }
 }
 
 template <class Src>
-void convert_from(const void* src, void* dst, int dst_dtype, int64_t numel, float scale) {
-  switch (dst_dtype) {
-    case kBF16: return convert_run<Src, BF16>(src, dst, numel, scale);
-    case kF16: return convert_run<Src, F16>(src, dst, numel, scale);
-    default: return convert_run<Src, float>(src, dst, numel, scale);
-  }
+void convert_from(const void* src, void* dst, int dst_dtype, int64_t numel, float scale, bool add) {
+  add ? convert_to<true, Src>(src, dst, dst_dtype, numel, scale)
+      : convert_to<false, Src>(src, dst, dst_dtype, numel, scale);
 }
 
 // `unroll` vectors side by side, so that one row pointer is read for all of them and their additions overlap.
@@ -92,15 +104,15 @@ void encode(const float* values, uint8_t* message, int64_t begin, int64_t end) {
   }
 }
 
-void convert(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale) {
-  if (src_dtype == dst_dtype && scale == 1.0f) {
+void convert(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale, bool add) {
+  if (!add && src_dtype == dst_dtype && scale == 1.0f) {
     __builtin_memcpy(dst, src, static_cast<uint64_t>(numel * dtype_size(src_dtype)));
     return;
   }
   switch (src_dtype) {
-    case kBF16: return convert_from<BF16>(src, dst, dst_dtype, numel, scale);
-    case kF16: return convert_from<F16>(src, dst, dst_dtype, numel, scale);
-    default: return convert_from<float>(src, dst, dst_dtype, numel, scale);
+    case kBF16: return convert_from<BF16>(src, dst, dst_dtype, numel, scale, add);
+    case kF16: return convert_from<F16>(src, dst, dst_dtype, numel, scale, add);
+    default: return convert_from<float>(src, dst, dst_dtype, numel, scale, add);
   }
 }
 

@@ -11,7 +11,7 @@ namespace zero {
   namespace isa {                                                                      \
   void step(const StepJob&, int64_t, int64_t);                                         \
   void sum_squares_blocks(const void*, int, int64_t, double*);                         \
-  void convert(const void*, int, void*, int, int64_t, float);                          \
+  void convert(const void*, int, void*, int, int64_t, float, bool);                    \
   void sum_rows(const SumRowsJob&, int64_t, int64_t);                                  \
   void encode(const float*, uint8_t*, int64_t, int64_t);                               \
   uint32_t crc32(uint32_t, const void*, int64_t);                                      \

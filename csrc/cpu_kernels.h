@@ -37,7 +37,7 @@ struct Kernels {
   const char* name;
   void (*step)(const StepJob& job, int64_t begin, int64_t end);  // begin: a multiple of kBlock
   void (*sum_squares_blocks)(const void* x, int dtype, int64_t numel, double* sums);  // one for each block
-  void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale);
+  void (*convert)(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t numel, float scale, bool add);
   void (*sum_rows)(const SumRowsJob& job, int64_t begin, int64_t end);
   void (*encode)(const float* values, uint8_t* message, int64_t begin, int64_t end);  // multiples of kWireBlock
   uint32_t (*crc32)(uint32_t value, const void* data, int64_t nbytes);  // value: of what comes before; 0 of nothing
@@ -62,8 +62,7 @@ void step(const StepJob& job, int threads);
 double sum_squares(const void* x, int dtype, int64_t numel, int threads);
 void sum_rows(const SumRowsJob& job, int64_t numel, int threads);
 void encode(const float* values, uint8_t* message, int64_t numel, int threads);
-void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads);
-void unpack(const void* flat, int flat_dtype, const Span* spans, int64_t count, float scale, int threads);
+void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, bool add, int threads);
 
 // cpu_read.cpp: reads a file from `offset` on, on the calling thread, and continues the CRC-32 `value` by what came.
 // Returns how many bytes did, fewer where the file ends, or -errno.

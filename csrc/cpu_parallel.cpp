@@ -91,19 +91,11 @@ void encode(const float* values, uint8_t* message, int64_t numel, int threads) {
   split(numel, threads, 1, [&](int64_t begin, int64_t end) { kernels.encode(values, message, begin, end); });
 }
 
-void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, int threads) {
+void pack(const Span* spans, int64_t count, void* flat, int flat_dtype, float scale, bool add, int threads) {
   const Kernels& kernels = active();
   split_spans(spans, count, threads, [&](const Span& span, int64_t first, int64_t numel) {
     kernels.convert(at(span.tensor, span.dtype, first), span.dtype, at(flat, flat_dtype, span.offset + first),
-                    flat_dtype, numel, scale);
-  });
-}
-
-void unpack(const void* flat, int flat_dtype, const Span* spans, int64_t count, float scale, int threads) {
-  const Kernels& kernels = active();
-  split_spans(spans, count, threads, [&](const Span& span, int64_t first, int64_t numel) {
-    kernels.convert(at(flat, flat_dtype, span.offset + first), flat_dtype, at(span.tensor, span.dtype, first),
-                    span.dtype, numel, scale);
+                    flat_dtype, numel, scale, add);
   });
 }
 

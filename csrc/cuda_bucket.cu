@@ -1,7 +1,4 @@
-// Many tensors to a flat buffer or back, with cast and factor, in one launch over a table in device memory. The table
-// lists the tensors, and pieces of them of about the same size: a bucket may hold one large tensor and a hundred small
-// ones, and each block of threads takes pieces. And the sum of rows, in their order, also of rows in 8 bits, which are
-// made here, too.
+// The sum of rows, in their order, also of rows in 8 bits, which are made here, too.
 #include "cuda_common.cuh"
 
 namespace zero {
@@ -9,73 +6,6 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-// The same dtype and no factor: bytes are moved, whatever they say.
-__device__ __forceinline__ void copy(const char* from, char* to, int64_t bytes) {
-  const int thread = static_cast<int>(threadIdx.x);
-  int64_t done = 0;
-  if (aligned(from, kWidest) && aligned(to, kWidest)) {
-    const int64_t words = bytes / kWidest;
-#pragma unroll 4
-    for (int64_t i = thread; i < words; i += kThreads) {
-      __stwb(reinterpret_cast<uint4*>(to) + i, __ldca(reinterpret_cast<const uint4*>(from) + i));
-    }
-    done = words * kWidest;
-  }
-#pragma unroll 4
-  for (int64_t i = done + 2 * thread; i < bytes; i += 2 * kThreads) {
-    *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
-  }
-}
-
-// n elements of each thread side by side; 4 where both sides can be moved at once, else 1.
-template <int n>
-__device__ __forceinline__ void convert(const char* from, int from_dtype, char* to, int to_dtype, int numel,
-                                        float scale) {
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x) * n; i < numel; i += kThreads * n) {
-    const int count = numel - i < n ? numel - i : n;
-    uint32_t in[n], out[n];
-    load_floats<n>(in, from, from_dtype, i, count, n > 1);
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-      const Scalar x = float_at(in, k, from_dtype) * Scalar::all(scale);
-      if (to_dtype == kF32) {
-        out[k] = pattern(x.x);
-      } else {
-        put_word<2>(out, k, to_dtype == kBF16 ? bf16_ties_to_even(x).x & 0xFFFFu : narrow_f16(x.x).bits);
-      }
-    }
-    if (to_dtype == kF32) {
-      store_words<4, n>(out, at(to, static_cast<int64_t>(i) * 4), count, n > 1);
-    } else {
-      store_words<2, n>(out, at(to, static_cast<int64_t>(i) * 2), count, n > 1);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) move_kernel(const Span* spans, const Piece* pieces, int64_t count,
-                                                        char* flat, int flat_dtype, float scale, bool to_flat) {
-  for (int64_t p = blockIdx.x; p < count; p += gridDim.x) {
-    const Piece piece = pieces[p];
-    const Span span = spans[piece.span];
-    const int dtype = static_cast<int>(span.dtype);
-    const int64_t left = span.numel - piece.first;
-    const int numel = static_cast<int>(left < kPiece ? left : kPiece);
-    char* const tensor = reinterpret_cast<char*>(span.address) + piece.first * size_of(dtype);
-    char* const inside = flat + (span.offset + piece.first) * size_of(flat_dtype);
-    const char* const from = to_flat ? tensor : inside;
-    char* const to = to_flat ? inside : tensor;
-    const int from_dtype = to_flat ? dtype : flat_dtype, to_dtype = to_flat ? flat_dtype : dtype;
-    if (dtype == flat_dtype && scale == 1.0f) {
-      copy(from, to, static_cast<int64_t>(numel) * size_of(dtype));
-    } else if (aligned(from, 4 * size_of(from_dtype)) && aligned(to, 4 * size_of(to_dtype))) {
-      convert<4>(from, from_dtype, to, to_dtype, numel, scale);
-    } else {
-      convert<1>(from, from_dtype, to, to_dtype, numel, scale);
-    }
-  }
-}
 
 // n elements of each thread side by side; 4 where all rows and the sum can be moved at once, else 1.
 template <int n>
@@ -182,15 +112,6 @@ void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, void* 
   const int64_t blocks = grid(&sum_rows_kernel, kThreads, ceil_div(numel, 4 * kThreads), where);
   launch("sum_rows", sum_rows_kernel, blocks, kThreads, where, static_cast<const char*>(first), stride, rows, dtype,
          static_cast<float*>(out), numel, accumulate);
-}
-
-void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int flat_dtype, float scale, bool to_flat,
-          Where where) {
-  if (count == 0) return;
-  enter(where);
-  const int64_t blocks = grid(&move_kernel, kThreads, count, where);
-  launch(to_flat ? "pack" : "unpack", move_kernel, blocks, kThreads, where, spans, pieces, count,
-         static_cast<char*>(flat), flat_dtype, scale, to_flat);
 }
 
 }  // namespace cuda

@@ -34,23 +34,6 @@ void step(const StepJob& job, Where where);
 // per block.
 void sum_squares(const void* x, int dtype, int64_t numel, double* scratch, double* out, bool accumulate, Where where);
 
-// The table of `move`: int64 words in device memory (zero/kernels/bucket.py).
-struct Span {
-  uint64_t address;  // of a tensor
-  int64_t dtype;
-  int64_t numel;
-  int64_t offset;  // of its first element in the flat buffer
-};
-struct Piece {
-  int64_t span;
-  int64_t first;  // element of the span; a piece ends kPiece further on, or where the span does
-};
-inline constexpr int64_t kPiece = 8192;
-
-// Tensors to flat buffer or back, cast, times scale.
-void move(const Span* spans, const Piece* pieces, int64_t count, void* flat, int flat_dtype, float scale, bool to_flat,
-          Where where);
-
 // out = (accumulate ? out : 0) + (row 0 + row 1 + ...), in fp32. Row r is `stride` bytes, either way, behind row r - 1;
 // `out` is fp32, and may be a row of fp32; that of kRecordsTo is of its dtype.
 void sum_rows(const void* first, int64_t stride, int64_t rows, int dtype, void* out, int64_t numel, bool accumulate,

@@ -12,35 +12,12 @@ import torch
 from kernel_cases import DTYPES, numbers
 
 from zero.kernels import cuda, native
-from zero.kernels.bucket import Bucket
 from zero.kernels.formulas import Lion
 from zero.kernels.moments import Moment
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.kernels.step import step
 
 CPU = torch.device("cpu")
-
-
-def test_a_bucket_of_float64_and_of_nothing() -> None:
-    third, flat = torch.ones(2, dtype=torch.float64) / 3, torch.zeros(4)
-    Bucket([third], flat, [1]).pack(2.0)
-    assert flat.tolist() == [0, *(third * 2).float().tolist(), 0]
-    Bucket([], flat, []).unpack()
-    Bucket([torch.zeros(0)], torch.zeros(0), [0]).pack()
-
-
-def test_a_bucket_notices_that_memory_moved() -> None:
-    tensors, flat = [torch.ones(8), torch.ones(4)], torch.zeros(12)
-    bucket = Bucket(tensors, flat, [0, 8])
-    bucket.pack()
-    tensors[1].data = torch.full((4,), 2.0)
-    with pytest.raises(ValueError, match="memory moved or was released"):
-        bucket.pack()
-    assert flat.eq(1).all()
-    again = Bucket(tensors, flat, [0, 8])
-    flat.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="memory moved or was released"):
-        again.unpack()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

@@ -18,8 +18,8 @@ import torch
 from cuda_emulation.build import build, compiler
 from kernel_cases import DTYPES, FORMULAS, KINDS, MASTERS, Shard, fixed_sum_squares, numbers, same, step_reference
 
-from zero.kernels import bucket, cuda, native, norm
-from zero.kernels.bucket import Bucket, move_reference, sum_rows, sum_rows_reference
+from zero.kernels import cuda, native, norm
+from zero.kernels.bucket import sum_rows, sum_rows_reference
 from zero.kernels.formulas import Adam, Formula
 from zero.kernels.moments import FORMATS
 from zero.kernels.norm import sum_squares, sum_squares_into
@@ -189,26 +189,6 @@ def test_norm_has_the_bits_of_the_hosts(device: torch.device) -> None:
     assert sum_squares(x.to(device)) == sum_squares(x)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_and_unpack(device: torch.device, dtype: torch.dtype, scale: float) -> None:
-    """Tensors of all sizes and dtypes with gaps between them, there and back."""
-    for gap in (0, 3, 8):
-        tensors = [numbers(numel, each, numel, True) for each in DTYPES for numel in (*SIZES[1:], 20000, 8192)]
-        tensors.append(numbers(6, seed=3).view(2, 3))
-        *offsets, size = itertools.accumulate((tensor.numel() + gap for tensor in tensors), initial=gap)
-        wanted = torch.full((size,), 9.0, dtype=dtype)
-        got, mine = wanted.to(device, copy=True), [tensor.to(device, copy=True) for tensor in tensors]
-        packed = Bucket(mine, got, offsets)
-        move_reference(tensors, wanted, offsets, scale, True)
-        packed.pack(scale)
-        same(got.cpu(), wanted, f"pack, {dtype}, {scale}:")
-        move_reference(tensors, wanted, offsets, scale, False)
-        packed.unpack(scale)
-        for index, (a, b) in enumerate(zip(mine, tensors, strict=True)):
-            same(a.cpu().flatten(), b.flatten(), f"unpack, {index}, {dtype}, {scale}:")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_rows(device: torch.device, dtype: torch.dtype) -> None:
     """Rows of one buffer, as they are received, and any two, of which the first may be the sum; then rows apart."""
@@ -257,12 +237,11 @@ class Phase:
         self.shards = [put(each, device, 0) for each in self.wanted]
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self.grads = [each.grad.bfloat16() for each in self.shards]
-        self.buckets = [Bucket([grad], each.grad, [0]) for grad, each in zip(self.grads, self.shards, strict=True)]
         self.factor = torch.zeros((), dtype=torch.float64, device=device)
 
     def run(self, count: int) -> None:
-        for index, (each, packed) in enumerate(zip(self.shards, self.buckets, strict=True)):
-            packed.pack(0.5)
+        for index, (each, grad) in enumerate(zip(self.shards, self.grads, strict=True)):
+            each.grad.copy_(grad * 0.5)
             sum_squares_into(each.grad, self.total, accumulate=index > 0)
         self.factor.copy_(step_factor(self.total.sqrt() * 0.25, 0.25, 1.0, True))
         for index, each in enumerate(self.shards):
@@ -352,7 +331,7 @@ def test_tensors_of_a_device_that_is_not_the_current_one(device: torch.device) -
 
 
 def test_python_and_c_agree_about_sizes(module: ModuleType) -> None:
-    assert (bucket.PIECE, norm.NORM_BLOCK) == (module.PIECE, module.NORM_BLOCK)
+    assert norm.NORM_BLOCK == module.NORM_BLOCK
 
 
 def test_memory_of_the_host_is_registered_until_its_last_tensor_is_gone(

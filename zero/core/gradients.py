@@ -20,6 +20,7 @@ from zero.core.mesh import Mesh
 from zero.core.reduction import Accumulator, Reduction, reduce
 from zero.core.torch_private import add_each, copy_each, multiply_each, zero_each
 from zero.core.tree import Leaf
+from zero.kernels.bucket import pack
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.state_placement import StatePlacement
 from zero.plan.memory import TOGETHER
@@ -279,13 +280,19 @@ class Gradients:
         again = grads.keys() & self._filled
         if again and self._flat.itemsize < self._dtypes.kept.itemsize:
             self._flat = self._flat.to(self._dtypes.kept)  # from here on it adds up
-        if again:
+        if again and not self._packed(again, grads, factor, add=True):
             add_each(self._views(again), self._as_flat([grads[index] for index in again]), alpha=factor)
         if first := grads.keys() - again:
-            copy_each(self._views(first), [grads[index] for index in first])
-            if factor != 1.0:
-                multiply_each(self._views(first), factor)
+            if not self._packed(first, grads, factor, add=False):
+                copy_each(self._views(first), [grads[index] for index in first])
+                if factor != 1.0:
+                    multiply_each(self._views(first), factor)
             self._filled |= first
+
+    def _packed(self, indices: Iterable[int], grads: dict[int, torch.Tensor], factor: float, add: bool) -> bool:
+        """Move these by one compiled pass, where there is one; whether it was done."""
+        offsets = [self._spans[index][0][0] for index in indices]
+        return pack([grads[index] for index in indices], self._flat, offsets, factor, add)
 
     def _views(self, indices: Iterable[int]) -> list[torch.Tensor]:
         return [self._flat.narrow(0, *span).view(shape) for span, shape in (self._spans[index] for index in indices)]
