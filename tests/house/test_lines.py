@@ -14,30 +14,30 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
-    "csrc": 5001,
-    "tests": 46700,
-    "zero/*.py": 1258,
+    "csrc": 4875,
+    "tests": 46650,
+    "zero/*.py": 1243,
     "zero/as_deepspeed": 1422,
-    "zero/checkpoint": 3271,
-    "zero/config": 2129,
-    "zero/core": 7115,
+    "zero/checkpoint": 3380,
+    "zero/config": 2125,
+    "zero/core": 7391,
     "zero/data": 664,
-    "zero/engine": 8657,
-    "zero/kernels": 2087,
-    "zero/launch": 4236,
-    "zero/memory": 1661,
-    "zero/monitor": 1349,
-    "zero/optim": 2635,
-    "zero/plan": 1251,
-    "zero/recompute": 1228,
-    "zero/report": 833,
+    "zero/engine": 8695,
+    "zero/kernels": 2017,
+    "zero/launch": 4235,
+    "zero/memory": 1675,
+    "zero/monitor": 1175,
+    "zero/optim": 2683,
+    "zero/plan": 1399,
+    "zero/recompute": 1227,
+    "zero/report": 647,
     "zero/show": 739,
-    "zero/sizes": 3683,
+    "zero/sizes": 3385,
     "zero/tiled": 488,
-    "zero/utils": 397,
-    "zero/watchdog": 1303,
+    "zero/utils": 404,
+    "zero/watchdog": 1386,
 }
-SUM = 98107
+SUM = 97905
 
 
 def parts() -> dict[str, int]:
