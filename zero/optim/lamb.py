@@ -43,13 +43,15 @@ class LambShardOptimizer(FusedShardOptimizer):
         device = updates[0].unit.full.device
         squares = [self._squares(update).to(device) for update in updates]
         rows = gather_scalars(torch.cat(squares).flatten(), world, "norms of parameters")
-        for update, own in zip(updates, rows.split([each.numel() for each in squares], 1), strict=True):
-            # Added in the order of spans, and rounded, so that no bit depends on the stage, on the ranks but by chance.
-            norms = update.unit.mesh.by_span(own).cumsum(0)[-1].sqrt().float().view(-1, 2).tolist()
+        parts = zip(updates, rows.split([each.numel() for each in squares], 1), strict=True)
+        # Added in the order of spans, and rounded, so that no bit depends on the stage, nor on the ranks but by chance.
+        sums = [update.unit.mesh.by_span(own).cumsum(0)[-1] for update, own in parts]
+        norms = iter(torch.cat(sums).sqrt().float().view(-1, 2).tolist())
+        for update in updates:
             least, most = update.group["min_coeff"], update.group["max_coeff"]
             self._ratios[update.unit.index] = {
                 spec.name: min(max(weight / change, least), most) if weight and change else 1.0
-                for spec, (weight, change) in zip(update.unit.plan.params, norms, strict=True)
+                for spec, (weight, change) in zip(update.unit.plan.params, norms, strict=False)
             }
 
     def _parts(self, unit: Unit, group: Group, states: States) -> Iterator[tuple[Adam, Run, tuple[Moment, ...]]]:

@@ -60,8 +60,9 @@ class Events:
         begun, end = self._begun.get(collective.number, start), self.clock()
         for told in self._waits:
             told(collective, begun, start, end)
-        for number in [each for each in self._begun if each < collective.number - _KEPT]:
-            del self._begun[number]
+        if len(self._begun) > 2 * _KEPT:  # another thread may begin one meanwhile
+            for number in sorted(self._begun)[:_KEPT]:
+                self._begun.pop(number, None)
 
     @contextlib.contextmanager
     def _each(self, verb: str, unit: str) -> Iterator[None]:
