@@ -193,7 +193,8 @@ def train(launchers: Any, folder: Path, config: dict[str, Any], steps: int, widt
     words = ["run", "--num_gpus", "2", str(EXAMPLE / "train.py"), *words, *more]
     done = launchers.run(*words, environment=environment(OMP_NUM_THREADS="1"), folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "warn" not in done.stderr.lower(), done.stderr  # also where --save finds nothing yet
+    said = [line for line in done.stderr.lower().splitlines() if "has waited for" not in line]  # on a busy machine
+    assert "warn" not in "\n".join(said), done.stderr  # also where --save finds nothing yet
     return done.stdout
 
 
