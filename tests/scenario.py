@@ -59,7 +59,7 @@ class Record:
     losses: of the rank's micro-batches; norms: after each step of the optimizer, None where none was computed;
     weights: whole parameters as forward sees them; exact: whole fp32 values; moments: the optimizer's whole states by
     key, then by parameter; both where `state=True` was asked; skipped: steps; seen: what `watch` returned;
-    units: names of units; steps: of the engine, at the end.
+    steps: of the engine, at the end.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -69,7 +69,6 @@ class Record:
     moments: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     skipped: int = 0
     seen: list[Any] = dataclasses.field(default_factory=list)
-    units: list[str] = dataclasses.field(default_factory=list)
     steps: int = 0
 
 

@@ -101,6 +101,21 @@ def test_a_checkpoint_of_one_goes_on_in_the_other(pool, tmp_path, save, load, st
         assert differences(other, one, "losses", "weights", "exact", "moments") == []
 
 
+def alike_first() -> torch.nn.Module:
+    """What is read first is shared by ranks that are no neighbours, all else is cut over all."""
+    net = alike()
+    share_along(ALL, net.parameters())
+    share_along(ACROSS, net.embed.parameters())
+    return net
+
+
+@pytest.mark.parametrize("stage", [3, *longer(1)])
+def test_only_ranks_that_hold_the_same_part_are_compared(pool, stage):
+    zero = {"shard_size": 2, "check_replicas": 1}
+    (first, *_) = scenario(pool, alike_first, {"stage": stage, "cut": True, "zero": zero}, 4)
+    assert first.steps == 3
+
+
 def norm_and_owners() -> tuple[float, float, dict[str, set[int]]]:
     """The norm in the default order, that of whole gradients in fp64, and which ranks share each unit with this one."""
     engine, *_ = zero.initialize(model=mixed(), config=settings(2, 4, zero={"shard_size": 2}))

@@ -73,9 +73,8 @@ def _part(reader: Reader, what: str, stored: Stored, part: Part, moved: Callable
     size = ITEMSIZE[stored.dtype]
     step = CHUNK // size
     first, more = None, 0
-    alone = replace(
-        stored, parts=(part,), boxes=()
-    )  # as it lies there; an element that two parts hold is checked in both
+    # As it lies there; an element that two parts hold is checked in both.
+    alone = replace(stored, parts=(part,), boxes=())
     for start in range(part.start, part.start + part.numel, step):
         numel = min(step, part.start + part.numel - start)
         try:

@@ -329,11 +329,8 @@ def _specs(
         dtype = _dtype_name(param, dtype, name, compute_dtype)
         # What the optimizer does not update needs no gradient shard, but may need a gradient for others.
         trained = param in group_of and param.requires_grad
-        specs.append(
-            ParamSpec(
-                name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more, axes_of(param), cut_of(param)
-            )
-        )
+        where = axes_of(param), cut_of(param)
+        specs.append(ParamSpec(name, numel, dtype, trained, group_of.get(param, -1), param.ndim, more, *where))
     return specs
 
 

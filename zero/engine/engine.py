@@ -229,7 +229,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         from zero.engine.check import in_process
 
         report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
-        if self._sharded.world.rank == 0:
+        if self._sharded.world.writes:
             print(report, flush=True)
         return report
 

@@ -20,7 +20,6 @@ from zero.core.hashing import hash_of, hash_spans, hash_tensor
 from zero.core.sharded_module import ShardedModule
 from zero.core.unit import Unit
 from zero.log import rank_zero
-from zero.optim.norm import by_mesh
 from zero.optim.optimizer import ZeroOptimizer
 from zero.plan.layout import Fragment, Span
 from zero.watchdog.hang_report import ranks_text
@@ -157,11 +156,10 @@ class Replicas:
 
     def _of_shards(self) -> Iterator[Sheet]:
         """What is cut and repeated: for each mesh a hash of each unit, of whose parts different ranks have one each."""
-        for places in by_mesh(self._sharded.units).values():
-            units = [self._sharded.units[place] for place in places]
-            mesh = units[0].mesh
-            if mesh.shard.size > 1 and mesh.replica.size > 1:
-                size = mesh.replica.size
+        for mesh in {id(unit.mesh): unit.mesh for unit in self._sharded.units}.values():
+            size = mesh.replica.size
+            if mesh.shard.size > 1 and size > 1:
+                units = [unit for unit in self._sharded.units if unit.mesh is mesh]
                 alike = tuple(mesh.order[at : at + size] for at in range(0, len(mesh.order), size))
                 yield self._of_parts(units)._replace(alike=alike)
 
@@ -215,11 +213,8 @@ def _hashes(inside: Sequence[Fragment], held: Span, tensor: torch.Tensor) -> tor
 def _differing(rows: torch.Tensor, alike: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
     """Part and column of those hashes, of `rows` [ranks, n], that are not the same on all ranks that hold the part."""
     parts = [rows[list(places)] for places in alike] or [rows]
-    return [
-        (part, column)
-        for part, own in enumerate(parts)
-        for column in (own != own[0]).any(0).nonzero().flatten().tolist()
-    ]
+    columns = [(own != own[0]).any(0).nonzero().flatten().tolist() for own in parts]
+    return [(part, column) for part, differing in enumerate(columns) for column in differing]
 
 
 def _parties(values: Sequence[int], ranks: Sequence[int]) -> str:

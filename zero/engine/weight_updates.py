@@ -64,7 +64,7 @@ class WeightUpdates:
             self._begin()
         state = unit_by_unit(self._sharded.module.state_dict(keep_vars=True))
         values = {name: value for name, value in state.items() if self._code(owner_of(value), codes) != _NOTHING}
-        here = not rank0_only or self._sharded.world.rank == 0
+        here = not rank0_only or self._sharded.world.writes
         return to_the_end(self._found(values, asked, codes), self._status, here)
 
     def _begin(self) -> None:

@@ -148,7 +148,7 @@ class Weights:
         """
         self._status.check()
         values = unit_by_unit(choose(self._named_state(False), names))
-        here = not rank0_only or self._sharded.world.rank == 0
+        here = not rank0_only or self._sharded.world.writes
         return to_the_end(merged(values, self._sharded, merge, dtype), self._status, here)
 
     def save_16bit_model(
@@ -186,7 +186,7 @@ class Weights:
             )
         if safe:
             state = self._named_state(exclude_frozen_parameters)
-            keep = self._sharded.world.rank == 0
+            keep = self._sharded.world.writes
             problem = stream_model(state, self._sharded, path.parent, path.name, limit, keep)
         else:
             problem = self._save_torch(path, exclude_frozen_parameters)
@@ -211,7 +211,7 @@ class Weights:
             return
         size_of(max_shard_size, "max_shard_size")
         place = self._first_path("save_pretrained()", save_directory)
-        first = self._sharded.world.rank == 0
+        first = self._sharded.world.writes
         if _learns_prompts(self._sharded.module):
             self._save_prompts(own, place, first)
             return
@@ -251,7 +251,7 @@ class Weights:
         """The whole state_dict in host memory on rank 0, None elsewhere, where one unit at a time is in memory."""
         self._status.check()
         names = self._named_state(exclude_frozen_parameters)
-        keep = self._sharded.world.rank == 0
+        keep = self._sharded.world.writes
         whole = self._whole(names, keep)
         if not keep:
             return None
