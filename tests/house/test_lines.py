@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 SLACK = 50  # lines that a part may have less than its limit
 LIMITS = {
     "csrc": 4875,
-    "tests": 46650,
+    "tests": 46700,
     "zero/*.py": 1243,
     "zero/as_deepspeed": 1422,
     "zero/checkpoint": 3380,
@@ -37,7 +37,7 @@ LIMITS = {
     "zero/utils": 404,
     "zero/watchdog": 1387,
 }
-SUM = 97908
+SUM = 97958
 
 
 def parts() -> dict[str, int]:
