@@ -27,12 +27,13 @@ class UnitNorms:
         self._units = units
         self._every = every
         self._step = 0
-        self._factor_of: Callable[[Unit], float] = lambda unit: 1.0
+        self._factors: dict[int, float] = {}  # by index of the unit
         self._known: dict[str, Squares] = {}  # of the last step, where it was due and was not skipped
 
     def begin(self, step: int, factor_of: Callable[[Unit], float]) -> None:
         """Step `step` begins to update. `factor_of` turns the sums in `unit.gradients` into the averaged gradient."""
-        self._step, self._factor_of, self._known = step, factor_of, {}
+        self._step, self._known = step, {}
+        self._factors = {unit.index: factor_of(unit) for unit in self._units}
 
     @contextlib.contextmanager
     def of(self, unit: Unit, grad: torch.Tensor) -> Iterator[None]:
@@ -42,7 +43,7 @@ class UnitNorms:
             return
         gradient, before = _squares(unit.counted(grad)), unit.counted(unit.master.values()).clone()
         yield
-        factor = self._factor_of(unit)
+        factor = self._factors[unit.index]
         after = unit.counted(unit.master.values())
         self._known[unit.plan.name] = gradient * factor**2, _squares(after), _squares(before.sub_(after))
 
