@@ -212,7 +212,6 @@ BAD_FLAT = {
     "sparse": lambda: torch.zeros(8).to_sparse(),
     "released": lambda: released(8),
 }
-BAD_ANY_SHAPE = sorted(set(BAD_FLAT) - {"short", "2-D"})
 
 
 def fixed_sum_squares(x: torch.Tensor) -> float:

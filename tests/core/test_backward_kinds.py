@@ -83,16 +83,6 @@ class Nested(Blocks):
         return checkpoint(outer, x, False, use_reentrant=False)
 
 
-class Parts(Blocks):
-    """Parts of a block, the first and the last of them."""
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        for block, kind in zip(self.blocks, (True, False, True, False), strict=True):
-            y = checkpoint(lambda z, b=block: torch.tanh(b.up(b.norm(z))), x.requires_grad_(), use_reentrant=kind)
-            x = x + checkpoint(block.down, y, use_reentrant=not kind)
-        return x
-
-
 class PartsOfBlocks(Blocks):
     """The same inside the blocks' own forward."""
 
@@ -117,16 +107,6 @@ class Wrapped(Blocks):
             self.blocks[index] = checkpoint_wrapper(self.blocks[index], checkpoint_impl=kinds[index % 2])
 
 
-class TwiceReentrant(Blocks):
-    """A block recomputed twice, and a third time not; a gradient comes after its unit was complete."""
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        x = checkpoint(self.blocks[1], checkpoint(self.blocks[0], x, use_reentrant=True), use_reentrant=True)
-        x = self.blocks[0](checkpoint(self.blocks[0], self.blocks[2](x), use_reentrant=True))
-        return self.blocks[3](x)
-
-
 class TwiceOnOneRank(Blocks):
     """The same, where the unit is complete on one rank only, in the first of two recomputations."""
 
@@ -141,7 +121,7 @@ class TwiceOnOneRank(Blocks):
 
 
 KINDS = [Reentrant, NoEarlyStop, Nested, PartsOfBlocks, TwiceOnOneRank]
-MORE = [NotReentrant, Parts, Wrapped, Selective, TwiceReentrant]
+MORE = [NotReentrant, Wrapped, Selective]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *longer(*MORE)], ids=lambda kind: kind.__name__)
@@ -154,15 +134,11 @@ def test_checkpointing_with_accumulation(pool, kind):
     check(pool, kind, accumulation=2)
 
 
-def whole_reentrant(model: Any, x: torch.Tensor, rank: int, factor: float, reentrant: bool = True) -> torch.Tensor:
+def whole_reentrant(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
     """The whole model recomputed, twice in one loss."""
     x = x.requires_grad_()
-    loss = checkpoint(model, x, rank, use_reentrant=reentrant)
-    return backward(loss + checkpoint(model, x * 2, rank, use_reentrant=reentrant), factor)
-
-
-def whole_not_reentrant(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
-    return whole_reentrant(model, x, rank, factor, False)
+    loss = checkpoint(model, x, rank, use_reentrant=True)
+    return backward(loss + checkpoint(model, x * 2, rank, use_reentrant=True), factor)
 
 
 def several_forwards(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tensor:
@@ -282,7 +258,7 @@ def growing(model: Any, x: torch.Tensor, rank: int, factor: float) -> torch.Tens
 
 
 LOOPS = [whole_reentrant, several_forwards, retained, penalty, one_by_one, adapted, growing]
-MORE_LOOPS = [whole_not_reentrant, in_between, for_inputs, for_parameters, weights, transformed]
+MORE_LOOPS = [in_between, for_inputs, for_parameters, weights, transformed]
 
 
 @pytest.mark.parametrize("loop", [*LOOPS, *longer(*MORE_LOOPS)], ids=lambda loop: loop.__name__)

@@ -180,14 +180,6 @@ def test_buffers_keep_their_dtype_unless_told(more, wanted):
     assert module.count.dtype == torch.long
 
 
-def test_without_an_optimizer_precision_holds_too():
-    settings = config(0, 1, fp16={**FP16["fp16"], "auto_cast": True})
-    del settings["optimizer"]
-    engine = zero.initialize(model=Probe(), config=settings)[0]
-    engine(torch.ones(2))
-    assert engine.module.seen[0][0].dtype == engine.module.computed == torch.float16
-
-
 class Scaled(nn.Module):
     """Multiplies by an fp32 buffer before a linear layer."""
 

@@ -251,16 +251,3 @@ def test_an_engine_that_was_dropped_gives_its_parameters_back(stage, section, pr
     (losses, values, said), (wanted, destroyed, _) = (dropped_between(json, drop) for drop in (True, False))
     assert losses == wanted and all(map(torch.equal, values, destroyed))
     assert ("of an engine that was dropped" in said) == (stage == 3), said
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_parameter_that_was_swapped_away_does_not_stop_it(stage):
-    net = make_net()
-    engine, *_ = zero.initialize(model=net, config=config(stage, 1))
-    other = torch.nn.Parameter(torch.zeros_like(net.norm.weight))
-    torch.utils.swap_tensors(net.norm.weight, other)
-    engine.backward(engine(*batch(0, 2)))
-    with pytest.raises(RuntimeError, match=r"parameter 'norm.weight' .* its .grad was assigned"):
-        engine.step()
-    engine.destroy()
-    assert net.norm.weight.eq(0).all() and hooks_of(net) == 0

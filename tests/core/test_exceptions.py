@@ -146,16 +146,3 @@ def test_half_updated_weights_are_refused(stage, kind):
     engine, *_ = zero.initialize(model=net, config=config(stage, 2))
     assert torch.equal(engine(*share(2)), loss)
     engine.destroy()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_window_begins_anew(stage):
-    """A backward that raises between two micro-batches is made up for: the window begins anew, and counts whole."""
-    engine, *_ = zero.initialize(model=make_net(), config=config(stage, 2, accumulation=2))
-    step(engine, 0)
-    assert engine.state_nbytes().gradients > 0
-    in_backward(engine, ArithmeticError("spoilt"))
-    assert (engine.micro_steps, engine.is_gradient_accumulation_boundary()) == (0, False)
-    assert engine.state_nbytes().gradients == 0
-    engine.destroy()

@@ -94,14 +94,6 @@ class ByCheckpoint(Base):
         return x.square().mean()
 
 
-class Frozen(ByRoot):
-    """What is read is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other.requires_grad_(False)
-
-
 class Registered(Base):
     """Told by hand in a constructor, to a module with and to one without parameters."""
 
@@ -116,16 +108,12 @@ class Registered(Base):
         return self.loss(self.through(x), (self.other.weight,))
 
 
-KINDS = [ByBlock, ByLoss, ByFunctionalCall, ByCheckpoint, Registered, ByRoot, Frozen]
+KINDS = [ByBlock, ByLoss, ByFunctionalCall, ByCheckpoint, Registered, ByRoot]
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:5], *longer(*KINDS[5:])], ids=lambda kind: kind.__name__)
 def test_what_another_module_reads_is_there(pool, kind):
     check(pool, kind)
-
-
-def test_also_when_units_are_kept_between_uses(pool):
-    check(pool, ByRoot, section={"stage3_max_reuse_distance": 10_000})
 
 
 def engine_of(kind: type[nn.Module]) -> Any:

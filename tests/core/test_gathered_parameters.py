@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import config, make_net, step
+from models import make_net, step
 from ranks import said_by
 from scenario import differences, run, settings
 from torch import nn
@@ -257,16 +257,6 @@ def test_a_built_model_can_be_read_and_loaded():
     with pytest.raises(RuntimeError, match=lost), OPEN(model.head.weight), torch.no_grad():
         model.head.weight.zero_()
     assert all(map(is_released, model.parameters()))
-
-
-def test_without_ranks():
-    engine, *_ = zero.initialize(model=make_net(), config=config(3, 1))
-    param = engine.module.get_parameter(ONE)
-    with OPEN(param, modifier_rank=0), torch.no_grad():
-        param.fill_(2.0)
-    with pytest.raises(ValueError, match="wanted a rank from 0 to 0"):
-        OPEN(param, modifier_rank=1)
-    assert safe_get_full_fp32_param(param).eq(2.0).all()
 
 
 def tried_inside(alone: bool, said: list[str], engine: Any, number: int, args: Any) -> torch.Tensor:

@@ -7,7 +7,6 @@ of ranks that share state, and between nodes, is counted.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from typing import Any
 
@@ -172,73 +171,6 @@ def test_between_nodes_each_unit_is_gathered_once_a_step(messages):
 # --- reports of others --------------------------------------------------------------------------------------
 
 
-def llama(checkpointing: bool) -> nn.Module:
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
-    import transformers as hf
-
-    torch.manual_seed(5)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-        model.enable_input_require_grads()
-    return model
-
-
-def two_batches(number: int, part: int) -> tuple[torch.Tensor]:
-    return (torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(10 * part + number % 2)),)
-
-
-def trained(engine: Any, number: int, tokens: tuple[torch.Tensor]) -> torch.Tensor:
-    engine.backward(loss := engine(input_ids=tokens[0], labels=tokens[0]).loss)
-    return loss
-
-
-def evaluated(engine: Any, number: int) -> float:
-    (tokens,) = two_batches(number, dist.get_rank())
-    engine.eval()
-    with torch.no_grad():
-        loss = engine(input_ids=tokens, labels=tokens).loss.item()
-    engine.train()
-    return loss
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("precision", "offload", "checkpointing"),
-    [
-        ({"precision": "bf16"}, False, True),  # 5059: loss 0 from the third step on; 5030: no step ends
-        ({"precision": "bf16"}, True, False),  # 6926: the loss stays what it was, the norm 0
-        ({"fp16": {"enabled": True, "initial_scale_power": 8}}, True, False),
-    ],
-    ids=["DeepSpeed 5059 and 5030", "DeepSpeed 6926 in bf16", "DeepSpeed 6926 in fp16"],
-)
-@pytest.mark.long
-def test_what_others_report_of_hpz(precision, offload, checkpointing):
-    """DeepSpeed issues 5059 (zero loss), 5030 (hang) and 6926 (stuck loss), each as its reporter trains."""
-    model = Model(lambda: llama(checkpointing), two_batches)
-    place = {"device": "cpu", "pin_memory": True}
-    section = {"offload_optimizer": place, "offload_param": place} if offload else {}
-    without, found = (
-        run(
-            model,
-            {"stage": 3, "section": {**section, "zero_hpz_partition_size": size}, **precision},
-            6,
-            loop=trained,
-            watch=evaluated,
-            gradient_clipping=1.0,
-        )
-        for size in (1, 2)
-    )
-    assert not differences(found, without, "losses", "norms", "seen"), "hpZ changes no bit"
-    losses = found.losses
-    assert losses[-2] < losses[0]
-    assert losses[-1] < losses[1]
-    assert min(losses) > 0.1 and min(found.seen) > 0.1
-    assert all(0 < norm < math.inf for norm in found.norms)
-
-
 # --- other features on a mesh -------------------------------------------------------------------------------
 
 
@@ -258,16 +190,6 @@ def test_other_features_do_what_they_do_on_all_meshes(pool, section):
     for records in others:
         for found, record in zip(records, wanted, strict=True):
             assert not differences(found, record)
-
-
-@pytest.mark.long
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("shard", [2, HPZ], ids=["HSDP", "hpZ"])
-def test_the_trust_check_runs_on_a_mesh(shard):
-    engine, *_ = zero.initialize(model=make_net(), config=settings(mesh(3, shard, "ranks"), 4))
-    report = engine.check([batch(dist.get_rank(), 2)], steps=2, stages=(0, 2, 3), accumulations=(1,))
-    engine.destroy()
-    assert report, str(report)
 
 
 def refuse(module: Any, args: Any) -> None:

@@ -13,52 +13,11 @@ from scenario import run, settings
 from torch import nn
 
 import zero
-from zero.core import comm
-from zero.core.param_buffer import ParamBuffer
-from zero.core.unit import Unit
 from zero.plan.formats import Formats
 from zero.plan.memory import StateBytes, alive_nbytes
 
 UNITS = ["<root>", "blocks.0", "blocks.1"]  # the root's unit: embedding, norm and head
 COUNTED = {"section": {"stage3_prefetch_bucket_size": 1}, "comms_logger": {"enabled": True}}
-
-
-class Recorder:
-    """Notes verbs that have an effect, and the collectives with their full bytes."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.verbs: list[str] = []
-        self.traffic: list[tuple[str, int]] = []
-        move, reduce, gather, scatter = ParamBuffer.move, Unit.reduce, comm.gather, comm.scatter
-
-        def noted_move(buffer: ParamBuffer, verb: str) -> None:
-            move(buffer, verb)
-            if verb not in ("conceal", "reveal"):  # nothing comes or goes
-                self.verbs.append(f"{verb} {buffer.plan.name}")
-
-        def noted_reduce(unit: Unit, *leaf: Any) -> None:
-            reduce(unit, *leaf)
-            self.verbs.append(f"reduce {unit.plan.name}")
-
-        def noted_gather(full: Any, axis: Any, tag: int) -> Any:
-            if axis.size > 1:
-                self.traffic.append(("gather", full.nbytes))
-            return gather(full, axis, tag)
-
-        def noted_scatter(flat: Any, axis: Any, *more: Any) -> Any:
-            if axis.size > 1:
-                self.traffic.append(("scatter", flat.nbytes))
-            return scatter(flat, axis, *more)
-
-        patch.setattr(ParamBuffer, "move", noted_move)
-        patch.setattr(Unit, "reduce", noted_reduce)
-        patch.setattr(comm, "gather", noted_gather)
-        patch.setattr(comm, "scatter", noted_scatter)
-
-    def take(self) -> tuple[list[str], list[tuple[str, int]]]:
-        taken = self.verbs, self.traffic
-        self.verbs, self.traffic = [], []
-        return taken
 
 
 def small() -> nn.Module:

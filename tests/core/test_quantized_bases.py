@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,26 +159,6 @@ def test_bytes_are_those_of_the_format(form: str, real: bool) -> None:
     engine.destroy()
     # Each block once in the forward and once in the backward, but for the last, which is kept between the two.
     assert sent in (packed // 2 * 2, packed // 2 * 2 - packed // 4)
-
-
-def test_the_plan_of_what_is_not_quantised_yet_is_that_of_what_is() -> None:
-    for form in ("nf4", "nf4-nested", "int8"):
-        with torch.device("meta"):
-            empty = Net(form)
-        pending = zero.estimate(empty, config(3, 2), 2).configured.device
-        assert pending == zero.estimate(Net(form).to("cpu"), config(3, 2), 2).configured.device
-
-
-def test_the_log_counts_weights_by_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    mixed = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False).bfloat16().requires_grad_(False), nn.Linear(WIDTH, 1))
-    with caplog.at_level(logging.INFO, logger="zero"):
-        for model in (Net("nf4").to("cpu"), mixed):
-            zero.initialize(model=model, config=config(0, 1))[0].destroy()
-    said = [line for line in caplog.messages if line.startswith("stage 0")]
-    packed = re.search(r" ([\d,]+) parameters \(.*?([\d,]+) in nf4", said[0])
-    assert packed[2] == f"{2 * 2 * 2 * WIDTH * WIDTH:,}", "as many as before they were packed"
-    assert f"{WIDTH * WIDTH + WIDTH + 1:,} parameters ({WIDTH * WIDTH:,} in bf16, {WIDTH + 1:,} in fp32)" in said[1]
-    assert ", in bf16 and fp32 with " in zero.estimate(mixed, config(0, 1)).what
 
 
 # --- out and in ---------------------------------------------------------------------------------------------
@@ -339,12 +317,3 @@ def test_what_cannot_be_is_said(form: str, what: str, said: str) -> None:
         layer.quant_state = None
     with pytest.raises(ValueError, match=f"^parameter 'blocks.1.down.weight' {said}"):
         engine_of(model, 3)
-
-
-@pytest.mark.ranks(1)
-def test_a_state_dict_of_another_form_is_refused() -> None:
-    engine = engine_of(Net("nf4").to("cpu"), 3)
-    other = Net("nf4-nested").to("cpu").state_dict()
-    with pytest.raises(RuntimeError, match=r"unexpected: \['blocks.0.up.weight.nested_absmax'"):
-        engine.load_module_state_dict(other)
-    engine.destroy()

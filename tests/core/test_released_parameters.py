@@ -252,14 +252,6 @@ def test_values_are_there_where_parameters_can_be_read() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_offloaded_states_say_what_to_do() -> None:
-    engine, *_ = zero.initialize(model=make_net(), config=config(3, 2))
-    engine.offload_states()
-    assert "call engine.reload_states() first" in said_by(engine.module.state_dict)
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
 def test_backward_into_freed_memory_raises_instead_of_crashing():
     """A graph that reaches freed memory without passing an output of any hooked module."""
     module, _ = made(False)

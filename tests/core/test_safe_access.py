@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -254,10 +253,3 @@ def test_local_gradients_before_their_reduction_are_refused():
     engine.backward(engine(*batch(0, 2)))
     with pytest.raises(RuntimeError, match="is not reduced before the accumulation boundary"):
         safe_get_local_grad(engine.module.head.bias)
-
-
-def test_a_pickled_parameter_leaves_the_engine_behind():
-    engine = zero.initialize(model=make_net(), config=settings(0, 1))[0]
-    copy = pickle.loads(pickle.dumps(engine.module.head.bias))
-    assert torch.equal(copy, engine.module.head.bias)
-    assert safe_get_full_fp32_param(copy) is None

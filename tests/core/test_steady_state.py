@@ -84,21 +84,3 @@ def test_nothing_grows(pool, stage, accumulation, steps):
             assert max(kinds.pop(kind, (0, 0))) <= 1, kind
         assert {kind: counts for kind, counts in kinds.items() if counts[0] != counts[1]} == {}
         assert late.objects < early.objects + 20  # dicts of a few numbers are tracked or not, as it happens
-
-
-def test_growth_is_seen(pool):
-    for early, late in pool.run(2, hoards, 10):
-        assert late.tensors == early.tensors + 7
-        assert late.nbytes == early.nbytes + 7 * 4 * WIDTH
-
-
-@only_new()
-def hoards(steps: int) -> tuple[Alive, Alive]:
-    """A loop that keeps a tensor of each step."""
-    kept = []
-    for step in range(steps):
-        kept.append(torch.zeros(WIDTH))
-        if step == 2:
-            early = alive()
-            early = alive()
-    return early, alive()

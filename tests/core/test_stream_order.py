@@ -99,11 +99,3 @@ A, TO_B, BACK, TO_A = Record("a", 0), Wait("main", "b", 0, "there"), Record("b",
 )
 def test_the_checker_finds_what_is_wrong_and_nothing_else(program, wrong):
     assert races(program) == ([wrong] if wrong else [])
-
-
-def test_without_leaves_out_one_place():
-    program = [WRITE, A, TO_B, READ, BACK, TO_A, WRITE]
-    assert sites(program) == {"there", "back"}
-    assert races(program) == races(program, {"elsewhere"}) == []
-    assert races(program, {"there"}) == ["b reads in read what a wrote in write"]
-    assert races(program, {"back"}) == ["a writes in write what b read in read"]

@@ -18,7 +18,6 @@ from models import WIDE, batch, config, make_net
 from scenario import Model, Record, run, same
 
 import zero
-from zero.optim import fused
 from zero.utils import safe_get_full_fp32_param
 
 ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
@@ -214,13 +213,3 @@ def test_a_wrong_hyperparameter_leaves_the_engine_usable():
     engine.backward(engine(*batch(0, 2)))
     engine.step()
     assert engine.was_step_applied()
-
-
-def test_each_unit_is_rounded_by_random_bits_of_its_own(monkeypatch):
-    keys = []
-    monkeypatch.setattr(fused, "fused_step", lambda *_, key, **__: keys.append(key))
-    settings = config(0, 1, micro=2, optimizer={"type": "AdamW", "params": {"zero": {"moments": "bf16"}}})
-    engine, *_ = zero.initialize(model=make_net(blocks=2, width=WIDE), config=settings)
-    engine.backward(engine(*batch(0, 2)))
-    engine.step()
-    assert len(set(keys)) == len(engine.describe().units) > 2

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zero
 from zero.config.errors import ConfigError
 from zero.engine.graphs import LIMIT, GraphedModule
-from zero.watchdog.device_waits import DeviceWaits
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
 
@@ -328,18 +327,6 @@ def test_a_backward_whose_forward_is_gone_is_refused():
         with pytest.raises(RuntimeError, match="room for one forward and its one backward"):
             training.engine.backward(first)
         training.step(training.call(1))
-        training.end()
-
-
-def test_no_other_thread_asks_the_device_while_a_graph_is_captured():
-    with pytest.MonkeyPatch.context() as patch:
-        fake_graphs(patch)
-        training, held = Training(Odd, settings(1, 1, graph_harvesting=True)), []
-        waits = training.engine._sharded.world.watchdog._device = DeviceWaits(object)
-        enter = FakeCapture.__enter__
-        patch.setattr(FakeCapture, "__enter__", lambda self: (held.append(waits.looking.locked()), enter(self))[1])
-        training.step(training.call(0))
-        assert held == [True, True] and not waits.looking.locked()
         training.end()
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from built_models import BUILDERS, build
 from marks import longer
-from models import WIDTH, Net, batch, config, make_net, step
-from ranks import listening, said_by
+from models import WIDTH, Net, batch, config, make_net
+from ranks import said_by
 from scenario import Model, run, same
 from torch import nn
 from torch.nn.modules import module as hooks_of_torch
@@ -185,17 +185,6 @@ def test_the_configuration_and_enabled_say_whether_it_cuts():
 
 
 @pytest.mark.ranks(2)
-def test_a_dtype_is_that_of_floating_point_parameters():
-    with zero.Init(dtype=torch.bfloat16):
-        model = build("frozen")
-    wanted = {name: value.detach() for name, value in build("frozen").named_parameters()}
-    with zero.GatheredParameters(model.parameters()):
-        for name, param in model.named_parameters():
-            value = wanted[name].bfloat16() if wanted[name].is_floating_point() else wanted[name]
-            assert param.dtype == value.dtype and torch.equal(param, value), name
-
-
-@pytest.mark.ranks(2)
 def test_a_module_that_is_there_is_cut_where_it_stands_and_blocks_nest():
     plain, whole = make_net(), make_net()
     assert isinstance(zero.Init(module=whole), zero.Init)
@@ -240,14 +229,6 @@ def test_what_is_not_there_is_refused_by_name(ways, said):
         zero.Init(**ways)
     assert said in str(caught.value)
     assert hooks() == 0
-
-
-def test_one_rank_needs_no_block():
-    with zero.Init(dtype=torch.bfloat16, remote_device="cpu"):
-        model = make_net()
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    assert all(owner_of(param) is None for param in model.parameters())
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(model.parameters(), make_net().parameters(), strict=True))
 
 
 READERS = {
@@ -318,17 +299,6 @@ def test_a_module_attached_later_runs_and_stays_as_it_is():
     everyones: list[Any] = [None] * 2
     dist.all_gather_object(everyones, losses)
     assert everyones == [losses] * 2
-    engine.destroy()
-
-
-def test_a_module_attached_later_is_named_once():
-    engine, *_ = zero.initialize(model=make_net(), config=config(0, 1))
-    attach(engine.module)
-    with listening() as messages:
-        for index in range(2):
-            step(engine, index)
-    (said,) = [message for message in messages if "came into the model" in message]
-    assert said.startswith("parameter 'blocks.0.up.1.weight' came into the model after initialize()")
     engine.destroy()
 
 

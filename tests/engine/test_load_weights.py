@@ -63,15 +63,6 @@ def test_a_plain_module(tmp_path: Path, dtype: torch.dtype) -> None:
             assert model.head.weight._version > version  # a graph of before must not be used
 
 
-def test_shards_of_hugging_face_and_memory_in_another_order(tmp_path: Path) -> None:
-    state = shards(tmp_path)
-    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        model = small()
-        model.head.weight.data = model.head.weight.data.t().contiguous().t()
-        zero.load_weights(model, path)
-        assert_has(model, state)
-
-
 @pytest.mark.parametrize("kind", ["one", "shards", "list"])
 def test_files_of_torch(tmp_path: Path, kind: str) -> None:
     """With several tensors of one memory, empty ones, and dtypes between each other."""
@@ -92,23 +83,6 @@ def test_files_of_torch(tmp_path: Path, kind: str) -> None:
     path = [tmp_path / file for file in files] if kind == "list" else tmp_path
     assert zero.load_weights(model, path) == ([], [])
     assert_has(model, state)
-
-
-def test_several_files_that_do_not_go_together(tmp_path: Path) -> None:
-    write(tmp_path / "a.safetensors")
-    write(tmp_path / "b.safetensors")
-    (tmp_path / "c").mkdir()
-    write(tmp_path / "c" / "c.safetensors")
-    model = small()
-    for names, text in (
-        (["a", "b"], "several of them have 'blocks.0.down.bias'"),
-        (["a", "c/c"], "2 files lie in 2 folders"),
-        ([], "0 files lie in 0 folders"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            zero.load_weights(model, [tmp_path / f"{name}.safetensors" for name in names])
-    with pytest.raises(ValueError, match="neither a safetensors file nor one of torch"):
-        zero.load_weights(model, [tmp_path / "c"])
 
 
 def test_buffers_and_names(tmp_path: Path) -> None:

@@ -100,12 +100,6 @@ def of_torch(engine: Any, number: int, inputs: Any) -> torch.Tensor:
     return loss
 
 
-def halved(engine: Any, number: int, inputs: Any) -> torch.Tensor:
-    """A loss that the script has divided itself."""
-    engine.backward(loss := engine(*inputs) / 2, scale_wrt_gas=False)
-    return loss
-
-
 def test_what_a_line_has_follows_what_there_is():
     plain = steps_of(train(1, loop=of_torch, steps_per_print=1)[0])
     assert plain[0]["loss"] is None, "it was given to nobody"
@@ -128,11 +122,6 @@ def test_learning_rates_that_differ_and_losses_that_are_not_finite():
 
     (row,) = steps_of(said(run))
     assert (row["lr"], row["loss"], row["skipped"], row["bad"]) == ("0.001 to 0.1", "nan", "1", "1")
-
-
-def test_an_undivided_loss_counts_whole():
-    lines, losses = train(1, 0, loop=halved, accumulation=2, steps_per_print=1)
-    assert [row["loss"] for row in steps_of(lines)] == [f"{sum(losses):.4g}"]
 
 
 def test_nothing_is_read_from_the_device_for_the_log(monkeypatch):

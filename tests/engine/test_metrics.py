@@ -192,28 +192,6 @@ def test_sums_and_means_over_ranks() -> None:
     engine.destroy()
 
 
-def test_alone_nothing_is_padding() -> None:
-    engine, loader = engine_of(data(), zero={})
-    right, seen = measure(loader, engine)
-    assert (right, sorted(seen)) == (right_of_one_process(), list(range(COUNT)))
-    assert engine.reduce({"a": 3}) == {"a": 3.0}
-    engine.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_the_plain_engine_of_a_check_measures_the_same() -> None:
-    from zero.config import load
-    from zero.engine.check.plain import PlainEngine
-    from zero.engine.check.runs import Kind
-
-    engine = PlainEngine(nn.Linear(4, 3), load(config(0, 2, micro=32), 2), Kind.PLAIN, torch.device("cpu"))
-    right, seen = measure(engine.deepspeed_io(data(), route="eval"), engine)
-    assert seen == list(range(COUNT))
-    assert engine.reduce(dist.get_rank(), "sum") == 1
-    engine.log({"right": right})
-    engine.print("", end="")
-
-
 @pytest.mark.ranks(2)
 def test_only_the_first_rank_prints() -> None:
     engine, _ = engine_of()

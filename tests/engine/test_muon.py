@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from marks import longer
-from models import WIDE, batch, config, make_net
+from models import batch, config, make_net
 from offload_cases import BOTH, OPTIMIZER, as_on_a_gpu
 from oracle import Training, near
-from scenario import Model, Record, differences, run, same, scenario
+from scenario import Record, differences, run, same, scenario
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import zero
 from zero.kernels.newton_schulz import newton_schulz
 from zero.optim import matrix
-from zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from zero.utils import safe_get_full_fp32_param
 
 STEPS, PARTS = 3, 4  # micro-batches of a step, whatever the ranks
 MATRICES, ROWS = 6, 3 * (25 + 12)
@@ -131,19 +131,6 @@ def test_matrices_are_orthogonalised_where_nothing_is_said_of_zero(more):
     engine.destroy()
 
 
-def test_momentum_is_not_normalised_in_place():
-    """torch.optim.Muon does so where parameters are bf16 and Nesterov is off."""
-    params = MUON | {"nesterov": False, "momentum": 0.5, "zero": {"master": "fp32"}}
-    settings = config(0, 1, optimizer={"type": "Muon", "params": params}, bf16={"enabled": True})
-    engine, *_ = zero.initialize(model=matrices(), config=settings)
-    engine.backward(engine(*batch(0, 2)))
-    weight = engine.module.blocks[0].up.weight
-    grad = safe_get_full_grad(weight)
-    engine.step()
-    assert torch.equal(safe_get_full_optimizer_state(weight, "momentum_buffer"), 0.5 * grad)
-    engine.destroy()
-
-
 def in_fp64(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
     return newton_schulz(matrix[None].double(), coefficients, steps, eps, torch.float64)[0]
 
@@ -237,37 +224,6 @@ def test_fused_projections_and_stacks_of_experts_are_many_matrices(pool, kind):
     apart = scenario(pool, functools.partial(Fused, True), muon(3, ns_method=kind))[0]
     one, other = (torch.cat([value.flatten() for value in each.weights.values()]) for each in (whole, apart))
     assert torch.equal(one, other)
-
-
-@pytest.mark.long
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_beside_gradients_and_weights_in_8_bits(stage):
-    """The rule is as exact as ever, of the gradient that comes of 8 bits."""
-    wanted: list[torch.Tensor] = []
-    grads: list[torch.Tensor] = []
-
-    def backward(engine: Any, number: int, inputs: Any) -> torch.Tensor:
-        loss = engine(*inputs)
-        engine.backward(loss)
-        weight = engine.module.blocks[0].up.weight
-        plain = nn.Parameter(safe_get_full_fp32_param(weight).clone())
-        plain.grad = safe_get_full_grad(weight)
-        optimizer = torch.optim.Muon([plain], lr=LR, weight_decay=DECAY)
-        optimizer.state[plain]["momentum_buffer"] = safe_get_full_optimizer_state(weight, "momentum_buffer").clone()
-        optimizer.step()
-        wanted.append(plain.detach())
-        grads.append(plain.grad)
-        return loss
-
-    def watch(engine: Any, number: int) -> bool:
-        return torch.equal(safe_get_full_fp32_param(engine.module.blocks[0].up.weight), wanted[-1])
-
-    for coded in (False, True):
-        section = {"zero_quantized_gradients": coded, "zero_quantized_weights": coded and stage == 3}
-        json = {**muon(stage, section), "zero": {}}
-        assert run(Model(functools.partial(matrices, WIDE)), json, 2, loop=backward, watch=watch).seen == [True] * 2
-    assert 0 < (grads[3] - grads[1]).norm() < 0.1 * grads[1].norm()
 
 
 NORMUON = {"beta2": BETA2}

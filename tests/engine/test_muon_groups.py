@@ -61,17 +61,6 @@ def test_use_muon_decides():
     assert chosen(model, groups)[0] == "words.weight"
 
 
-def test_groups_have_the_arguments_of_their_rule():
-    net = make_net()
-    first = {"params": [net.blocks[0].up.weight, net.blocks[0].up.bias], "lr": 7.0}
-    second = {"params": [net.blocks[1].up.weight, net.blocks[1].up.bias]}
-    params = MuonParams(lr=1.0, muon_lr=2.0, adam_lr=3.0, momentum=0.8, betas=(0.5, 0.6), weight_decay=0.1)
-    groups = muon_groups(net, [first, second], params)
-    assert [(group["lr"], group["use_muon"]) for group in groups] == [(7, True), (7, False), (2, True), (3, False)]
-    assert (groups[2]["momentum"], groups[3]["betas"]) == (0.8, (0.5, 0.6))
-    assert [group["weight_decay"] for group in groups] == [0.1] * 4
-
-
 def test_what_does_not_fit_is_refused():
     net = make_net()
     net.blocks[0].up.bias.use_muon = True

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,18 +158,6 @@ def started(stage: int, **more: Any) -> Iterator[tuple[Any, StandIn]]:
         engine.destroy()
 
 
-@pytest.mark.ranks(2)
-def test_a_step_inside_gathered_parameters_is_refused_on_all_ranks():
-    """What the hosts must agree about, they tell each other past the device."""
-    with started(3) as (engine, _):
-        engine.backward(engine(*share(0)))
-        refused = pytest.raises(RuntimeError, match=r"holds parameters open \(ranks 0, 1;")
-        with zero.GatheredParameters(engine.module.head.weight), refused:
-            engine.step()
-        engine.step()
-        assert engine.was_step_applied()
-
-
 def test_the_smallest_loss_scale_is_an_error_of_the_next_backward():
     smallest = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
     with started(0, fp16=smallest) as (engine, _):
@@ -199,23 +183,3 @@ def test_a_skipped_step_is_said_later_by_its_unit(caplog):
         assert "skipped" not in caplog.text
         assert not engine.was_step_applied() and engine.optimizer.overflow
         assert "step skipped: a gradient in unit 'blocks.1' is not finite" in caplog.text
-
-
-@pytest.mark.long
-def test_the_last_step_is_told_at_the_end_of_a_program():
-    """Which neither asks for it nor destroys the engine."""
-    program = """
-from models import config, make_net, step
-from stand_in_device import StandIn
-import zero
-with StandIn():
-    engine, *_ = zero.initialize(model=make_net(), config=config(1, 1, steps_per_print=1))
-    for number in range(2):
-        step(engine, number)
-    print("the last line of the script", flush=True)
-"""
-    folder = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, text=True, capture_output=True, check=True)
-    said = done.stdout + done.stderr
-    assert "step 1 |" in said and "step 2 |" in said

@@ -233,19 +233,6 @@ def test_gradients_add_up_in_fp32_under_a_boundary_set_by_hand():
     assert [exactly(weights, wanted) for weights in found] == [True] * 4
 
 
-def gradient_bytes(engine: Any, number: int) -> int:
-    return engine.state_nbytes().gradients
-
-
-@pytest.mark.parametrize("stage", [1, 3, *longer(0, 2)])
-def test_gradients_that_add_up_in_bf16_take_half_the_memory(pool, stage):
-    whole, half = (
-        scenario(pool, "net", stage, steps=1, accumulation=2, watch=gradient_bytes, **more)[0].seen[0]
-        for more in (MODES["bf16"], KEPT_IN_BF16)
-    )
-    assert whole == 2 * half > 0
-
-
 # --- what the sum is divided by, and what is divided before it travels ----------------------------------------
 
 

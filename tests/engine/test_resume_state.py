@@ -173,31 +173,6 @@ def test_the_window_and_the_data_go_on_with_accumulation(micro, tmp_path):
     interrupted(tmp_path, lambda: make(micro=micro, accumulation=2))
 
 
-def test_without_a_schedule_hyperparameters_that_the_script_changed_go_on(tmp_path):
-    engine, other = make(None, two_groups), make(None, two_groups)
-    engine.optimizer.param_groups[1].update(lr=0.25, betas=(0.5, 0.75))
-    engine.save_checkpoint(tmp_path)
-    other.load_checkpoint(tmp_path)
-    for group, wanted in zip(other.optimizer.param_groups, engine.optimizer.param_groups, strict=True):
-        assert group.pop("params") and wanted.pop("params")
-        assert group == wanted
-
-
-def test_tensors_in_a_clients_groups_stay_the_same_objects(tmp_path):
-    made = []
-
-    def client(params: Any) -> Any:
-        made.append(torch.optim.Adam(params, lr=torch.tensor(0.5), foreach=False))
-        return made[-1]
-
-    first, second = make(client=client), make(client=client)
-    first.optimizer.param_groups[0]["lr"].fill_(0.125)
-    first.save_checkpoint(tmp_path)
-    held = made[1].param_groups[0]["lr"]
-    second.load_checkpoint(tmp_path)
-    assert made[1].param_groups[0]["lr"] is held and held.item() == 0.125
-
-
 def test_the_loss_scale_goes_on_with_the_optimizer(tmp_path):
     wanted = interrupted(tmp_path, lambda: make(**FP16))
     assert len({seen[1] for seen in wanted[::3]}) > 2, "the scale does not move"
@@ -262,19 +237,6 @@ def test_what_only_one_side_has_is_said(tmp_path, caplog):
         caplog.clear()
         with_one.load_checkpoint(tmp_path / "data", load_lr_scheduler_states=False)
         assert "scheduler" not in caplog.text
-
-
-def test_named_streams_go_on(tmp_path):
-    engine = make()
-    STREAMS.add("stream", 7)
-    of_stream("stream")
-    engine.save_checkpoint(tmp_path)
-    wanted = of_stream("stream")
-    STREAMS.reset()
-    engine.load_checkpoint(tmp_path)
-    assert of_stream("stream") == wanted
-    with pytest.raises(ValueError, match="another stream has 7"):
-        STREAMS.add("other", 7)
 
 
 # --- on other ranks -------------------------------------------------------------------------------------------

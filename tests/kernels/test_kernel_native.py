@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import CPU, all_same, numbers
 
-from zero.kernels import native, norm
+from zero.kernels import cuda, native, norm
 from zero.kernels import step as step_module
 from zero.kernels.formulas import Adam
 from zero.kernels.moments import Moment
@@ -58,6 +58,22 @@ def test_without_compiled_kernels_it_says_so_once_and_gives_the_same(monkeypatch
     assert [record.name for record in caplog.records] == ["zero"]
     assert "compiled CPU kernels are missing" in caplog.text
     all_same(plain, compiled)
+
+
+def test_missing_cuda_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "zero._cuda", None)  # makes the import fail
+    for cached in (native._find, native.load):
+        monkeypatch.setattr(native, cached.__name__, functools.cache(cached.__wrapped__))
+    monkeypatch.setattr(cuda, "load", native.load)
+    monkeypatch.setattr(cuda, "_usable", functools.cache(cuda._usable.__wrapped__))
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        assert not cuda.kernels(torch.device("cpu"))
+        assert not caplog.records
+        for index in (0, 1, 0):
+            assert not cuda.kernels(torch.device("cuda", index))
+    assert [record.name for record in caplog.records] == ["zero"]
+    assert "CUDA kernels are missing" in caplog.text and "ZERO_REQUIRE_CUDA=1" in caplog.text
+    assert "zero._cuda" in str(native.missing_text(native.CUDA_MODULE))
 
 
 @pytest.mark.long
