@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from zero.checkpoint import folder
-from zero.checkpoint.job import assemble, file_name, line_of
+from zero.checkpoint.index import assemble, file_name
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
 from zero.checkpoint.staging import LazyTensor
+from zero.checkpoint.writer import line_of
 
 SAVE = "00ff00ff"
 

@@ -22,7 +22,7 @@ _HOMES = {
     "register_external_parameter": "zero.core.access",
     "unregister_external_parameter": "zero.core.access",
     "register_forward_method": "zero.core.hooks",
-    "load_weights": "zero.engine.checkpoint.weights",
+    "load_weights": "zero.engine.checkpoint.load_weights",
     "WeightUpdate": "zero.kernels.marks",
     "FusedOptimizer": "zero.optim.client",
     "init_distributed": "zero.core.joining",
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which follow imports
     from zero.core.joining import init_distributed
     from zero.data import RepeatingLoader, random_split, seed_everything, skip_first_batches
     from zero.engine.arguments import add_config_arguments
-    from zero.engine.checkpoint.weights import load_weights
+    from zero.engine.checkpoint.load_weights import load_weights
     from zero.engine.engine import Engine
     from zero.engine.init import Init
     from zero.engine.initialize import initialize

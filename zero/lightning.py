@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from zero.checkpoint.plain import as_json, encode
+from zero.checkpoint.plain_values import as_json, encode
 from zero.config.errors import ConfigError
 from zero.config.read import read
 from zero.core.joining import init_distributed

@@ -32,18 +32,18 @@ def train_on(stage: int, folder: str) -> dict[str, Any]:
     os.fsync = held
     try:
         assert engine.save_checkpoint(folder)
-        memory = engine._saving.saver.snapshot.nbytes
+        memory = engine._saving.snapshot.nbytes
         steps += [step(engine, number) for number in range(2, 5)]
         early = Path(folder, "latest").exists()
     finally:
         gate.set()
         engine.wait_for_checkpoint()
         os.fsync = real
-    where = engine._saving.saver.snapshot._memory.data_ptr()
+    where = engine._saving.snapshot._memory.data_ptr()
     engine.save_checkpoint(folder)
     steps.append(step(engine, 5))
     engine.save_checkpoint(folder, tag="last")  # waits for the one before
-    again = engine._saving.saver.snapshot._memory.data_ptr()
+    again = engine._saving.snapshot._memory.data_ptr()
     engine.destroy()  # waits, too
     state = sum(param.numel() for param in engine.module.parameters()) * 12 // 2
     return {"early": early, "steps": steps, "same": where == again, "much": memory > state + 16384}

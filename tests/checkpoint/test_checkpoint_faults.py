@@ -82,7 +82,7 @@ def save(folder, what, which):
     step(engine, 0)
     engine.save_checkpoint(folder)
     step(engine, 1)
-    engine._saving.saver.barrier.timeout = 4.0
+    engine._saving.barrier.timeout = 4.0
     if int(os.environ["RANK"]) == which:
         def ends(file):
             os.kill(os.getpid(), getattr(signal, what))

@@ -1,7 +1,4 @@
-"""The promise: what a load brings is what was saved, whichever way its bytes take, and a bad byte is noticed on each.
-
-On one host each rank reads all of the parameters that it keeps whole; else the ranks send them to each other.
-"""
+"""The promise: what a load brings is what was saved, whichever way it takes, and a bad byte is noticed on each."""
 
 from __future__ import annotations
 
@@ -11,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_small import Small, assert_equal, engine_of, held, saved, train
 from closeness import error, ulps
 from marks import each_once
 
 from zero.checkpoint.index import CHUNK, Damaged, Part
 from zero.checkpoint.safe_file import read_part
-from zero.engine.checkpoint import collective_read
 
 SIZE = 3 * CHUNK + 1234
 BF16 = {"bf16": {"enabled": True}}
@@ -50,20 +45,16 @@ def test_every_chunk_that_is_wanted_is_checked(path: Path, skip: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "more"), each_once([1, 2], [{}, BF16]))
-def test_whole_parameters_are_read_or_sent_alike(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
-    """On one host, and as on hosts of their own."""
+def test_parameters_that_ranks_keep_whole_are_loaded_whole(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
     engine = saved(tmp_path, engine_of(Small(), stage=stage, **more))
     wanted, losses = held(engine), train(engine, 2, first=7)
-    for host in "one", f"host {dist.get_rank()}":
-        train(engine, 1, first=20)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collective_read, "_host", lambda host=host: host)
-            engine.load_checkpoint(tmp_path)
-        # Each rank's own copy, which is what it computes with, and not what a gather would bring.
-        for name, param in engine.module.named_parameters():
-            assert torch.equal(param.detach(), wanted[name]), name
-        assert_equal(held(engine), wanted)
-        assert train(engine, 2, first=7) == losses
+    train(engine, 1, first=20)
+    engine.load_checkpoint(tmp_path)
+    # Each rank's own copy, which is what it computes with, and not what a gather would bring.
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param.detach(), wanted[name]), name
+    assert_equal(held(engine), wanted)
+    assert train(engine, 2, first=7) == losses
     engine.destroy()
 
 

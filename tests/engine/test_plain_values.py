@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zero.checkpoint.plain import DEEPEST, decode, encode
+from zero.checkpoint.plain_values import DEEPEST, decode, encode
 
 
 def through_json(value: Any) -> Any:

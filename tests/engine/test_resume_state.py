@@ -24,7 +24,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import TensorDataset
 
 import zero
-from zero.checkpoint.plain import decode, encode
+from zero.checkpoint.plain_values import decode, encode
 from zero.data import RepeatingLoader
 from zero.engine.checkpoint import random_state
 

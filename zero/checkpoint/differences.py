@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero.checkpoint.index import Index, Parameter, Stored
+from zero.checkpoint.index import Index, SavedParameter, Stored
 
 FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
-class Wanted(NamedTuple):
+class TargetParameter(NamedTuple):
     """One parameter of an engine.
 
     names:   all that it has in the model, that of its unit first;
@@ -85,7 +85,7 @@ class Match:
 
 
 def compare(
-    index: Index, wanted: Iterable[Wanted], buffers: Mapping[str, tuple[tuple[int, ...], str]], ask: Ask
+    index: Index, wanted: Iterable[TargetParameter], buffers: Mapping[str, tuple[tuple[int, ...], str]], ask: Ask
 ) -> Match:
     """What of the checkpoint goes where. `buffers` of the engine: name -> shape and dtype."""
     match, used, wanted = Match(), set(), list(wanted)
@@ -117,12 +117,12 @@ def compare(
     return match
 
 
-def stateless(parameter: Parameter) -> bool:
+def stateless(parameter: SavedParameter) -> bool:
     """Whether there is no state of an optimizer because none has taken a step with the parameter."""
     return not parameter.moments and (parameter.group is None or not parameter.numbers.get("step"))
 
 
-def _fit(match: Match, index: Index, each: Wanted, sources: list[str], ask: Ask) -> None:
+def _fit(match: Match, index: Index, each: TargetParameter, sources: list[str], ask: Ask) -> None:
     """Whether one parameter can take what the checkpoint has of it."""
     name, source = each.names[0], index.parameters[sources[0]]
     problem = _misfit(source.weight, each.shape, each.dtype)
@@ -163,7 +163,7 @@ def _fit_buffers(
             match.buffers.append(name)
 
 
-def _fit_groups(match: Match, index: Index, wanted: Iterable[Wanted]) -> None:
+def _fit_groups(match: Match, index: Index, wanted: Iterable[TargetParameter]) -> None:
     """Whether parameters that are trained in both are in the same parameter groups."""
     moved: dict[tuple[int, int], list[str]] = {}
     for each in wanted:
@@ -176,7 +176,7 @@ def _fit_groups(match: Match, index: Index, wanted: Iterable[Wanted]) -> None:
         match.states.append("initialize() with the parameter groups of then, in their order, loads it whole")
 
 
-def _fit_numbers(match: Match, index: Index, wanted: Iterable[Wanted]) -> None:
+def _fit_numbers(match: Match, index: Index, wanted: Iterable[TargetParameter]) -> None:
     """A unit has one number of steps; what it takes together must have the same."""
     seen: dict[str, tuple[str, Mapping[str, float]]] = {}
     for each in wanted:

@@ -14,11 +14,11 @@ import torch
 
 from zero.checkpoint import folder as folders
 from zero.checkpoint.deepspeed_files import Files, Slice, open_files, slices
-from zero.checkpoint.index import Damaged
-from zero.checkpoint.job import assemble, file_name, line_of
-from zero.checkpoint.plain import as_json
+from zero.checkpoint.index import Damaged, assemble, file_name
+from zero.checkpoint.plain_values import as_json
 from zero.checkpoint.safe_file import NAMES, TensorChunk, write
 from zero.checkpoint.staging import LazyTensor
+from zero.checkpoint.writer import line_of
 
 _NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
 # What DeepSpeed itself puts beside the client's state.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
@@ -22,6 +22,7 @@ VERSION = 2  # written where a tensor lies in boxes; else what a reader of versi
 CHUNK = 1 << 20  # bytes that share one checksum; a reader of a part of a part reads less than this too much at each end
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
 ITEMSIZE["bool"] = 1
+Line = list[Any]  # of a chunk: kind, name, dtype, shape, boxes, signed, start, numel, file, offset, checksums, as JSON
 _SUM = ',"crc32":'  # as it stands before the checksum of an index; inside of text its quotes would be escaped
 
 
@@ -86,7 +87,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class SavedParameter:
     """One parameter and the state of the optimizer behind it.
 
     weight:  as the model computes with it.
@@ -133,7 +134,7 @@ class Index:
 
     save: str
     tag: str
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, SavedParameter]
     files: Mapping[str, int]
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, Stored] = field(default_factory=dict)
@@ -225,5 +226,47 @@ def _check_sum(text: str | bytes, values: Mapping[str, Any], where: str) -> None
         )
 
 
+def file_name(kind: str, rank: int, world_size: int, save: str) -> str:
+    """The name of a rank's file of one kind; `save` keeps it apart from those of an earlier save of the tag."""
+    return f"{kind}-{rank:05d}-of-{world_size:05d}.{save}.safetensors"
+
+
+def assemble(lines: Iterable[Line], known: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any]) -> Index:
+    """The index of everything that `lines` of all ranks say.
+
+    known:  for each parameter its "group", "numbers", "dtype" and "shape".
+    values: the other fields of `Index`; "signed", too, where lines do not say it.
+    """
+    by_kind: dict[str, dict[str, Stored]] = {}
+    begins: dict[tuple[str, str, tuple[Box, ...]], int] = {}  # of a tensor's boxes on one rank, among all its boxes
+    signed: dict[str, bool] = {}
+    for kind, name, dtype, shape, boxes, signs, start, numel, file, offset, sums in lines:
+        tensors = by_kind.setdefault(kind, {})
+        stored = tensors.get(name, Stored(dtype, tuple(shape), ()))
+        of_rank = tuple(Box(tuple(first), tuple(sizes)) for first, sizes in boxes)
+        if (kind, name, of_rank) not in begins:
+            begins[kind, name, of_rank] = sum(box.numel for box in stored.boxes)
+            stored = replace(stored, boxes=stored.boxes + of_rank)
+        part = Part(begins[kind, name, of_rank] + start, numel, file, offset, tuple(sums))
+        tensors[name] = replace(stored, parts=tuple(sorted((*stored.parts, part))))
+        if signs is not None:
+            signed[kind] = signs
+    weights, masters = by_kind.pop("weight", {}), by_kind.pop("master", {})
+    buffers, tensors = by_kind.pop("buffer", {}), by_kind.pop("tensor", {})
+    scales = {kind.removeprefix("scales."): by_kind.pop(kind) for kind in list(by_kind) if kind.startswith("scales.")}
+    parameters = {
+        name: SavedParameter(
+            weight=weights.get(name, Stored(more["dtype"], tuple(more["shape"]), ())),  # one without elements
+            master=masters.get(name),
+            moments={kind: tensors[name] for kind, tensors in by_kind.items() if name in tensors},
+            scales={kind: tensors[name] for kind, tensors in scales.items() if name in tensors},
+            numbers=more["numbers"],
+            group=more["group"],
+        )
+        for name, more in known.items()
+    }
+    return Index(parameters=parameters, buffers=buffers, tensors=tensors, **{"signed": signed, **values})
+
+
 _INDEX = TypeAdapter(Index)
-_PARAMETERS = TypeAdapter(dict[str, Parameter])
+_PARAMETERS = TypeAdapter(dict[str, SavedParameter])

@@ -57,6 +57,7 @@ class TensorChunk(NamedTuple):
     """Elements from `start` on of a tensor that has `shape` as a whole, or of those of its `boxes` that a rank holds.
 
     values: contiguous [n], on any device; or a LazyTensor that gives them when they are written.
+    signed: of a moment, whether it can be negative.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class TensorChunk(NamedTuple):
     shape: tuple[int, ...]
     values: torch.Tensor | LazyTensor
     boxes: tuple[Box, ...] = ()
+    signed: bool | None = None
 
     @property
     def key(self) -> str:

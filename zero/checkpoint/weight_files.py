@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zero.checkpoint import safe_file, torch_file
 from zero.checkpoint.folder import INDEX, LATEST, find, read_index
-from zero.checkpoint.index import Damaged, Index, Parameter, Stored
+from zero.checkpoint.index import Damaged, Index, SavedParameter, Stored
 
 _SHARDS = ".index.json"  # a JSON of Hugging Face that says which file holds which tensor
 _WANTED = "wanted a safetensors file, one of torch.save (.bin, .pt, .pth, .ckpt), or a folder with some"
@@ -146,7 +146,7 @@ def _index(tag: str, stored: dict[str, Stored], metadata: dict[str, str]) -> Ind
     return Index(
         save=digest,
         tag=tag,
-        parameters={name: Parameter(each) for name, each in stored.items()},
+        parameters={name: SavedParameter(each) for name, each in stored.items()},
         files={},
         # Tensors that are one are written once, with their other names in the metadata.
         tied={name: other for name, other in metadata.items() if name not in stored and other in stored},

@@ -85,7 +85,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         self._status = status = Status(optimizer)
         self._accumulation = Accumulation(config, sharded, optimizer, status)
         self._saving = CheckpointSaver(self, config, sharded, device)
-        self._loading = CheckpointLoader(self, sharded, optimizer, self._saving.saver)
+        self._loading = CheckpointLoader(self, sharded, optimizer, self._saving)
         self._weights = Weights(config, sharded, status, device)
         self._metrics = Metrics(sharded.world, device)
         self._offload = StateOffload(sharded, optimizer, device)
@@ -249,8 +249,8 @@ class Engine(DeepSpeedGetters, nn.Module):
         """
         if self._status.destroyed:
             return
-        saver, sharded, optimizer = self._saving.saver, self._sharded, self.optimizer
-        saver.join()
+        saving, sharded, optimizer = self._saving, self._sharded, self.optimizer
+        saving.join()
         try:
             if optimizer is not None:
                 optimizer.finish()
@@ -268,7 +268,7 @@ class Engine(DeepSpeedGetters, nn.Module):
             self._weights = self._offload = self._compiler = None
             if optimizer is not None:
                 optimizer.unbind()  # whoever still holds it must not keep the state alive
-        if (error := saver.error()) is not None:
+        if (error := saving.error()) is not None:
             raise error
 
     def __del__(self) -> None:

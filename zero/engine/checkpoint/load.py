@@ -10,25 +10,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.checkpoint.differences import Ask, Match, Wanted
+from zero.checkpoint.differences import Ask, Match, TargetParameter
 from zero.checkpoint.folder import check_folder, find, without_latest
 from zero.checkpoint.index import Index
-from zero.checkpoint.plain import decode
+from zero.checkpoint.plain_values import decode
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import NAMES
-from zero.checkpoint.saver import Saver
 from zero.checkpoint.verify import check_headers
 from zero.core.access import GatheredParameters
 from zero.core.owner import owner_of
 from zero.core.sharded_module import ShardedModule
-from zero.core.unit import Unit
 from zero.core.values import full_shape
 from zero.core.world import Axis
-from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
+from zero.engine.checkpoint.load_units import (
+    REFUSALS,
+    LoadPlan,
+    UnitLoader,
+    find_alike,
+    fit,
+    load_buffers,
+    names_of_parameters,
+    together,
+)
 from zero.engine.checkpoint.random_state import for_rank
 from zero.engine.checkpoint.resume import check, restore
-from zero.engine.checkpoint.save_plan import saved_buffers
-from zero.engine.checkpoint.units import fit, load_buffers, load_unit, names_of_parameters, renew, replaced, restart
+from zero.engine.checkpoint.save import CheckpointSaver
+from zero.engine.checkpoint.saved_state import saved_buffers
 from zero.log import rank_zero
 from zero.optim.optimizer import ZeroOptimizer
 
@@ -50,11 +57,13 @@ class Values(NamedTuple):
 class CheckpointLoader:
     """Loads checkpoints into an engine."""
 
-    def __init__(self, engine: Any, sharded: ShardedModule, optimizer: ZeroOptimizer | None, saver: Saver) -> None:
+    def __init__(
+        self, engine: Any, sharded: ShardedModule, optimizer: ZeroOptimizer | None, saving: CheckpointSaver
+    ) -> None:
         self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
         self._sharded = sharded
         self._optimizer = optimizer
-        self._saver = saver
+        self._saving = saving
 
     def load_checkpoint(
         self,
@@ -84,7 +93,7 @@ class CheckpointLoader:
         only on reading raises ValueError on all ranks, too, but the engine is half loaded then: another
         `load_checkpoint` repairs it, and `destroy()` is all that it does else.
         """
-        self._saver.join()  # else it would be by chance which checkpoint is there, or the one before that one
+        self._saving.join()  # else it would be by chance which checkpoint is there, or the one before that one
         ask = Ask(
             states=load_optimizer_states and not load_module_only and self._optimizer is not None,
             strict=load_module_strict,
@@ -92,7 +101,6 @@ class CheckpointLoader:
             masters=self._engine._config.zero_optimization.load_from_fp32_weights,
             argument="load_module_strict",
         )
-        ranks = self._ranks("load_checkpoint")
         values: Values | None = None
 
         def look() -> LoadPlan | None:
@@ -106,11 +114,12 @@ class CheckpointLoader:
                 check(self._engine, values.shared, load_optimizer_states, load_lr_scheduler_states, str(plan.place))
             return plan
 
-        plan = ranks.find(look)
+        plan = find_alike(look, self._sharded.world, "load_checkpoint")
         if plan is None:
             rank_zero(logging.WARNING, "load_checkpoint: %s", without_latest(Path(load_dir)))
             return None, None
-        self._take(ranks, plan, not load_optimizer_states and not load_module_only, custom_load_fn)
+        anew = not load_optimizer_states and not load_module_only
+        self._take("load_checkpoint", plan, anew, custom_load_fn)
         self._sharded.module.load_state_dict(values.extra, strict=False)
         if not load_module_only:
             self._resume(values, load_optimizer_states, load_lr_scheduler_states)
@@ -119,11 +128,10 @@ class CheckpointLoader:
 
     def take_weights(self, look: Callable[[Collection[str], Axis], tuple[Path, Index]], strict: bool) -> Match:
         """The weights, exact, of what `look` finds for a module with these buffers; for `zero.load_weights`."""
-        self._saver.join()
-        ranks, ask = self._ranks("load_weights"), Ask(strict=strict)
-        buffers, axis = saved_buffers(self._sharded.module), self._sharded.world
-        plan = ranks.find(lambda: self._fitted(*look(buffers, axis), ask))
-        self._take(ranks, plan, False, None)
+        self._saving.join()
+        ask, buffers, world = Ask(strict=strict), saved_buffers(self._sharded.module), self._sharded.world
+        plan = find_alike(lambda: self._fitted(*look(buffers, world), ask), world, "load_weights")
+        self._take("load_weights", plan, False, None)
         self._engine._status.half_loaded = None
         return plan.match
 
@@ -136,9 +144,6 @@ class CheckpointLoader:
             )
             return
         restore(self._engine, values.shared, values.own, optimizer=optimizer, scheduler=scheduler)
-
-    def _ranks(self, what: str) -> CollectiveRead:
-        return CollectiveRead(what, self._sharded.world)
 
     def _fitted(self, place: Path, index: Index, ask: Ask) -> LoadPlan:
         """Raises RuntimeError where no load may begin, ValueError where the engine cannot take what is there."""
@@ -154,7 +159,7 @@ class CheckpointLoader:
         ask = ask._replace(left_out=index.excluded)
         return fit(place, index, ask, self._wanted(), self._sharded.module, parts, "engine")
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[TargetParameter]:
         """What this engine has, in its terms for a checkpoint."""
         names, wanted, keys = names_of_parameters(self._sharded.module), [], {}
         for unit in self._sharded.units:
@@ -169,64 +174,62 @@ class CheckpointLoader:
                 others = [name for name in names.get(id(param), ()) if name != own]
                 dtype = NAMES[unit.shard.dtype]
                 shape = full_shape(owner_of(param))
-                wanted.append(Wanted((own, *others), shape, dtype, unit.plan.name, group, *states))
+                wanted.append(TargetParameter((own, *others), shape, dtype, unit.plan.name, group, *states))
         return wanted
 
     @torch.no_grad()
-    def _take(self, ranks: CollectiveRead, plan: LoadPlan, anew: bool, custom: Callable[..., Any] | None) -> None:
+    def _take(self, what: str, plan: LoadPlan, anew: bool, custom: Callable[..., Any] | None) -> None:
         """Change the engine; `anew`: the optimizer begins anew. Raises on all ranks where one cannot read.
 
         The engine is half loaded until the caller, who may have more to bring, says otherwise.
         """
+        sharded, place = self._sharded, plan.place
         self._engine._status.half_loaded = (
-            f"the engine is half loaded: loading {plan.place} was broken off. Load a checkpoint that is whole, or "
+            f"the engine is half loaded: loading {place} was broken off. Load a checkpoint that is whole, or "
             "call destroy()"
         )
-        self._sharded.recover()
+        sharded.recover()
         self._engine.zero_grad()
         self._engine._accumulation.restart()
-
-        units = self._sharded.units
-        whole = replaced(units, plan)
-
-        def read() -> dict[str, torch.Tensor] | None:
-            with Reader(plan.place, plan.index) as reader:
-                return self._read(reader, plan, anew, custom is not None, whole)
-
-        # Also where one failed: full copies must be there again for whatever comes next, and all take part or none.
-        state = ranks.read(read, lambda good: renew(units, whole if good else ()))
-        if custom is not None:
-            with GatheredParameters(self._sharded.module.parameters(), modifier_rank=0):
-                custom(src=state, dst=self._sharded.module)
-        for line in plan.match.warnings:
-            rank_zero(logging.WARNING, "loading %s: %s", plan.place, line)
-        if plan.match.left_out:
-            rank_zero(
-                logging.INFO, "loading %s: frozen and not saved, so as before: %s", plan.place, plan.match.left_out
-            )
-
-    def _read(
-        self, reader: Reader, plan: LoadPlan, anew: bool, custom: bool, whole: Collection[Unit]
-    ) -> dict[str, torch.Tensor] | None:
-        """This rank's part of everything, and all of the weights of the units in `whole`.
-
-        `custom`: returns the state_dict instead of taking weights and buffers.
-        """
-        for unit in self._sharded.units:
+        for unit in sharded.units:
             unit.invalidate()
-        for unit in self._sharded.units:
-            load_unit(unit, self._optimizer, reader, plan, unit in whole)
-            if anew and unit.master is not None:
-                restart(unit, self._optimizer)
-        reader.finish()
-        if custom:
-            return _state_dict(reader)
-        rank, ranks = self._sharded.world.rank, plan.index.ranks
-        alike = len(ranks) == self._sharded.world.size
-        load_buffers(
-            reader, self._sharded.module, plan.match.buffers, (ranks[rank] or {}).get("buffers", {}) if alike else {}
-        )
+        try:
+            state = together(lambda: self._read(plan, anew, custom is not None), sharded.world, what)
+        except REFUSALS:
+            if not sharded.world.watchdog.broken:
+                self._renew()  # full copies must be there again for whatever comes next
+            raise
+        self._renew()
+        if custom is not None:
+            with GatheredParameters(sharded.module.parameters(), modifier_rank=0):
+                custom(src=state, dst=sharded.module)
+        for line in plan.match.warnings:
+            rank_zero(logging.WARNING, "loading %s: %s", place, line)
+        if left_out := plan.match.left_out:
+            rank_zero(logging.INFO, "loading %s: frozen and not saved, so as before: %s", place, left_out)
+
+    def _read(self, plan: LoadPlan, anew: bool, custom: bool) -> dict[str, torch.Tensor] | None:
+        """This rank's part of everything; `custom`: returns the state_dict instead of taking weights and buffers."""
+        with Reader(plan.place, plan.index) as reader:
+            loader = UnitLoader(reader, plan, self._optimizer)
+            for unit in self._sharded.units:
+                loader.load(unit, anew)
+            reader.finish()
+            if custom:
+                return _state_dict(reader)
+            world, ranks, own = self._sharded.world, plan.index.ranks, {}
+            if len(ranks) == world.size:
+                own = (ranks[world.rank] or {}).get("buffers", {})
+            load_buffers(reader, self._sharded.module, plan.match.buffers, own)
         return None
+
+    def _renew(self) -> None:
+        """Bring what was loaded to all who keep it whole; collective."""
+        kept = [unit for unit in self._sharded.units if unit.stays_full]
+        for unit in kept:
+            unit.gather()
+        for unit in kept:
+            unit.wait()
 
 
 def _state_dict(reader: Reader) -> dict[str, torch.Tensor]:

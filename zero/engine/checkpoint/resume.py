@@ -1,7 +1,7 @@
 """What a run needs to go on besides weights and optimizer state: taken from one engine, put into another.
 
 `shared_state` is the same on all ranks, `rank_state` each rank's own. Both are plain values and tensors, as
-`zero.checkpoint.plain` encodes; they are not copies, so encode them before training goes on.
+`zero.checkpoint.plain_values` encodes; they are not copies, so encode them before training goes on.
 """
 
 from __future__ import annotations

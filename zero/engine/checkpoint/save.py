@@ -1,11 +1,14 @@
-"""Saving an engine: what must be right before anything is written, on one rank and among all, and the call."""
+"""Saving an engine: the call, what must be right before anything is written, and the save beside the training loop."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
 import secrets
+import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,19 +18,21 @@ from typing import Any
 import torch
 
 from zero.checkpoint.folder import LATEST, check_folder
-from zero.checkpoint.job import Job
 from zero.checkpoint.retention import Retention
-from zero.checkpoint.saver import Saver
+from zero.checkpoint.safe_file import TensorChunk
 from zero.checkpoint.store_barrier import StoreBarrier
+from zero.checkpoint.writer import CheckpointWriter, SavePlan, Snapshot
 from zero.config import Config
+from zero.core.agree import agree
 from zero.core.sharded_module import ShardedModule
-from zero.engine.checkpoint.save_plan import SavePlan
+from zero.engine.checkpoint.saved_state import SavedState
 from zero.log import logger
 from zero.watchdog.hang_report import Phase, difference_text
 
 SLACK = 1 << 16  # bytes of each rank's share that headers and the index may take
 CHECKS = "the checks before a checkpoint is written"
-FILES = "writing the part of a checkpoint that rests in files"
+REST = "writing the part of a checkpoint that rests in files"
+AGREED = (OSError, ValueError, RuntimeError)  # what all ranks raise alike
 
 
 class TagValidation:
@@ -55,20 +60,38 @@ class TagValidation:
         return texts[0]
 
 
+class Beside(enum.IntEnum):
+    """Of the save beside the training loop, as numbers that ranks tell each other.
+
+    NONE: there is none, or all ranks know how it ended; ENDED: it was saved, or this rank's program knows that it was
+    not.
+    """
+
+    NONE = 0
+    RUNS = 1
+    ENDED = 2
+    FAILED = 3
+
+
 class CheckpointSaver:
-    """Saves an engine, and knows of the save that runs beside its training loop."""
+    """Saves an engine, at once or beside its training loop, where at most one save runs.
+
+    asynchronous: whether saves run beside the loop, from the snapshot.
+    """
 
     def __init__(self, engine: Any, config: Config, sharded: ShardedModule, device: torch.device) -> None:
         section = config.zero.checkpoint
-        self.saver = Saver(
-            StoreBarrier(sharded.world.watchdog, config.zero.timeout),
-            Retention(section.keep, section.keep_optimizer),
-            section.asynchronous,
-            device.type == "cuda",
-        )
+        self.barrier = StoreBarrier(sharded.world.watchdog, config.zero.timeout)
+        self.asynchronous = section.asynchronous
+        self.snapshot = Snapshot(pinned=device.type == "cuda")
+        self._retention = Retention(section.keep, section.keep_optimizer)
+        self._began = time.time()
         self._engine = weakref.proxy(engine)  # which has us, and is let go of without the garbage collector
         self._sharded = sharded
         self._validation = TagValidation(config.checkpoint.tag_validation)
+        self._thread: threading.Thread | None = None
+        self._ended = Beside.NONE
+        self._error: Exception | None = None
 
     def save_checkpoint(
         self,
@@ -91,16 +114,15 @@ class CheckpointSaver:
         rank makes no progress for `zero.timeout` seconds, or when the engine is of no use; OSError that names rank
         and file; and, without another save, what the last one beside the training loop failed with.
         """
-        saver = self.saver
-        saver.join()
+        self.join()
         options = [bool(save_latest), bool(exclude_frozen_parameters)]
-        saver.barrier.start()
+        self.barrier.start()
         try:
             with self._sharded.world.watchdog.call(Phase.SAVE):
                 error = self._save(save_dir, tag, client_state, options)
         finally:
-            if not saver.running:
-                saver.barrier.shut()
+            if not self._running:
+                self.barrier.shut()
         if error is not None:
             # Not inside of the watched call: the engine is sound, and no other rank must take this one for lost.
             raise error
@@ -108,63 +130,130 @@ class CheckpointSaver:
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the save that runs beside the training loop, if any, has ended; raises what it failed with."""
-        self.saver.join()
-        if (error := self.saver.error()) is not None:
+        self.join()
+        if (error := self.error()) is not None:
             raise error
+
+    def join(self) -> None:
+        """Wait until nothing runs beside the caller."""
+        # Not forgotten then: while one thread waits here, another may begin the next.
+        while self._running:
+            self._thread.join()
+
+    def error(self) -> Exception | None:
+        """What the last save beside the loop failed with, once; None if it did not, or runs."""
+        if self._running or self._ended is not Beside.FAILED:
+            return None
+        self._ended = Beside.ENDED
+        return _failure("the last checkpoint", self._error)
+
+    def raise_failure(self) -> None:
+        """At the end of a step, on all ranks: raise what a save beside the training loop has failed with.
+
+        A collective while any rank has not heard how the save ended.
+        """
+        beside = Beside.RUNS if self._running else self._ended
+        if beside is Beside.NONE:
+            return
+        told = agree(int(beside), self._sharded.world)
+        if Beside.RUNS in told:
+            return
+        error, self._ended, self._error = self._error, Beside.NONE, None
+        if Beside.FAILED in told:
+            raise _failure("a checkpoint", error, f"; step {self._engine.global_steps} itself is done") from error
+
+    @property
+    def _running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _save(self, save_dir: Any, tag: Any, client: Any, options: list[bool]) -> Exception | None:
         """Save, up to where it may go on beside the training loop; returns what failed, the same on all ranks.
 
         options: whether `latest` will name it, and whether frozen parameters are left out.
         """
-        engine, saver, plan, asked = self._engine, self.saver, None, None
+        engine, barrier = self._engine, self.barrier
+        asked: Any = None
         try:
-            if (error := saver.error()) is not None:
+            if (error := self.error()) is not None:
                 raise error
             engine._status.check()
             self._check_window()
-            root = Path(os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir")))
+            root = os.path.abspath(check_folder(save_dir, "save_checkpoint(): save_dir"))
             tag = _tag_of(f"global_step{engine.global_steps}" if tag is None else tag)
-            plan = SavePlan(engine, self._sharded.units, client or {}, saver.barrier, skip_frozen=options[1])
-            asked = {"dir": str(root), "tag": tag, "options": options, **plan.request()}
+            state = SavedState(engine, self._sharded.units, client or {}, skip_frozen=options[1])
+            asked = {"dir": root, "tag": tag, "options": options, **state.request()}
         except Exception as error:
             asked = error
+        begin = partial(_begin, self._validation, barrier.ranks)
         try:
-            begin = partial(_begin, self._validation, saver.barrier.ranks)
-            answer = saver.barrier.settle(asked, begin, CHECKS, in_call=True)
-        except (OSError, ValueError, RuntimeError) as error:
+            answer = barrier.settle(asked, begin, CHECKS, in_call=True)
+        except AGREED as error:
             return error
-        saver.heard()
-        job = saver.job(Path(answer["dir"]), answer["tag"], answer["save"], options[0])
-        return self._write(job, plan, answer)
+        self._ended = Beside.NONE  # all ranks know how the last one ended
+        small, own = state.small(answer["differ"])
+        units = [form for forms in state.forms.values() for form in forms]
+        known, fields = state.index(answer["save"], answer["tag"], options[0]) if barrier.rank == 0 else ({}, {})
+        plan = SavePlan(
+            place=Path(answer["dir"], answer["tag"]),
+            save=answer["save"],
+            latest=options[0],
+            forms=[*units, *small],
+            own=own,
+            fields=fields,
+            known=known,
+            retention=self._retention,
+            began=self._began,
+        )
+        return self._write(CheckpointWriter(plan, barrier), state, small, answer["files"])
 
-    def _write(self, job: Job, plan: SavePlan, answer: Mapping[str, Any]) -> Exception | None:
-        saver, rest = self.saver, []
+    def _write(
+        self, writer: CheckpointWriter, state: SavedState, small: list[TensorChunk], files: bool
+    ) -> Exception | None:
+        """Write, or have written from the snapshot; `files`: part of it rests in files, on some rank."""
         try:
-            rest = plan.write(job, answer["differ"], saver.snapshot if saver.asynchronous else None)
+            writer.begin()
+            if self.asynchronous:
+                self.snapshot.begin(small + state.resident_forms())
+            with contextlib.closing(state.chunks(small)) as chunks:
+                for chunk, resident in chunks:
+                    (self.snapshot.take if self.asynchronous and resident else writer.put)(chunk)
+                    writer.moved(1)
         except BaseException as error:
-            job.fail(error)  # the others must hear of it
-        if saver.asynchronous and answer["files"]:
+            writer.fail(error)  # the others must hear of it
+        if self.asynchronous and files:
             try:
                 # Nobody goes on to a collective in which it would wait for who still writes.
-                saver.barrier.settle(job.failure, lambda told: None, FILES, in_call=True)
-            except (OSError, ValueError, RuntimeError) as error:
-                job.fail(error)
-        if saver.asynchronous and not job.interrupted:
-            saver.begin(job)
+                self.barrier.settle(writer.failure, lambda told: None, REST, in_call=True)
+            except AGREED as error:
+                writer.fail(error)
+        # Ctrl-C and the like must reach the caller at once; the others may go on beside their loops.
+        if self.asynchronous and (writer.failure is None or isinstance(writer.failure, Exception)):
+            self._ended, self._error = Beside.FAILED, RuntimeError("its thread has ended")  # unless it says otherwise
+            # Not a daemon: the interpreter joins it before it takes anything apart, after an exception, too.
+            self._thread = threading.Thread(target=self._finish, args=(writer,), name="zero-save")
+            self._thread.start()
             return None
-        if saver.asynchronous:
-            saver.missed()
+        if self.asynchronous:
+            self._ended, self._error = Beside.ENDED, None
         try:
-            job.finish(rest, in_call=True)
-        except (OSError, ValueError, RuntimeError) as error:
+            writer.finish(in_call=True)
+        except AGREED as error:
             return error
         return None
 
-    def raise_failure(self) -> None:
-        """At the end of a step, on all ranks: raise what a save beside the training loop has failed with."""
-        engine = self._engine
-        self.saver.look(self._sharded.world, f"step {engine.global_steps} itself is done")
+    def _finish(self, writer: CheckpointWriter) -> None:
+        """In a thread of its own: write the snapshot, and end the save."""
+        try:
+            writer.finish(self.snapshot.copies())
+            self._ended, self._error = Beside.ENDED, None
+        except Exception as error:
+            self._error = error
+            place, rank = writer.plan.place, self._sharded.world.global_rank
+            text = "rank %d: checkpoint '%s' in %s could not be saved: %s"
+            logger.error(text, rank, place.name, place.parent, error)
+        finally:
+            self.barrier.shut()
+            self.snapshot.clear()
 
     def _check_window(self) -> None:
         """Raise RuntimeError while gradients wait for a step."""
@@ -174,6 +263,16 @@ class CheckpointSaver:
                 f"save_checkpoint() in the middle of an accumulation window: {count} of {steps} micro-batches are in, "
                 "and their gradients would be lost; call it after the step() at the boundary"
             )
+
+
+def _failure(what: str, error: Exception | None, when: str = "") -> Exception:
+    """An exception of the kind of `error`, which another rank has where it is None."""
+    # Without the number of an OSError, which stands in front again.
+    reason = getattr(error, "strerror", None) or error or "another rank failed"
+    text = f"{what} could not be saved beside the training loop: {reason}{when}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, text)
+    return RuntimeError(text)
 
 
 def _tag_of(tag: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from zero.checkpoint.differences import Ask, Match, Wanted
+from zero.checkpoint.differences import Ask, Match, TargetParameter
 from zero.checkpoint.index import Index
 from zero.checkpoint.reader import Reader
 from zero.checkpoint.safe_file import dtype_name
@@ -20,9 +20,16 @@ from zero.core.deferred_param import DeferredParam
 from zero.core.owner import owner_of
 from zero.core.state import State
 from zero.core.world import Axis
-from zero.engine.checkpoint.collective_read import CollectiveRead, LoadPlan
-from zero.engine.checkpoint.save_plan import saved_buffers
-from zero.engine.checkpoint.units import fill_plain, fit, load_buffers, names_of_parameters
+from zero.engine.checkpoint.load_units import (
+    LoadPlan,
+    fill_plain,
+    find_alike,
+    fit,
+    load_buffers,
+    names_of_parameters,
+    together,
+)
+from zero.engine.checkpoint.saved_state import saved_buffers
 from zero.engine.engine import Engine
 from zero.engine.weights import Unmatched
 from zero.log import rank_zero
@@ -77,8 +84,8 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tupl
     if any(not isinstance(unit, DeferredParam) for unit in deferred):
         raise ValueError("load_weights(target=...): this module belongs to an engine; give the engine")
     axis = deferred[0].mesh.data if deferred else Axis(None, 1, 0, False)
-    ranks = CollectiveRead("load_weights", axis)
-    plan = ranks.find(lambda: _fitted(module, params, *look(saved_buffers(module), axis), Ask(strict=strict)))
+    ask, what = Ask(strict=strict), "load_weights"
+    plan = find_alike(lambda: _fitted(module, params, *look(saved_buffers(module), axis), ask), axis, what)
 
     def read() -> None:
         with Reader(plan.place, plan.index) as reader:
@@ -87,7 +94,7 @@ def _into_module(module: nn.Module, look: Callable[[Collection[str], Axis], tupl
             load_buffers(reader, module, plan.match.buffers, {})
 
     try:
-        ranks.read(read)
+        together(read, axis, what)
     except ValueError as error:
         error.args = (f"{error}. The module is half loaded",)
         raise
@@ -109,7 +116,7 @@ def _fitted(module: nn.Module, params: dict[str, nn.Parameter], place: Path, ind
         if owner is not None and not owner.unit.opened and owner.unit.state is not State.SHARDED:
             raise ValueError(f"load_weights: parameter '{name}' is held by GatheredParameters; load outside of it")
         others = [other for other in names[id(param)] if other != name]
-        wanted.append(Wanted((name, *others), tuple(param.shape), dtype_name(param.dtype)))
+        wanted.append(TargetParameter((name, *others), tuple(param.shape), dtype_name(param.dtype)))
     parts = (part for name, param in params.items() for part in _parts(param, name))
     return fit(place, index, ask, wanted, module, parts, "module")
 

@@ -1,27 +1,22 @@
-"""What one rank has to write of an engine: its part of every unit, each element once over all ranks, on every stage.
-
-It is found out first, then written, straight away or by way of a snapshot.
-"""
+"""What one rank has to save of an engine: its part of every unit, each element once over all ranks, on every stage."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
-from zero.checkpoint.job import Job
-from zero.checkpoint.plain import as_json, encode
+from zero.checkpoint.plain_values import as_json, encode
 from zero.checkpoint.safe_file import NAMES, TensorChunk, dtype_name
-from zero.checkpoint.saver import Snapshot
 from zero.checkpoint.staging import host_bytes
-from zero.checkpoint.store_barrier import StoreBarrier
 from zero.core.owner import owner_of
 from zero.core.unit import Unit
+from zero.core.world import World
 from zero.engine.checkpoint.resume import rank_state, shared_state
 from zero.kernels.crc32 import crc32
 from zero.kernels.moments import BLOCK, Moment, blocks_of
@@ -30,23 +25,20 @@ from zero.plan.cut import Cut
 from zero.plan.layout import Fragment
 from zero.plan.units import ParamSpec
 
-FILES = {"weight": "weights", "buffer": "weights", "master": "masters", "tensor": "state"}  # all others: moments
 
+class SavedState:
+    """Of one save, found out before anything is written. Raises ValueError, naming it, for what no checkpoint can hold.
 
-class SavePlan:
-    """Of one save. Raises ValueError, naming it, for what a checkpoint cannot hold.
-
-    units: those that are written; excluded: the frozen parameters that are not.
+    units: those that are written; excluded: the frozen parameters that are not; forms: the chunks of each unit, on the
+    meta device.
     """
 
-    def __init__(
-        self, engine: Any, units: Sequence[Unit], client: Mapping[str, Any], barrier: StoreBarrier, skip_frozen: bool
-    ) -> None:
+    def __init__(self, engine: Any, units: Sequence[Unit], client: Mapping[str, Any], skip_frozen: bool) -> None:
         self.units = [unit for unit in units if unit.plan.requires_grad or not skip_frozen]
         self.excluded = sorted(spec.name for unit in units if unit not in self.units for spec in unit.plan.params)
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._barrier = barrier
+        self._world: World = engine._sharded.world
         if self._optimizer is not None:
             self._optimizer.settle()
         for unit in units:
@@ -60,72 +52,63 @@ class SavePlan:
         self._extra = encode(_extra_states(engine.module), "extra_state")
         self._shared = encode(shared_state(engine), "engine_state")
         self._client = encode(client, "client_state")
-        self._own = encode(rank_state(engine), f"rank_state/{barrier.rank}")
-        self._forms = {unit: list(_unit_chunks(unit, self._optimizer, forms=True)) for unit in self.units}
+        self._own = encode(rank_state(engine), f"rank_state/{self._world.rank}")
+        self.forms = {unit: list(_unit_chunks(unit, self._optimizer, forms=True)) for unit in self.units}
         self._whole = _whole_chunks("buffer", self._buffers)
 
     def request(self) -> dict[str, Any]:
         """What rank 0 must know of it before anything is written, as JSON."""
-        nbytes = sum(form.values.nbytes for forms in self._forms.values() for form in forms)
-        buffers = [] if self._barrier.world_size == 1 else self._buffers.items()
+        nbytes = sum(form.values.nbytes for forms in self.forms.values() for form in forms)
+        buffers = [] if self._world.size == 1 else self._buffers.items()
         return {
             "buffers": [[name, *_digest(value)] for name, value in buffers],
             "nbytes": nbytes + sum(chunk.values.nbytes for chunk in self._whole),
             "files": not all(unit.placement.resident for unit in self.units),
         }
 
-    def write(self, job: Job, differ: Sequence[str], snapshot: Snapshot | None) -> list[TensorChunk]:
-        """Hand all chunks to the job, or, where they are in memory, to the snapshot; returns what is left to write."""
-        small = self._small(job, differ)
-        job.begin(_by_file([form for forms in self._forms.values() for form in forms] + small))
-        if snapshot is not None:
-            kept = [form for unit, forms in self._forms.items() if unit.placement.resident for form in forms]
-            snapshot.begin([*kept, *small])
-            for chunk in small:
-                snapshot.take(chunk)
-            small = []
+    def small(self, differ: Sequence[str]) -> tuple[list[TensorChunk], dict[str, Any]]:
+        """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0; and `SavePlan.own`.
+
+        differ: names of the buffers that are not the same on all ranks.
+        """
+        if self._world.writes:
+            tensors = {**self._own[1], **self._shared[1], **self._extra[1], **self._client[1]}
+            return [*self._whole, *_whole_chunks("tensor", tensors)], {"buffers": {}, "state": self._own[0]}
+        own = {name: f"rank {self._world.rank}/buffer/{name}" for name in differ}
+        tensors = {**{own[name]: self._buffers[name] for name in own}, **self._own[1]}
+        return _whole_chunks("tensor", tensors), {"buffers": own, "state": self._own[0]}
+
+    def chunks(self, small: Sequence[TensorChunk]) -> Iterator[tuple[TensorChunk, bool]]:
+        """These and those of all units, each valid until the next, and whether it lies in memory and not in files."""
+        yield from ((chunk, True) for chunk in small)
         for unit in self.units:
             with unit.acquired():
                 for chunk in _unit_chunks(unit, self._optimizer):
-                    if snapshot is not None and unit.placement.resident:
-                        snapshot.take(chunk)
-                    else:
-                        job.put(chunk)
-                    job.moved(1)
-                job.signed |= _signs(unit, self._optimizer)
-        return small
+                    yield chunk, unit.placement.resident
 
-    def _small(self, job: Job, differ: Sequence[str]) -> list[TensorChunk]:
-        """Buffers and what comes with them: on rank 0 all, elsewhere what is not as on rank 0."""
-        if self._barrier.rank == 0:
-            self._describe(job)
-            job.own = {"buffers": {}, "state": self._own[0]}
-            tensors = {**self._own[1], **self._shared[1], **self._extra[1], **self._client[1]}
-            return [*self._whole, *_whole_chunks("tensor", tensors)]
-        own = {name: f"rank {self._barrier.rank}/buffer/{name}" for name in differ}
-        job.own = {"buffers": own, "state": self._own[0]}
-        return _whole_chunks("tensor", {**{own[name]: self._buffers[name] for name in own}, **self._own[1]})
+    def resident_forms(self) -> list[TensorChunk]:
+        """Of the chunks that lie in memory."""
+        return [form for unit, forms in self.forms.items() if unit.placement.resident for form in forms]
 
-    def _describe(self, job: Job) -> None:
-        """Give the job what the index says beside where things lie."""
+    def index(self, save: str, tag: str, latest: bool) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """What the index says beside where things lie: of each parameter, and of all; see `assemble`."""
+        known: dict[str, dict[str, Any]] = {}
         for unit in self.units:
             trained = unit.master is not None and self._optimizer is not None
             more = _numbers(unit, self._optimizer) if trained else {}
             group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.dtype]
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
-                shape = _full(spec, param).shape
-                job.known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": shape}
-        tied = _tied_names(self._engine.module)
+                known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": _full(spec, param).shape}
         steps = self._engine.global_steps
-        job.fields = {
-            "save": job.save,
-            "tag": job.tag,
-            "tied": {name: other for name, other in tied.items() if other in job.known},
+        return known, {
+            "save": save,
+            "tag": tag,
+            "tied": {name: other for name, other in _tied_names(self._engine.module).items() if other in known},
             "shared": {"global_steps": steps, "state": self._shared[0], "extra_state": self._extra[0]},
             "client": self._client[0],
             "config": as_json(self._engine.config),
             "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-            "rotates": job.latest,
+            "rotates": latest,
             "excluded": tuple(self.excluded),
         }
 
@@ -149,8 +132,8 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
             continue
         if unit.master.tensor is not unit.master.shard:
             yield chunk._replace(kind="master", values=take(unit.master.tensor, 0, part.at, numel))
-        for name, moment in _moments(unit, optimizer, part, forms).items():
-            yield chunk._replace(kind=name, values=take(moment.values, 0, 0, numel))
+        for name, (moment, signed) in _moments(unit, optimizer, part, forms).items():
+            yield chunk._replace(kind=name, values=take(moment.values, 0, 0, numel), signed=signed)
             if moment.scales is not None:
                 scales, shape = take(moment.scales, 0, 0, blocks_of(numel)), (blocks_of(math.prod(chunk.shape)),)
                 cut = full[part.name].in_blocks(BLOCK) if chunk.boxes else Cut(shape, ())
@@ -165,29 +148,22 @@ def _full(spec: ParamSpec, param: torch.Tensor) -> Cut:
     return Cut(tuple(param.shape), ()) if spec.cut is None else spec.cut
 
 
-def _moments(unit: Unit, optimizer: ZeroOptimizer, part: Fragment, forms: bool) -> dict[str, Moment]:
+def _moments(
+    unit: Unit, optimizer: ZeroOptimizer, part: Fragment, forms: bool
+) -> Mapping[str, tuple[Moment, bool | None]]:
     """The states of a fragment; for their `forms` only, where they rest in files, those of a run that it is in."""
     rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
     if not forms or unit.placement.state_store.resident:
-        return {name: moment for name, (moment, _) in rule.kept(unit, group, part).items()}
+        return rule.kept(unit, group, part)
     # Only rules that know their state beforehand let it rest in files.
     states = rule.states(unit, group)
-    there = (moments for run, moments in states.runs if run.start <= part.at < run.start + run.numel)
-    return dict(zip(states.names, next(there, ()), strict=False))
+    there = next((moments for run, moments in states.runs if run.start <= part.at < run.start + run.numel), ())
+    return {name: (moment, None) for name, moment in zip(states.names, there, strict=False)}
 
 
 def _form(tensor: torch.Tensor, dim: int, start: int, numel: int) -> torch.Tensor:
     """What `narrow` gives, without values, and also of a tensor that is away."""
     return torch.empty(numel, dtype=tensor.dtype, device="meta")
-
-
-def _signs(unit: Unit, optimizer: ZeroOptimizer | None) -> dict[str, bool]:
-    """Whether each moment of a unit can be negative; while the unit is borrowed."""
-    if unit.master is None or optimizer is None:
-        return {}
-    rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
-    first = unit.plan.layout.fragments(unit.window)[:1]
-    return {key: kept.signed for part in first for key, kept in rule.kept(unit, group, part).items()}
 
 
 def _numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
@@ -239,11 +215,3 @@ def _whole_chunks(kind: str, tensors: Mapping[str, torch.Tensor]) -> list[Tensor
         TensorChunk(kind, name, 0, tuple(value.shape), value.detach().contiguous().view(-1))
         for name, value in tensors.items()
     ]
-
-
-def _by_file(chunks: Iterable[TensorChunk]) -> dict[str, list[TensorChunk]]:
-    """The chunks of each kind of file."""
-    files: dict[str, list[TensorChunk]] = {}
-    for chunk in chunks:
-        files.setdefault(FILES.get(chunk.kind, "moments"), []).append(chunk)
-    return files
