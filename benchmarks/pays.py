@@ -32,13 +32,13 @@ from variants import Setup as Sizes
 
 import zero
 from zero.config import load
-from zero.show import pays as said
-from zero.show.run import read
 from zero.sizes.choice import own_choice
 from zero.sizes.rates import Rates, measured
-from zero.sizes.search import Search, Setup
-from zero.sizes.table import waits
 from zero.sizes.trace import trace
+from zero.tools.plan.search import Search, Setup
+from zero.tools.plan.table import waits
+from zero.tools.report import pays as said
+from zero.tools.report.written_run import read
 
 SIZES = {
     "small": Sizes(width=128, layers=2, heads=2, vocab=256, context=64, batch=2, bf16=False),

@@ -20,8 +20,8 @@ from typing import Any
 
 from measure import Kept, machine_line, paired, rotated, stat, table
 
-from zero.engine.tune.script import try_row, tune
 from zero.launch.args.tune import TuneRequest
+from zero.tools.tune.tuning import try_row, tune
 
 ROOT = Path(__file__).parents[1]
 GPT = ROOT / "examples" / "gpt"

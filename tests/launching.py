@@ -219,8 +219,8 @@ if __name__ == "__main__":
     import torch  # noqa: F401
 
     from zero.__main__ import main
-    from zero.engine.check import script  # noqa: F401
     from zero.launch import start  # noqa: F401
+    from zero.tools.check import script  # noqa: F401
 
     gc.freeze()  # pages that no launcher writes to need no copy
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -63,7 +63,7 @@ else:  # to a type checker every name would be there
             return getattr(importlib.import_module(_HOMES[name]), name)
         if name in _MODULES:
             return importlib.import_module(f"zero.{name}")
-        from zero.deepspeed_names import instead
+        from zero.compat.names import instead
 
         raise AttributeError(f"module 'zero' has no attribute '{name}'{instead(f'deepspeed.{name}')}")
 

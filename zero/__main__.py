@@ -143,7 +143,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         request = check_args.request(args)
         request.check()
-        from zero.engine.check import script
+        from zero.tools.check import script
 
         return script.run(request)
     except ValueError as error:
@@ -153,9 +153,9 @@ def _check(args: argparse.Namespace) -> int:
 def _tune(args: argparse.Namespace) -> int:
     request = tune_args.request(args)
     request.check()
-    from zero.engine.tune import script
+    from zero.tools.tune import tuning
 
-    return script.run(request)
+    return tuning.run(request)
 
 
 def _ssh(args: argparse.Namespace) -> int:
@@ -173,48 +173,48 @@ def _schema(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     if args.run is not None:
-        from zero.show import page
+        from zero.tools.report import page
 
         return page.command(args.run, args.out)
     if args.out is not None:
         return _refuse("report", "--out names the file of --run DIR; give both")
-    from zero import report
+    from zero.tools.report import machine
 
-    return report.run(measured=not args.no_measure, as_json=args.json)
+    return machine.run(measured=not args.no_measure, as_json=args.json)
 
 
 def _config(args: argparse.Namespace) -> int:
-    from zero.sizes import questions
+    from zero.tools import config
 
-    return questions.run(args)
+    return config.run(args)
 
 
 def _top(args: argparse.Namespace) -> int:
-    from zero.show import top
+    from zero.tools import top
 
     return top.run(args.folder, args.once)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from zero.report import doctor
+    from zero.tools import doctor
 
     return doctor.run()
 
 
 def _plan(args: argparse.Namespace) -> int:
     if args.params is None and args.model is None:
-        from zero.plan import command as plan_command
+        from zero.tools.plan import groups
 
-        return plan_command.run(args)
-    from zero.sizes import command
+        return groups.run(args)
+    from zero.tools.plan import model_plan
 
-    return command.plan(args)
+    return model_plan.plan(args)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    from zero.checkpoint import commands
+    from zero.tools import checkpoints
 
-    return commands.run(args)
+    return checkpoints.run(args)
 
 
 _COMMANDS = {

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 import zero
 from zero.__main__ import main
-from zero.checkpoint.deepspeed_files import open_files
-from zero.checkpoint.import_deepspeed import import_deepspeed
 from zero.checkpoint.index import Damaged
 from zero.checkpoint.restricted import Refused, load
 from zero.checkpoint.verify import verify
+from zero.compat.deepspeed_files import open_files
+from zero.compat.import_deepspeed import import_deepspeed
 from zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 KEYS = ("exp_avg", "exp_avg_sq")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 
 import zero
-from zero.core.mpu import GridGroups
+from zero.compat.mpu import GridGroups
 from zero.plan.grid import Grid
 
 NAMES = ("dp_replicate", "dp_shard")

@@ -26,15 +26,15 @@ MAX_FUNCTION_LINES = 60
 FLOORS = {
     f"zero.{name}" if name != "zero" else name: number
     for number, names in {
-        0: "log deepspeed_names",
-        1: "errors config plan launch show",
+        0: "log compat compat.names",
+        1: "errors config plan launch",
         2: "kernels watchdog",
         3: "memory",
         4: "core",
-        5: "optim data checkpoint recompute tiled monitor",
-        6: "report",
-        7: "sizes",
-        8: "engine utils checkpointing",
+        5: "optim data checkpoint recompute tiled monitor compat.mpu compat.getters",
+        6: "sizes compat.deepspeed_files compat.import_deepspeed",
+        7: "engine utils checkpointing",
+        8: "tools",
         9: "zero __main__ lightning",
         10: "as_deepspeed",
     }.items()
@@ -44,7 +44,7 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     f"zero.core.{name}": number
     for number, names in {
         0: "launched rendezvous torch_private state feedback",
-        1: "world mpu quantized tensors tree hashing leaf",
+        1: "world quantized tensors tree hashing leaf",
         2: "joining comm mesh released",
         3: "agree accumulator master param_buffer secondary owner",
         4: "reduction master_sync initial_values",
@@ -60,7 +60,9 @@ STEPS_OF_CORE = {"zero.core": 0} | {
     for name in names.split()
 }
 COMPILED = ("zero._cpu", "zero._cuda")
-WITHOUT_TORCH = ("zero.__main__", *(name for name, number in FLOORS.items() if number < 2))
+WITHOUT_TORCH = ("zero.__main__", *(name for name, number in FLOORS.items() if number < 2 and name != "zero.compat"))
+# Modules that import a part of zero.tools, which is above them, inside a function: when a command asks for it.
+USERS_OF_TOOLS = ("zero.__main__", "zero.engine.assignment", "zero.engine.engine")
 # Pure files that stand beside their feature: nothing but Python, `zero.plan` and each other.
 TORCH_FREE = (
     "zero.watchdog.hang_report",
@@ -75,7 +77,10 @@ TORCH_ON_USE = "zero.launch.node.plan"  # it counts the GPUs, and imports torch 
 
 
 class Import(NamedTuple):
-    """`what` is a dotted name, perhaps of something inside a module; `on_use`: it stands inside a function."""
+    """`what` is a dotted name, perhaps of something inside a module.
+
+    on_use: it stands inside a function, or is for type checkers only.
+    """
 
     what: str
     line: int
@@ -107,10 +112,14 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def imports(tree: ast.AST, package: str, on_use: bool = False) -> Iterator[Import]:
     """All imports, also those of importlib with a plain string; relative ones are resolved from `package`."""
     for node in ast.iter_child_nodes(tree):
-        inside = on_use or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        inside = on_use or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or for_types(node)
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -139,9 +148,8 @@ def resolve(what: str, known: dict[str, Path]) -> str | None:
 
 
 def floor(module: str) -> int | None:
-    """The floor of a module: that of itself or of the first folder under zero."""
-    home = ".".join(module.split(".")[:2])
-    return FLOORS.get(home)
+    """The floor of a module: its own, or that of the first folder under zero."""
+    return FLOORS.get(module, FLOORS.get(".".join(module.split(".")[:2])))
 
 
 def is_torch(what: str) -> bool:
@@ -178,8 +186,22 @@ def test_imports_point_down() -> None:
     for name, path in known.items():
         for what, line, _ in imports_of(path):
             target = resolve(what, known)
-            if target is not None and breach(name, target):
+            if target is not None and breach(name, target) and not of_tools(target):
                 offences.append(f"{where(path, line)}: {name} must not import {target}, which is not below it")
+    assert not offences, report(offences)
+
+
+def of_tools(module: str) -> bool:
+    return module == "zero.tools" or module.startswith("zero.tools.")
+
+
+def test_only_commands_import_their_tools() -> None:
+    """No module outside of zero/tools imports it at its top level, and few do inside a function."""
+    known, offences = modules_of_zero(), []
+    for name, path in known.items():
+        for what, line, on_use in imports_of(path) if not of_tools(name) else ():
+            if of_tools(resolve(what, known) or "") and not (on_use and name in USERS_OF_TOOLS):
+                offences.append(f"{where(path, line)}: {name} must not import {what} here")
     assert not offences, report(offences)
 
 
@@ -298,6 +320,7 @@ def test_kernels_know_no_torch() -> None:
         ("from ..plan.units import UnitPlan", [("zero.plan.units.UnitPlan", 1, False)]),
         ("import importlib\nx = importlib.import_module('torch')", [("importlib", 1, False), ("torch", 2, False)]),
         ("f = lambda: __import__('torch')", [("torch", 1, True)]),
+        ("if TYPE_CHECKING:\n    import torch", [("torch", 2, True)]),
     ],
 )
 def test_imports_are_seen(source: str, found: list[tuple[str, int, bool]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import zero.utils
-from zero.deepspeed_names import INSTEAD
+from zero.compat.names import INSTEAD
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "zero" / "as_deepspeed" / "site"

@@ -15,7 +15,7 @@ from nodes import environment
 from scenario import run
 
 from zero.__main__ import main
-from zero.show import at_end
+from zero.monitor import page_at_end as at_end
 
 SCRIPT = """
 import os, signal, sys, time

@@ -151,7 +151,7 @@ def test_every_table_and_detail_is_reached_by_the_keyboard(browser: Any, page: P
 
 def test_without_colour_the_lines_of_a_chart_still_differ(page: Path) -> None:
     """As the file says it; what it looks like is in the pictures."""
-    from zero.show.charts import Line, Span, line_chart, timeline
+    from zero.tools.report.charts import Line, Span, line_chart, timeline
 
     np = pytest.importorskip("numpy")
     x = np.arange(50.0)

@@ -11,9 +11,9 @@ import pytest
 import run_folders
 
 from zero.__main__ import main
-from zero.show.page import _curves
-from zero.show.pays import exposed, pays
-from zero.show.run import read
+from zero.tools.report.page import _curves
+from zero.tools.report.pays import exposed, pays
+from zero.tools.report.written_run import read
 
 HEADINGS = [
     "Overview", "Loss", "Learning rate", "Norm of the gradient", "Tokens per second", "Model FLOPs utilization (MFU)",
@@ -113,7 +113,7 @@ def test_thinning_keeps_every_spike_and_says_so() -> None:
     pytest.importorskip("bokeh")
     import numpy as np
 
-    from zero.show.charts import thinned
+    from zero.tools.report.charts import thinned
 
     x = np.arange(100_000)
     y = np.sin(x / 1000.0)
@@ -157,7 +157,7 @@ def test_whether_it_pays_follows_from_the_share_and_the_cores(
 
 def test_without_bokeh_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     run_folders.write(tmp_path, range(1, 3))
-    monkeypatch.delitem(sys.modules, "zero.show.charts", raising=False)
+    monkeypatch.delitem(sys.modules, "zero.tools.report.charts", raising=False)
     monkeypatch.setitem(sys.modules, "bokeh", None)
     monkeypatch.setitem(sys.modules, "bokeh.embed", None)
     assert main(["report", "--run", str(tmp_path)]) == 2

@@ -22,7 +22,7 @@ from models import config, make_net, share
 import zero
 from zero.log import logger
 from zero.monitor.monitor import _Writer
-from zero.show.run import read
+from zero.tools.report.written_run import read
 from zero.watchdog.hang_report import Phase
 from zero.watchdog.rank_status import RankStatus
 

@@ -10,7 +10,7 @@ import pytest
 import run_folders
 
 from zero.__main__ import main
-from zero.show import top
+from zero.tools import top
 
 
 def test_once_prints_a_row_for_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zero.__main__ import main
-from zero.core.mpu import GridGroups
+from zero.compat.mpu import GridGroups
 from zero.plan.grid import AXES, DATA, Grid, GridError
 
 KNOWN = [(16, 2, 4), (192, 8, 8), (128, 8, 8), (64, 8, 8), (160, 8, 4), (224, 8, 4), (96, 8, 4)]

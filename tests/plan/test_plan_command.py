@@ -22,8 +22,8 @@ from zero.config.override import apply
 from zero.sizes.choice import CHOICES, Choice
 from zero.sizes.cost import POLICIES, shape_cost
 from zero.sizes.rates import DEVICES
-from zero.sizes.search import Search, Setup
 from zero.sizes.shape import Shape, shape_of
+from zero.tools.plan.search import Search, Setup
 
 SMALL = ["plan", "--params", "2e7", "--sequence", "64", "--device", "a100"]
 

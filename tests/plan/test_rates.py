@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero.sizes import rank_rates
 from zero.sizes.rates import DEVICES, REACHED, measured
+from zero.tools.plan import rank_rates
 
 CPU = torch.device("cpu")
 H100 = DEVICES["h100"]

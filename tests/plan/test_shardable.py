@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zero.sizes.shardable import largest, shardable
+from zero.tools.plan.shardable import largest, shardable
 
 
 class Attention(nn.Module):

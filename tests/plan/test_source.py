@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from zero.config import load
-from zero.sizes.operators import operator_lines
-from zero.sizes.source import load_model
 from zero.sizes.trace import trace
+from zero.tools.plan.operators import operator_lines
+from zero.tools.plan.source import load_model
 
 MODULE = """
     import torch

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from marks import longer
 
 from zero.__main__ import main
-from zero.report import doctor, gather
-from zero.report.collectives import COLLECTIVES
-from zero.report.doctor import NOTE, OK, PROBLEM, Finding
+from zero.tools import doctor
+from zero.tools.doctor import NOTE, OK, PROBLEM, Finding
+from zero.tools.report.collectives import COLLECTIVES
+from zero.tools.report.machine import gather
 
 
 @pytest.mark.ranks(2)

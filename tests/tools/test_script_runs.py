@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zero.engine import script_rank
-from zero.engine.script_runs import ScriptRuns
 from zero.launch.args.check import add_arguments, request
+from zero.tools import script_rank
+from zero.tools.script_runs import ScriptRuns
 
 FORKED = """
     import os, random, sys, time

@@ -26,12 +26,12 @@ from scenario import run, same
 from torch import nn
 
 import zero
-from zero.engine.check.compare import Yardstick, judge
-from zero.engine.check.plain import Step
-from zero.engine.check.recording import Outcome
-from zero.engine.check.runs import Kind, Run
-from zero.engine.check.script import _clips
 from zero.launch.args.check import OPTIONS, add_arguments, request
+from zero.tools.check.compare import Yardstick, judge
+from zero.tools.check.plain_engine import Step
+from zero.tools.check.recording import Outcome
+from zero.tools.check.runs import Kind, Run
+from zero.tools.check.script import _clips
 
 CLIPS = "torch.nn.utils.clip_grad_norm_(p, 1)"
 FEW = {"steps": 2, "accumulations": (1,)}

@@ -15,8 +15,8 @@ from launching import Launchers
 from nodes import environment
 
 from zero.config import load
-from zero.engine.tune.script import Tried, Tuned, _next, _ordered
 from zero.launch.args import tune
+from zero.tools.tune.tuning import Tried, Tuned, _next, _ordered
 
 Command = Callable[..., subprocess.CompletedProcess]
 

@@ -1,65 +1,28 @@
-"""A run that a command (`zero check`, `zero tune`) wants of a script, with a configuration in place of its own."""
+"""Whether a command (`zero check`, `zero tune`) has started this script, and wants a run of its own of it."""
 
 from __future__ import annotations
 
-import atexit
-import copy
-import logging
-from collections.abc import Mapping
+import functools
+import json
+import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch.distributed as dist
-
-from zero.config import Config
-from zero.log import rank_zero
-
-VARIABLE = "ZERO_ASSIGNED"
-"""Set by the command for the script: what is wanted, and the folder for what comes of it, as JSON."""
-_SHOWN = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
-_SHOWN_OF_ZERO = ("report", "unit_norms", "alarm", "profile")
+from zero.launch.contract import ASSIGNED
 
 
-def unseen(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration whose run writes no files and logs no steps."""
-    found = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _SHOWN}
-    if isinstance(section := found.get("zero"), dict):
-        found["zero"] = {key: value for key, value in section.items() if key not in _SHOWN_OF_ZERO}
-    return found | {"steps_per_print": float("inf"), "wall_clock_breakdown": False, "memory_breakdown": False}
+@functools.cache
+def assigned_run() -> Any:
+    """The `AssignedRun` that this process was started for; None outside of `zero check` and `zero tune`. Read once."""
+    text = os.environ.get(ASSIGNED)
+    if text is None:
+        return None
+    values = json.loads(text)
+    folder = Path(values.pop("folder"))
+    if "trial" in values:
+        from zero.tools.tune.trial import Trial, TriedRun
 
+        return TriedRun(Trial(**values["trial"]), folder)
+    from zero.tools.check.checked_run import checked_run
 
-class Assigned:
-    """What is wanted of this process. It writes at its end how many steps the script has taken.
-
-    plain: whether the run is one in plain torch; folder: for what comes of it.
-    """
-
-    plain = False
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        atexit.register(self._write_steps)
-
-    @property
-    def taken(self) -> int:
-        """Optimizer steps so far."""
-        raise NotImplementedError
-
-    def config(self, settings: Config, model: Any) -> dict[str, Any]:
-        """The configuration that replaces the script's, for an engine of `model`."""
-        raise NotImplementedError
-
-    def watch(self, engine: Any) -> None:
-        """Record this engine; the script ends when its steps are done."""
-        raise NotImplementedError
-
-    def end(self, command: str) -> NoReturn:
-        """End the script: all steps are done. Collective."""
-        if dist.is_initialized():
-            dist.barrier()  # a rank that ends early may take what others still need with it
-        rank_zero(logging.INFO, "%s: %d steps are done, which is all; the script ends here", command, self.taken)
-        raise SystemExit(0)
-
-    def _write_steps(self) -> None:
-        if self.folder.is_dir():
-            (self.folder / "steps.txt").write_text(str(self.taken))
+    return checked_run(values, folder)

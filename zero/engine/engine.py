@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zero.compat.getters import DeepSpeedGetters
+from zero.compat.names import instead
 from zero.config import Config
 from zero.core.sharded_module import ShardedModule
 from zero.data import Loader
-from zero.deepspeed_names import instead
 from zero.engine.accumulation import Accumulation
 from zero.engine.checkpoint.load import CheckpointLoader
 from zero.engine.checkpoint.save import CheckpointSaver
 from zero.engine.compiling import BlockCompiler
-from zero.engine.deepspeed_getters import DeepSpeedGetters
 from zero.engine.description import Description, describe
 from zero.engine.loader import make_loader
 from zero.engine.metrics import Metrics, print_on_first
@@ -35,7 +35,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.recompute.modules import Recomputing
 
 if TYPE_CHECKING:
-    from zero.engine.check.compare import Report
+    from zero.tools.check.compare import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -226,7 +226,7 @@ class Engine(DeepSpeedGetters, nn.Module):
         that can. Returns a `Report`, which is true where all is well. Raises ValueError for what cannot be run.
         """
         self._status.check()
-        from zero.engine.check import in_process
+        from zero.tools.check import in_process
 
         report = in_process.check(self, self._initialize, batch, steps, stages, accumulations, loss_fn, offload)
         if self._sharded.world.writes:

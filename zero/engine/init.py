@@ -20,7 +20,7 @@ from zero.core.mesh import Meshes, mesh_of_one
 from zero.core.owner import owner_of
 from zero.core.world import local_device, make_world
 from zero.engine.arguments import launched_config, only_one
-from zero.engine.check.assigned import assigned_run
+from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.plan.sharding import Sharding
 

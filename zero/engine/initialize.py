@@ -42,8 +42,7 @@ from zero.engine.arguments import (
     parameter_groups,
     resolve_config,
 )
-from zero.engine.assignment import Assigned
-from zero.engine.check.assigned import assigned_run, make_plain
+from zero.engine.assignment import assigned_run
 from zero.engine.data_ranks import data_ranks
 from zero.engine.engine import Engine
 from zero.engine.loader import make_loader
@@ -117,7 +116,7 @@ def initialize(
     if training_data is not None:
         loader = make_loader(settings, device, data.rank, training_data, collate_fn=collate_fn)
     if assigned is not None and assigned.plain:
-        engine: Any = make_plain(model, optimizer, model_parameters, settings, assigned.run.kind)
+        engine: Any = assigned.plain_engine(model, optimizer, model_parameters, settings)
         scheduler = make_scheduler(lr_scheduler, engine.optimizer, settings)
     else:
         zero_optimizer, groups = _make_optimizer(model, optimizer, model_parameters, settings)
@@ -145,7 +144,7 @@ def _join(source: str | PathLike | Mapping[str, Any], required: bool | None, por
     init_distributed(distributed_port=port, timeout=timeout)
 
 
-def _load(source: Any, world_size: int, stand_ins: list[str], assigned: Assigned | None, model: nn.Module) -> Config:
+def _load(source: Any, world_size: int, stand_ins: list[str], assigned: Any, model: nn.Module) -> Config:
     settings = load(source, world_size, filled=assigned is None, stand_ins=stand_ins, checks=_CHECKS)
     if assigned is not None:
         settings = load(assigned.config(settings, model), world_size, filled=False)

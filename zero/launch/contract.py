@@ -18,3 +18,5 @@ NO_CONNECTION = 255
 """The exit status of an ssh that has no connection, or no longer one."""
 INITIALIZED = "ZERO_INITIALIZED"
 """The variable with the path of a file that a rank makes in `zero.initialize`; the launcher looks whether it did."""
+ASSIGNED = "ZERO_ASSIGNED"
+"""The variable by which `zero check` and `zero tune` tell a script, as JSON, which run they want of it."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from zero.config import Config
 from zero.log import logger, rank_zero
+from zero.monitor.page_at_end import make_page
 from zero.monitor.run_folder import RunFolder, numbered
 from zero.monitor.sinks import SINKS, Sink
 from zero.monitor.step_report import Event, Line, Told
-from zero.show.at_end import make_page
 from zero.watchdog.rank_status import RankStatus
 
 _PATIENCE = 60.0  # seconds that the end of a run waits for sinks

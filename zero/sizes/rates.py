@@ -111,12 +111,12 @@ def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "",
     """The rates of this machine with `ranks` ranks on it, all of which compute and send at the same time.
 
     Starts them as `zero run` does, for some seconds. dtype: measured beside fp32; width: of the transformer block whose
-    FLOP/s are taken (small ones reach less); model, sequence:
-    as `zero.sizes.source.load_model` takes them, whose own FLOP/s are taken then. Each figure is the median over ranks.
-    `inter_host` is `intra_host`: there is one host. Raises RuntimeError that says why it could not be.
+    FLOP/s are taken (small ones reach less); model, sequence: as `zero.tools.plan.source.load_model` takes them, whose
+    own FLOP/s are taken then. Each figure is the median over ranks. `inter_host` is `intra_host`: there is one host.
+    Raises RuntimeError that says why it could not be.
     """
     with tempfile.TemporaryDirectory(prefix="zero-rates-") as answers:
-        words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.sizes.rank_rates"]
+        words = ["run", "--quiet", "--hostfile", "", "--num_gpus", str(ranks), "--module", "zero.tools.plan.rank_rates"]
         words += [answers, dtype, str(width), model, str(sequence)]
         command, options = [sys.executable, "-m", "zero", *words], {"stdin": subprocess.DEVNULL, "check": False}
         try:
@@ -131,7 +131,7 @@ def measured(ranks: int, dtype: str = "fp32", width: int = 512, model: str = "",
 
 
 def together(found: Sequence[Mapping[str, Any]]) -> Rates:
-    """The median of each figure over ranks, of what `zero.sizes.rank_rates.measure` gave on each."""
+    """The median of each figure over ranks, of what `zero.tools.plan.rank_rates.measure` gave on each."""
     return Rates(name="measured", **{name: _median([each[name] for each in found]) for name in found[0]})
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero.deepspeed_names import INSTEAD
+from zero.compat.names import INSTEAD
 
 
 def finder(module: str, homes: Mapping[str, str], refused: Sequence[str] = ()) -> Callable[[str], Any]:

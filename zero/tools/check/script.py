@@ -1,0 +1,110 @@
+"""`zero check`: runs a script once per variant, and compares what the runs recorded."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zero.core.released import UNCLIPPED
+from zero.launch.args.check import CheckRequest
+from zero.tools.check.checked_run import environment
+from zero.tools.check.compare import Failed, compare_runs
+from zero.tools.check.recording import Outcome, load
+from zero.tools.check.runs import Kind, Run, check_counts, engine_runs
+from zero.tools.script_runs import ScriptRuns, why_not
+
+_TAIL = 15  # lines of a run's output that are shown when it failed
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def run(request: CheckRequest) -> int:
+    """Do what `zero check` was asked to and print the table; the exit status is 0 when all is well."""
+    if request.stray_options:
+        say(f"{', '.join(request.stray_options)} behind the script: given to it; options of zero check go before it")
+    for line in _clips(Path(request.script)):
+        say(f"{request.script}:{line}: {UNCLIPPED}")
+    check_counts(request.steps, request.stages, request.accumulations)
+    with tempfile.TemporaryDirectory(prefix="zero-check-") as folder, ScriptRuns(request, Path(folder)) as ranks:
+        trainer = _Trainer(request, ranks, Path(folder))
+        try:
+            report = compare_runs(request.steps, request.stages, request.accumulations, request.offload, trainer.train)
+        except Failed:
+            say("there is nothing to compare with, since plain torch does not run the script")
+            return 1
+        finally:
+            trainer.bar.close()
+    print(report, flush=True)
+    return 0 if report.ok else 1
+
+
+def say(text: str) -> None:
+    """One line of the check's own, on stderr."""
+    tqdm.write(f"zero check: {text}", file=sys.stderr)  # above a bar
+
+
+def _clips(script: Path) -> list[int]:
+    """The lines of a script that call a function of torch.nn.utils which clips gradients."""
+    try:
+        calls = [node.func for node in ast.walk(ast.parse(script.read_bytes())) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError):
+        return []  # its run says what is wrong with it
+    # Methods of the same name, as of Accelerate, are not meant.
+    names = [(ast.unparse(func).rpartition("utils."), func.lineno) for func in calls]
+    return sorted(line for (owner, _, name), line in names if name in _CLIPPING and owner in ("", "torch.nn.", "nn."))
+
+
+class _Trainer:
+    """Carries out the runs of a check, and says how far it is: a bar on a terminal, a line for each run elsewhere."""
+
+    def __init__(self, request: CheckRequest, ranks: ScriptRuns, folder: Path) -> None:
+        self._request = request
+        self._ranks = ranks
+        self._folder = folder
+        self._followed: set[int] = set()  # accumulations in which plain torch has followed a stage
+        stages = len(list(engine_runs(request.stages, 1, request.steps, request.offload)))
+        # For each accumulation plain torch alone, nudged, and beside one of the stages, which mostly are alike.
+        self._done, self._total = 0, len(request.accumulations) * (stages + 3)
+        say(f"some {self._total} runs of {request.script}, once the ranks have imported torch and zero")
+        ranks.met()
+        self._begin = time.monotonic()
+        self.bar = tqdm(total=self._total, desc="zero check", unit="run", leave=False, disable=None)
+
+    def train(self, one: Run, lead: Outcome | None) -> Outcome:
+        """Run the script as `one` says; what went wrong is said at once, and raised as `Failed`."""
+        folder, begin = self._folder / one.kind.value, time.monotonic()
+        shutil.rmtree(folder, ignore_errors=True)  # of the last such run, which nothing follows any more
+        folder.mkdir()
+        variables = environment(one, folder, lead.folder if lead is not None else None)
+        status, output = self._ranks.run(variables, folder, self._request.timeout)
+        outcome = load(folder) if status == 0 else None
+        seconds = time.monotonic() - begin
+        self._count(one)
+        if outcome is not None:
+            say(f"{one.name}: {seconds:.1f} s{self._left()}")
+            return outcome
+        why = why_not(folder, one.steps, status, f"{self._request.timeout:g} s (--timeout)")
+        tail = "\n".join(output.splitlines()[-_TAIL:])
+        say(f"{one.name}: {why}" + (f"; the end of its output:\n{tail}" if tail else ", and it printed nothing"))
+        raise Failed(why)
+
+    def _count(self, one: Run) -> None:
+        if one.kind is Kind.BESIDE and one.accumulation in self._followed:
+            self._total += 1  # one more than planned, which differs from those before
+            self.bar.total = self._total
+        self._followed |= {one.accumulation} if one.kind is Kind.BESIDE else set()
+        self._done += 1
+        self.bar.update()
+
+    def _left(self) -> str:
+        """Where there is no bar, how far this is."""
+        more = self._total - self._done
+        if not self.bar.disable or more <= 0:
+            return ""
+        seconds = (time.monotonic() - self._begin) / self._done * more
+        return f" ({self._done} of some {self._total} runs, {seconds:.0f} s left)"

@@ -1,0 +1,251 @@
+"""`zero plan` of a model: the table of bytes per rank, and where a device is named, the search for what is fastest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero.config import Config, ConfigError, load
+from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.override import apply
+from zero.config.read import read
+from zero.launch.messages import check_writable
+from zero.log import counted
+from zero.memory.available import available_nbytes
+from zero.plan.formats import ITEMSIZE
+from zero.sizes.cost import ModelCost, shape_cost
+from zero.sizes.estimate import DEFAULT, GB, Row, estimate
+from zero.sizes.lines import of_each, wrapped
+from zero.sizes.rates import DEVICES, Rates, measured
+from zero.sizes.shape import Shape, shape_of
+from zero.tools.plan.groups import ranks_per_host
+from zero.tools.plan.search import Setup, candidates
+from zero.tools.plan.table import name_of, nothing_fits, over_worlds, smallest, summary, table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_DEVICE = "h100"  # where none is named
+_SEQUENCE = 4096
+
+
+def plan(given: argparse.Namespace) -> int:
+    """Print what was asked for; returns the exit status."""
+    axes = [name for name in ("tp", "pp", "cp", "dp_shard", "dp_replicate") if getattr(given, name) not in (None, 1)]
+    try:
+        if given.groups or (given.model is not None and given.params is not None):
+            raise ValueError("a model, --params and --groups: one of them at a time")
+        if axes:
+            raise ValueError(
+                f"--{axes[0].replace('_', '-')}: the memory is that of data-parallel ranks; leave it out, or say "
+                "zero.shard_size in the configuration"
+            )
+        _check(given)
+        for line in _lines(given):
+            print(line if line.startswith("{") else wrapped(line))
+    except BrokenPipeError:  # not of the plan
+        raise
+    except (ConfigError, ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"zero plan: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise ValueError for flags that mean nothing or would have no effect, before anything takes time."""
+    ranks_per_host(given)
+    if given.json not in (None, "-"):
+        check_writable(given.json, "--json")
+    for flag in ("json", "all"):
+        if getattr(given, flag) not in (None, False) and len(given.world or []) != 1:
+            raise ValueError(f"--{flag}: wants one number of ranks, in --world")
+
+
+def _lines(given: argparse.Namespace) -> Iterator[str]:
+    source = Source(given)
+    if given.shardable or given.trace:
+        yield from source.layers() if given.shardable else source.operators()
+        return
+    worlds = given.world or []
+    if given.device in ("cuda", "cpu") and len(worlds) == 1 and not (given.json or given.sequence):
+        model = given.params if source.inputs is None else source.model
+        size = {"layers": given.layers, "width": given.width}
+        yield str(estimate(model, given.config, worlds[0], device=given.device, **size))
+        return
+    setup = _setup(given, source)
+    numel = sum(spec.numel for unit in setup.units for spec in unit.params)
+    found = _found(given, setup, worlds)
+    first = [next(found)]
+    if first[0].startswith("nothing fits"):
+        yield first.pop()
+    name = str(setup.model) if source.inputs is None else f"{numel:,} parameters of {type(setup.model).__name__}"
+    yield f"{name}, in {setup.settings.compute_dtype}; samples of {setup.cost.sequence:,} tokens"
+    speed = f"{setup.speed / 1e12:,.1f} TFLOP/s" if setup.speed >= 1e12 else f"{setup.speed / 1e9:,.1f} GFLOP/s"
+    yield f"{setup.rates.name}: {setup.rates.device_memory / GB:,.0f} GB, {speed} reached"
+    yield from setup.cost.notes
+    yield from chain(first, found)
+
+
+def _found(given: argparse.Namespace, setup: Setup, worlds: Sequence[int]) -> Iterator[str]:
+    """What the search says; the verdict first where nothing fits."""
+    if not worlds:
+        yield from smallest(setup)
+    elif len(worlds) > 1:
+        yield from over_worlds(setup, worlds)
+    else:
+        yield from _searched(given, setup)
+
+
+class Source:
+    """The model that is planned, and what it costs: by formula, or traced on the meta device.
+
+    inputs: arguments of its forward; None for a shape.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._known: dict[tuple[Any, ...], ModelCost] = {}
+        self.model: nn.Module | Shape
+        if given.model is None:
+            self.model, self.inputs = shape_of(given.params, given.layers, given.width), None
+        else:
+            if ":" not in given.model and not os.path.isdir(given.model):
+                raise ValueError(
+                    f"model: got {given.model!r}; wanted module:function, such as train:make_model, or a folder with a "
+                    "config.json"
+                )
+            from zero.tools.plan.source import load_model
+
+            self.model, self.inputs = load_model(given.model, given.sequence or _SEQUENCE)
+
+    def cost(self, settings: Config) -> ModelCost:
+        """Under these settings."""
+        if self.inputs is None:
+            return shape_cost(self.model, self._given.sequence or _SEQUENCE, ITEMSIZE[settings.compute_dtype])
+        from zero.sizes.trace import trace
+
+        dtypes = settings.compute_dtype, settings.autocast_dtype
+        key = *dtypes, tuple(settings.zero.units), settings.zero.recompute.products
+        if key not in self._known:
+            kernels = "cpu" if self._given.device in ("cpu", "measured") and not _has_gpu() else "cuda"
+            self._known[key] = trace(self.model, self.inputs, settings, kernels)
+        return self._known[key]
+
+    def rates(self, settings: Config) -> tuple[Rates, str]:
+        """Of this machine, and a note on whose FLOP/s they are: the model's own, where it fits on it and runs."""
+        ranks, dtype = settings.world_size, settings.autocast_dtype or settings.compute_dtype
+        why = "there is no model to run"
+        if self.inputs is not None:
+            sequence = self._given.sequence or _SEQUENCE
+            # A GPU that has too little says so; a host would end any process.
+            wanted, there = self._nbytes(settings), math.inf if _has_gpu() else available_nbytes(ranks)
+            why = f"the model would take {wanted / GB:,.1f} GB of each rank here, of {there / GB:,.1f}"
+            if wanted < there:
+                try:
+                    rates = measured(ranks, dtype, model=self._given.model, sequence=sequence)
+                    return rates, "FLOP/s are those of the model itself, with the inputs that it is given here."
+                except RuntimeError as error:
+                    why = f"running the model failed: {str(error).splitlines()[-1]}"
+        return measured(ranks, dtype), f"FLOP/s are those of transformer blocks: {why}."
+
+    def _nbytes(self, settings: Config) -> float:
+        """Of parameters and gradients in fp32 and activations, to run forward and backward once."""
+        from zero.sizes.trace import samples_in
+
+        numel = sum(param.numel() for param in self.model.parameters())
+        return 8 * numel + samples_in(self.inputs) * self.cost(settings).peak()
+
+    def operators(self) -> Iterator[str]:
+        """What `--trace` prints."""
+        if self.inputs is None:
+            raise ValueError("--trace: a number of parameters has no operators; give a model, as module:function")
+        from zero.tools.plan.operators import operator_lines
+
+        return operator_lines(self.cost(_settings(self._given)), self._given.trace == "units")
+
+    def layers(self) -> Iterator[str]:
+        """What `--shardable` prints."""
+        if self.inputs is None:
+            raise ValueError("--shardable: a number of parameters has no layers; give a model, as module:function")
+        from zero.tools.plan.shardable import largest, shardable
+
+        found = shardable(self.model)
+        return iter([*map(str, found), f"tensor-parallel sizes at which all of that is cut divide {largest(found):,}"])
+
+
+def _searched(given: argparse.Namespace, setup: Setup) -> Iterator[str]:
+    """The table and what is best in it; or the configuration."""
+    rows = candidates(setup)
+    best = rows[0]
+    if best.lacks:
+        yield nothing_fits(rows)
+    yield f"GB (1e9 bytes) at most on {of_each(setup.ranks)}, {setup.per_host} to a host"
+    if rows[-1].lacks:
+        yield "In place of tokens/s stands what a row has too little of."
+    yield from table(setup, rows, given.all)
+    yield counted(len(rows), "row") + (
+        "" if given.all else "; --all prints them, with the GB of each kind and on each link"
+    )
+    if not best.lacks:
+        yield from summary(setup, rows)
+    if given.json is not None:
+        yield from _written(given.json, setup, best)
+
+
+def _written(path: str, setup: Setup, row: Row) -> Iterator[str]:
+    if row.lacks:
+        raise ValueError(f"--json: nothing fits, so there is no configuration to write ({'; '.join(row.lacks)})")
+    values = apply(setup.settings.raw, row.overrides())
+    load(values, setup.ranks, filled=False)
+    text = json.dumps(values, indent=2)
+    if path != "-":
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+    yield text if path == "-" else f"wrote {path}: {name_of(row)}"
+
+
+def _settings(given: argparse.Namespace) -> Config:
+    """The configuration, on the first number of ranks. Of batch sizes that cannot hold on several, one is left."""
+    source, worlds = DEFAULT if given.config is None else given.config, given.world or []
+    if len(worlds) == 1:
+        return load(source, worlds[0], filled=False)
+    values = read(source).values
+    if worlds and TRAIN in values:
+        values = {key: value for key, value in values.items() if key not in (MICRO, STEPS)}
+    elif MICRO in values:
+        values.pop(TRAIN, None)
+    return load(values, (worlds or [1])[0], filled=False)
+
+
+def _setup(given: argparse.Namespace, source: Source) -> Setup:
+    settings = _settings(given)
+    cost = source.cost(settings)
+    if given.device == "measured":
+        rates, note = source.rates(settings)
+        cost, mirrored = replace(cost, notes=(*cost.notes, note)), _has_gpu()
+    else:
+        rates, mirrored = _given(given.device), True
+    return Setup(source.model, cost, settings, rates, ranks_per_host(given), mirrored)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _given(device: str) -> Rates:
+    """Of the device with this name."""
+    name = _DEVICE if device == "cuda" else device
+    if name not in DEVICES:
+        raise ValueError(
+            f"--device: got {device!r}, wanted one of measured, {', '.join(DEVICES)}; or cuda or cpu, for bytes only"
+        )
+    return DEVICES[name]

@@ -1,0 +1,185 @@
+"""What `zero plan` prints: the rows as a table, the best of them, and whether more ranks pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise, product
+from typing import NamedTuple
+
+from zero.sizes.choice import CHOICES, Choice
+from zero.sizes.cost import POLICIES
+from zero.sizes.estimate import Row
+from zero.sizes.lines import gigabytes, table_lines
+from zero.tools.plan.search import Search, Setup, candidates, pace_of
+from zero.tools.report.pays import enough
+
+MOST_RANKS = 1 << 16  # beyond which no smaller share is looked for
+
+
+def name_of(row: Row) -> str:
+    """A row in words."""
+    return f"stage {row.choice}{_again(row)}, micro-batch {_size(row)}"
+
+
+def _again(row: Row) -> str:
+    return "" if row.policy == "none" else f", recompute {row.policy}"
+
+
+def _size(row: Row) -> str:
+    return f"{row.micro_batch}" + (f" x {row.accumulation}" if row.accumulation > 1 else "")
+
+
+def table(setup: Setup, rows: Sequence[Row], whole: bool = False) -> Iterator[str]:
+    """The rows, in their order; without `whole` the best of each choice and policy, as far as one table holds it.
+
+    In place of the speed of what does not fit stands what there is too little of.
+    """
+    shown = rows if whole else list({(row.choice, row.policy): row for row in reversed(rows)}.values())[::-1]
+    cells = [_cells(setup, row) for row in shown]
+    columns = {name: [line[name] for line in cells] for name in cells[0]}
+    there = {name: texts for name, texts in columns.items() if {*texts} != {gigabytes(0)}}
+    yield from table_lines("stage", [f"{row.choice}{_again(row)}" for row in shown], there, whole)
+
+
+def _cells(setup: Setup, row: Row) -> dict[str, str]:
+    """Seconds, tokens, and GB: the most at once, by kind, on the host and the drive, and on each link in a step."""
+    nbytes = {"peak": row.peak, "host": row.host.memory + row.inputs_on_host, "drive": row.host.files}
+    nbytes |= row.device._asdict()
+    nbytes |= dict(zip(("in host", "to hosts", "host link", "drive link"), row.links, strict=True))
+    speed = {"s/step": f"{row.step.step:,.2f}", "tokens/s": f"{tokens(setup, row):,.0f}"}
+    if row.lacks:
+        speed = {"s/step": "-", "tokens/s": row.lacks[0].partition(":")[0]}
+    return {"micro-batch": _size(row), **speed} | {name: gigabytes(each) for name, each in nbytes.items()}
+
+
+def tokens(setup: Setup, row: Row) -> float:
+    """Per second and rank."""
+    return setup.cost.sequence / pace_of(row)
+
+
+class Waits(NamedTuple):
+    """Of a step: the share that it is longer than without messages between ranks, and the time of these beside it."""
+
+    longer: float
+    busy: float
+
+
+def waits(setup: Setup, row: Row) -> Waits:
+    """What messages between ranks cost a row."""
+    silent = replace(setup.rates, intra_host=0.0, inter_host=0.0, latency=0.0)
+    alone = Search(replace(setup, rates=silent), row.choice).row(row.policy, row.micro_batch)
+    return Waits(max(0.0, 1 - alone.step.step / row.step.step), row.step.busy["link"] / row.step.step)
+
+
+def summary(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
+    """The fastest that fits, the largest micro-batch, the longest sequence, and whether more ranks pay."""
+    fitting = [row for row in rows if not row.lacks]
+    best = fitting[0]
+    each = tokens(setup, best)
+    yield (
+        f"fastest that fits: {name_of(best)}; {best.step.step:,.3f} s a step, {each:,.0f} tokens/s on each rank, "
+        f"{each * setup.ranks:,.0f} in all"
+    )
+    most = max(fitting, key=lambda row: row.micro_batch)
+    yield f"largest micro-batch: {most.micro_batch:,} samples of {setup.cost.sequence:,} tokens, with {name_of(most)}"
+    length, choice, policy = longest(setup, {row.choice for row in fitting})
+    yield f"longest sequence: {length:,} tokens at micro-batch 1, with stage {choice}, recompute {policy}"
+    yield pays(setup, best)
+
+
+def nothing_fits(rows: Sequence[Row]) -> str:
+    """The verdict where none of these fits, with what the one that takes least has too little of."""
+    least = min(rows, key=lambda row: row.peak)
+    return f"nothing fits; the least has {name_of(least)}: {'; '.join(least.lacks)}"
+
+
+def longest(setup: Setup, choices: Sequence[Choice], policies: Sequence[str] = POLICIES) -> tuple[int, Choice, str]:
+    """Tokens of the longest sample that fits, and with what. Activations grow with it: no scores are kept."""
+    found = (
+        (int(setup.cost.sequence * Search(setup, choice).capacity(policy, 2)), choice, policy)
+        for choice in choices
+        for policy in policies
+    )
+    return max(found, key=lambda each: each[0])
+
+
+def pays(setup: Setup, row: Row) -> str:
+    """Whether twice the ranks pay, in words."""
+    more = setup.on(2 * setup.ranks)
+    after = candidates(more, [row.choice])[0]
+    gain = 2 * tokens(more, after) / tokens(setup, row)
+    cost, later = waits(setup, row), waits(more, after)
+    verdict = "pays" if gain >= enough(2) else "does not pay"
+    return (
+        f"{cost.longer:.0%} of a step is communication (messages go on for {cost.busy:.0%} of it); twice the ranks "
+        f"{verdict}: {gain:.2f} x the speed, where {later.longer:.0%} of a step would be communication"
+    )
+
+
+def over_worlds(setup: Setup, worlds: Sequence[int]) -> Iterator[str]:
+    """The best row of each number of ranks, with the share of communication, and up to where more ranks pay."""
+    setups = [setup.on(ranks) for ranks in worlds]
+    rows = [candidates(each)[0] for each in setups]
+    if all(row.lacks for row in rows):
+        yield nothing_fits(rows)
+    there = [(each, row) for each, row in zip(setups, rows, strict=True) if not row.lacks]
+    speeds = [(each.ranks, each.ranks * tokens(each, row), waits(each, row)) for each, row in there]
+    columns = {
+        "s/step": [f"{row.step.step:,.3f}" for _, row in there],
+        "tokens/s": [f"{speed:,.0f}" for _, speed, _ in speeds],
+        "GB sent": [gigabytes(row.links.sent) for _, row in there],
+        "messages": [f"{cost.busy:.0%}" for *_, cost in speeds],
+        "waits": [f"{cost.longer:.0%}" for *_, cost in speeds],
+    }
+    if there:
+        yield from table_lines("ranks", [f"{ranks:,}" for ranks, *_ in speeds], columns)
+    yield "the best of each:"
+    for ranks, row in zip(worlds, rows, strict=True):
+        yield f"  {ranks:,}: " + (f"nothing fits; {'; '.join(row.lacks)}" if row.lacks else name_of(row))
+    if len(speeds) > 1:
+        yield verdict(speeds)
+
+
+def verdict(speeds: Sequence[tuple[int, float, Waits]]) -> str:
+    """Of numbers of ranks with their tokens/s: up to which more pay. Twice the ranks shall give 1.5 times the speed."""
+    (start, first, _), (end, last, cost) = speeds[0], speeds[-1]
+    for (few, slow, _), (many, fast, share) in pairwise(speeds):
+        if fast / slow < enough(many / few):
+            return (
+                f"more ranks pay up to {few:,}: on {many:,}, {share.longer:.0%} of a step would be communication, and "
+                f"{many / few:g} x the ranks would give {fast / slow:.2f} x the speed"
+            )
+    return (
+        f"more ranks pay up to {end:,} and perhaps beyond: {last / first:,.1f} x the speed of {start:,}, "
+        f"{cost.longer:.0%} of a step is communication"
+    )
+
+
+def smallest(setup: Setup) -> Iterator[str]:
+    """For each choice and policy, the smallest number of ranks on which the configured micro-batch fits."""
+    size, known = setup.settings.train_micro_batch_size_per_gpu, {}
+
+    def fits(choice: Choice, policy: str, ranks: int) -> bool:
+        at = known.setdefault(ranks, setup.on(ranks))
+        return not searches.setdefault((ranks, choice), Search(at, choice)).row(policy, size, timed=False).lacks
+
+    searches: dict[tuple[int, Choice], Search] = {}
+    columns: dict[str, list[str]] = {policy: [] for policy in POLICIES}
+    for choice, policy in product(CHOICES, POLICIES):
+        low, high = 0, 1
+        while high <= MOST_RANKS and not fits(choice, policy, high):
+            low, high = high, 2 * high
+        power = high
+        while high - low > 1 and high <= MOST_RANKS:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(choice, policy, middle) else (middle, high)
+        columns[policy].append(f"{high:,} ({power:,})" if high <= MOST_RANKS else "never")
+    never = [choice for choice, cell in zip(CHOICES, columns["none"], strict=True) if cell == "never"]
+    if {*chain(*columns.values())} == {"never"}:
+        yield nothing_fits([searches[MOST_RANKS, choice].row("full", size, timed=False) for choice in CHOICES])
+    yield f"ranks at least for micro-batch {size}, and in brackets a power of two, by what is recomputed"
+    yield from table_lines("", [f"stage {choice}" for choice in CHOICES], columns)
+    for choice in never:
+        lacks = "; ".join(searches[MOST_RANKS, choice].row("none", size, timed=False).lacks)
+        yield f"stage {choice}, none: {lacks} on {MOST_RANKS:,} ranks"
