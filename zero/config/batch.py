@@ -1,4 +1,4 @@
-"""The three batch sizes: any two give the third; what does not fit is an error with a fix, never rounded."""
+"""The three batch sizes: any two give the third; a contradiction is an error with a fix, never rounded."""
 
 from typing import NamedTuple
 

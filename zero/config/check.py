@@ -1,4 +1,4 @@
-"""Makes a `Config` of plain values; one error lists everything that is wrong with them."""
+"""Makes a `Config` from plain values; one error lists everything that is wrong with them."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,9 +33,9 @@ def load(
 
     `source` is the path of a JSON or hjson file, or a dict. Raises `ConfigError` with one line for everything
     that is wrong, also for each `"auto"` that no default can replace. With `filled=False` the config is one that
-    Hugging Face has not filled in yet: "auto" counts as not given, and where no batch size is given, the micro-batch
-    is 1. `stand_ins` are sections that the script replaces by objects of its own. `checks`: by section, what finds
-    problems of its `type` and `params` that are not known here, where there is no torch.
+    Hugging Face has not filled in yet: "auto" counts as not given, and if no batch size is given, the micro-batch
+    is 1. `stand_ins` are sections that the script replaces by its own objects. `checks`: by section, a function that
+    finds problems of its `type` and `params` that need torch to be known.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: got {show(world_size)}, wanted an integer of at least 1")
@@ -82,9 +82,9 @@ def _optimizer(file: File) -> list[str]:
 
 
 def optimizer_problems(kind: str, params: Mapping[str, Any], bf16: bool, at: tuple[str, ...]) -> list[str]:
-    """What is wrong with the arguments of an optimizer that stand `at` this path.
+    """What is wrong with the arguments of an optimizer at the path `at`.
 
-    Those of our kernels are known here, others are torch's to check. bf16: whether that is what parameters are.
+    Only our own optimizers are checked here, not torch's. bf16: whether parameters are bf16.
     """
     known, lines, states = dict(params), [], dotted((*at, "zero"))
     if "max_grad_norm" in known:
@@ -117,7 +117,7 @@ def optimizer_problems(kind: str, params: Mapping[str, Any], bf16: bool, at: tup
 
 
 def _autos(paths: Sequence[tuple], stand_ins: Collection[str]) -> list[str]:
-    """A line for each "auto" whose value we cannot know."""
+    """A line for each "auto" whose value cannot be derived."""
     return [
         f"{dotted(path)}: got 'auto', which is for Accelerate or Transformers to fill in before this is called; "
         "write a value"

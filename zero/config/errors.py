@@ -45,7 +45,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:
-    """What ends a sentence about the unknown name `key`: what it was most likely meant to be, or a full stop."""
+    """The end of a sentence about the unknown name `key`: the most likely known name, or a full stop."""
     near = nearest(key, known)
     return f"; did you mean '{near}'?" if near else "."
 

@@ -1,4 +1,4 @@
-"""A config file as a whole, and the checked `Config` that is made of it."""
+"""A config file as a whole, and the checked `Config` made from it."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -60,7 +60,7 @@ class File(Section):
     steps_per_print: Steps = 10
     """Optimizer steps between two progress lines; inf prints none."""
     dataloader_drop_last: Bool = False
-    """Drop the last batch of the training data when it is not full."""
+    """Drop the last batch of the training data if it is not full."""
     wall_clock_breakdown: Bool = False
     """Print the time of each phase of a step."""
     memory_breakdown: Bool = False
@@ -81,8 +81,8 @@ class File(Section):
     """Divide gradients before they are reduced, by gradient_predivide_factor or else by the number of ranks; the result
     is the same mean, but the numbers that are sent are smaller."""
     gradient_predivide_factor: NotNegative = 1.0
-    """What gradients are divided by before they are reduced, with or without prescale_gradients; the rest of the mean
-    is taken after it."""
+    """The divisor of gradients before they are reduced, with or without prescale_gradients; the rest of the mean
+    is taken after the reduction."""
     gradient_allreduce_op: choice("mean", "sum") = "mean"
     """Whether gradients are averaged or summed over the ranks."""
     sparse_gradients: Annotated[Bool, Unavailable("is not available in this release; gradients are dense")] = False
@@ -111,7 +111,7 @@ class File(Section):
     comet: Comet = absent(Comet)
     """Values of each step for Comet."""
     comms_logger: CommsLogger = absent(CommsLogger)
-    """What ranks send each other, as a table."""
+    """Messages between ranks, as a table."""
     flops_profiler: FlopsProfiler = absent(FlopsProfiler)
     """FLOPs, parameters and time of the model's modules in one step, and MFU."""
     timers: Annotated[Settings, Idle("not used yet")]
@@ -148,7 +148,7 @@ class File(Section):
 
     @property
     def autocast_dtype(self) -> str | None:
-        """The dtype of torch.autocast around the forward, by default the parameters' or bf16; None where it is off."""
+        """The dtype of torch.autocast around the forward, by default the parameters' or bf16; None if it is off."""
         default = "fp16" if self.fp16.enabled else "bf16"
         return (self.torch_autocast.dtype or default) if self.torch_autocast.enabled else None
 
@@ -159,7 +159,7 @@ class File(Section):
 
     @property
     def shard_sizes(self) -> dict[str, int]:
-        """The keys that limit how many ranks state is cut over, with their values; empty where none does."""
+        """The keys that limit how many ranks state is cut over, with their values; empty if none does."""
         values = {
             "zero.shard_size": self.zero.shard_size,
             "zero_optimization.mics_shard_size": self.zero_optimization.mics_shard_size,
@@ -173,7 +173,7 @@ class Config(File):
     world_size: int
     """The number of data-parallel ranks that the batch sizes were resolved for."""
     raw: dict[str, Any] = Field(repr=False)
-    """A copy of what the user gave."""
+    """A copy of the user's values."""
 
     @property
     def shard_size(self) -> int:
@@ -189,13 +189,13 @@ class Config(File):
 
     @property
     def gradient_factor(self) -> float:
-        """What the sum of gradients over all micro-batches of all ranks is multiplied by."""
+        """The factor for the sum of gradients over all micro-batches of all ranks."""
         ranks = 1 if self.gradient_allreduce_op == "sum" else self.world_size
         return 1.0 / (ranks * self.gradient_accumulation_steps)
 
     @property
     def predivide(self) -> float:
-        """What gradients are divided by before they are sent; 1 for nothing."""
+        """The divisor of gradients before they are sent; 1 for none."""
         if self.gradient_predivide_factor == 1.0 and self.prescale_gradients:
             return float(self.world_size)
         return self.gradient_predivide_factor

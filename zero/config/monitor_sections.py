@@ -1,4 +1,4 @@
-"""The sections of what a run tells of itself: DeepSpeed's monitors, and the alarm."""
+"""The sections of DeepSpeed's monitors, and the alarm."""
 
 from zero.config.values import Bool, Count, NotNegative, Section, choice, integer
 
@@ -9,13 +9,13 @@ class JobFolder(Section):
     enabled: Bool = False
     """Write them."""
     output_path: str = ""
-    """The folder of all jobs; by default the one that the script was started in."""
+    """The folder of all jobs; by default the working directory."""
     job_name: str = "DeepSpeedJobName"
     """The folder of this job inside it."""
 
 
 class TensorBoard(JobFolder):
-    """Values of each step as files for TensorBoard; wants the package `tensorboard`."""
+    """Values of each step as files for TensorBoard; needs the package `tensorboard`."""
 
 
 class Csv(JobFolder):
@@ -23,7 +23,7 @@ class Csv(JobFolder):
 
 
 class Wandb(Section):
-    """Values of each step for Weights & Biases; wants the package `wandb`. `WANDB_MODE=offline` needs no network."""
+    """Values of each step for Weights & Biases; needs the package `wandb`. `WANDB_MODE=offline` needs no network."""
 
     enabled: Bool = False
     """Send them."""
@@ -36,38 +36,38 @@ class Wandb(Section):
 
 
 class Comet(Section):
-    """Values of each step for Comet; wants the package `comet_ml`, whose own settings hold for what is not given."""
+    """Values of each step for Comet; needs the package `comet_ml`, whose own settings replace missing keys."""
 
     enabled: Bool = False
     """Send them."""
     samples_log_interval: Count = 100
-    """A value is sent again after so many samples."""
+    """Samples between two values of one name."""
     project: str | None = None
     """The project."""
     workspace: str | None = None
     """The workspace."""
     api_key: str | None = None
-    """The key; better given as the variable COMET_API_KEY, as a configuration is printed and saved."""
+    """The key. Prefer the variable COMET_API_KEY: a configuration is printed and saved."""
     experiment_name: str | None = None
     """The name of the experiment."""
     experiment_key: str | None = None
-    """Which experiment it is, for one that goes on."""
+    """The experiment to continue."""
     online: Bool | None = None
     """false writes files to be sent later."""
     mode: choice("get", "create", "get_or_create") | None = None
-    """get goes on with the experiment of experiment_key, create makes a new one, get_or_create does what it can."""
+    """get continues the experiment of experiment_key, create makes a new one, get_or_create does either."""
 
 
 class Alarm(Section):
-    """What is done about a step whose loss or norm stands out: see docs/monitors.md. Off where neither is given."""
+    """The reaction to a step whose loss or norm stands out: see docs/monitors.md. Off if neither is given."""
 
     loss: NotNegative | None = None
-    """The loss stands out that is so many standard deviations above the mean of the last `window` steps."""
+    """A loss stands out if it is more than this many standard deviations above the mean of the last `window` steps."""
     norm: NotNegative | None = None
-    """The same of the norm of all gradients."""
+    """The same for the norm of all gradients."""
     window: integer(2) = 100
-    """Steps that are looked back at; before there are as many, nothing stands out."""
+    """Steps to look back at; before that many steps nothing stands out."""
     action: choice("log", "skip", "checkpoint") = "log"
-    """log warns; skip also leaves the update out; checkpoint also saves after it."""
+    """log warns; skip also skips the update; checkpoint also saves after it."""
     folder: str | None = None
     """Where checkpoints go, for action checkpoint."""

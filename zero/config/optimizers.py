@@ -12,10 +12,10 @@ class States(Section):
     """How the state of an optimizer is kept."""
 
     master: choice("fp32", "remainder") | None = None
-    """What makes a parameter exact: remainder (2 bytes, the low half of an fp32 number whose upper half is the bf16
+    """The form of the masters: remainder (2 bytes, the low half of an fp32 number whose upper half is the bf16
     parameter) or fp32 (4 bytes). Both give the same numbers; default: remainder under bf16, fp32 otherwise."""
     moments: choice("fp32", "bf16", "8bit") = "fp32"
-    """The format of the moments: 4, 2 or 1 + 1/64 bytes each. bf16 and 8bit are rounded at random, the same in every
+    """The format of the moments: 4, 2 or 1 + 1/64 bytes each. bf16 and 8bit are rounded at random, equally in every
     run; vectors and parameters of fewer than 4096 elements keep fp32."""
 
     @model_validator(mode="before")
@@ -27,7 +27,7 @@ class States(Section):
 
 
 class Arguments(Section):
-    """What the optimizers have in common."""
+    """Arguments that the optimizers have in common."""
 
     lr: NotNegative = 1e-3
     """The learning rate."""
@@ -64,7 +64,7 @@ class AdamParams(TorchArguments):
     amsgrad: Bool = False
     """The AMSGrad variant, which is not available."""
     fp32_optimizer_states: Bool = True
-    """Keep the means in fp32; to keep them in less, say so in `zero`."""
+    """Keep the means in fp32; `zero` sets a smaller format."""
 
 
 class LambParams(Arguments):
@@ -77,9 +77,9 @@ class LambParams(Arguments):
     bias_correction: Bool = True
     """Correct the learning rate for the start of the means at zero."""
     max_coeff: NotNegative = 10.0
-    """The most that the norm of a parameter over that of its update scales the learning rate by."""
+    """The upper limit of the factor of the learning rate: a parameter's norm over its update's norm."""
     min_coeff: NotNegative = 0.01
-    """The least."""
+    """The lower limit of that factor."""
     eps_inside_sqrt: Bool = False
     """Add eps under the root, which is not available."""
     amsgrad: Bool = False
@@ -143,16 +143,16 @@ class MuonParams(Arguments):
     nesterov: Bool = True
     """Look ahead by one more momentum."""
     ns_method: choice("gram", "standard") = "gram"
-    """gram: Newton-Schulz on all matrices of one shape at once, on their Gram matrices where that costs less.
+    """gram: Newton-Schulz on all matrices of one shape at once, on their Gram matrices if that costs less.
     standard: one matrix at a time, bitwise as torch.optim.Muon."""
     ns_steps: integer(1, 99) = 5
     """How many iterations."""
     adjust_lr_fn: choice("original", "match_rms_adamw") = "original"
-    """How the learning rate follows the shape of a matrix, as in torch.optim.Muon."""
+    """How the learning rate depends on the shape of a matrix, as in torch.optim.Muon."""
     beta2: Fraction | None = None
     """NorMuon: the decay of the mean square of each row of an update, by whose root the row is divided; null: Muon."""
     split: Parts = Field(default_factory=dict)
-    """Fused projections, by patterns of parameter names: into how many equal parts the rows are cut, or the rows of
+    """Fused projections, by patterns of parameter names: the number of equal parts of the rows, or the rows of
     each part."""
     betas: Betas = (0.9, 0.95)
     """The decay of the two means of AdamW."""

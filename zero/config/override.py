@@ -7,7 +7,7 @@ from typing import Any
 
 
 def override(values: MutableMapping[str, Any], text: str) -> str:
-    """Set in `values` what `text`, such as "zero_optimization.stage=3", says; returns the path.
+    """Apply `text`, such as "zero_optimization.stage=3", to `values`; returns the path.
 
     The value is JSON, or else a string. Raises ValueError for a text that is no path and value, or leads through what
     is no object.

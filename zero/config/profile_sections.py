@@ -17,9 +17,9 @@ class FlopsProfiler(Section):
     """Count them."""
     recompute_fwd_factor: Annotated[NotNegative, _MEASURED] = 0.0
     profile_step: Count = 1
-    """The number of steps before the one that is counted; the one after it is timed, and the table comes then."""
+    """The number of steps before the counted one; the step after that is timed, and then the table is printed."""
     module_depth: integer(-1) = -1
-    """How deep in the model modules are listed; -1 is all."""
+    """The depth to which modules are listed; -1 means all."""
     top_modules: Positive = 1
     """With detailed false, how many modules of each depth are listed: those with the most FLOPs."""
     detailed: Bool = True
@@ -29,25 +29,25 @@ class FlopsProfiler(Section):
 
 
 class CommsLogger(Section):
-    """What ranks send each other; `engine.log_comms_summary()` prints it."""
+    """Messages between ranks; `engine.log_comms_summary()` prints them."""
 
     enabled: Bool = False
-    """Note each collective."""
+    """Record each collective."""
     prof_all: Bool = True
     """All operations."""
     prof_ops: Texts = Field(default_factory=list)
-    """With prof_all false, which ones: names of the table, or DeepSpeed's, such as all_gather."""
+    """With prof_all false, the operations to record: names of the table, or DeepSpeed's, such as all_gather."""
     verbose: Bool = False
-    """Log each wait for one as well."""
+    """Also log each wait for a message."""
     debug: Annotated[Bool, Idle("lines name the unit, and not the function that has called")] = False
 
 
 class Profile(Section):
-    """Steps of which torch's profiler makes a trace, with the names of units and of what is done with them."""
+    """Steps that torch's profiler traces, with the names of units and operations."""
 
     steps: StepRange | None = None
     """The first and the last of them, counted from 1 as in the log."""
     dir: str = "profile"
     """Where each rank writes rank-N.trace.json, for https://ui.perfetto.dev, and rank-N.summary.txt."""
     ranks: Counts | None = None
-    """Which ranks do; by default all."""
+    """The ranks that do; default: all."""

@@ -24,7 +24,7 @@ EXPECTED = "the path of a JSON or hjson file, or a dict"
 
 
 class Source(NamedTuple):
-    """What was read, and from where."""
+    """The values of a config, and their source."""
 
     values: dict[str, Any]  # a copy; the caller may change it
     name: str | None  # the path as given, None for a dict
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 
 class _Object(dict):
-    """A parsed object that remembers the keys it was given twice."""
+    """A parsed object that remembers keys given twice."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _parse(text: str, name: str) -> Any:
 
 
 def _problem(text: str, strict: json.JSONDecodeError, error: Any) -> str:
-    """Where the text stops being JSON, or hjson where that got further by more than a quoteless word, such as True."""
+    """Where the text stops being JSON, or hjson if that got further by more than a quoteless word, such as True."""
     if error.pos >= len(text.rstrip()) and (opened := _open(text)):
         line, bracket = opened[-1]
         missing = "".join({"{": "}", "[": "]"}[each] for _, each in reversed(opened))
@@ -101,7 +101,7 @@ def _problem(text: str, strict: json.JSONDecodeError, error: Any) -> str:
 
 
 def _open(text: str) -> list[tuple[int, str]]:
-    """The brackets that nothing closes, each with its line; empty where others are closed than were opened."""
+    """The brackets that are never closed, each with its line; empty if other brackets are closed than were opened."""
     opened: list[tuple[int, str]] = []
     for found in _TOKEN.finditer(text):
         bracket = found[0]

@@ -1,4 +1,4 @@
-"""What is wrong only in combination: rules about several keys of a checked file, each with the numbers and a fix."""
+"""Rules about several keys of a checked file; each error has the numbers and a fix."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
 def precision(file: File) -> Iterator[str]:
-    """Of dtypes, and of what is computed with gradients in them."""
+    """Rules about dtypes, and computations on gradients in them."""
     if file.fp16.enabled and file.bf16.enabled:
         yield "fp16.enabled and bf16.enabled: both are true; set one of them to false"
     for section in ("fp16", "bf16"):
@@ -60,7 +60,7 @@ def _dynamic_scale(file: File) -> Iterator[str]:
 
 
 def storage(file: File) -> Iterator[str]:
-    """Of checkpoints, files and recomputation."""
+    """Rules about checkpoints, files and recomputation."""
     saving = file.zero.checkpoint
     if saving.keep is not None and (saving.keep_optimizer or 0) > saving.keep:
         yield (
@@ -100,7 +100,7 @@ def storage(file: File) -> Iterator[str]:
 
 
 def graphs(file: File) -> Iterator[str]:
-    """Of CUDA graphs, in which the host decides nothing."""
+    """Rules about CUDA graphs, in which the host decides nothing."""
     why = {
         "zero_optimization.stage 3, which gathers parameters inside of a micro-batch; set the stage to 0, 1 or 2": (
             file.zero_optimization.stage == 3
@@ -117,7 +117,7 @@ def graphs(file: File) -> Iterator[str]:
 
 
 def sharding(file: File, world_size: int) -> Iterator[str]:
-    """Of the stage, offload, and groups of ranks that are smaller than the world."""
+    """Rules about the stage, offload, and groups of ranks smaller than the world."""
     zero = file.zero_optimization
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         yield (
@@ -155,7 +155,7 @@ def sharding(file: File, world_size: int) -> Iterator[str]:
 
 
 def quantized(file: File) -> Iterator[str]:
-    """Of what travels in 8 bits."""
+    """Rules about messages in 8 bits."""
     zero, key = file.zero_optimization, "zero_optimization.zero_quantized_"
     weights, gradients = key + "weights", key + "gradients"
     if zero.zero_quantized_weights and zero.stage < 3:

@@ -20,9 +20,9 @@ _OLD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"
 def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})) -> Shape:
     """The JSON Schema of a config file, with the other names of keys, and `"auto"` as a value of any key.
 
-    others: for the sections optimizer and scheduler, the schema of `params` by `type`, of those that are not known
-    here, where there is no torch: see `zero.engine.schema`. Without them any type passes, and the arguments of our own
-    optimizers alone are checked.
+    others: for the sections optimizer and scheduler, the schema of `params` by `type`, of the classes that need torch
+    to be known: see `zero.engine.schema`. Without them any type passes, and only the arguments of our own
+    optimizers are checked.
     """
     schema = File.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -35,13 +35,13 @@ def json_schema(others: Mapping[str, Mapping[str, Shape]] = MappingProxyType({})
     for old, new in _OLD.items():
         about = {"description": f"Old; write {new}.device.", "deprecated": True}
         schema["$defs"]["ZeroOptimization"]["properties"][old] = or_auto({"type": "boolean", **about})
-    # A top-level key that is not ours is a warning only, as other programs keep theirs in the same file.
+    # An unknown top-level key is only a warning: other programs keep theirs in the same file.
     schema["additionalProperties"] = True
     return schema
 
 
 def _complete(shape: Shape, model: type[Section]) -> None:
-    """Give a section's schema what pydantic does not know: descriptions, "auto", and other names."""
+    """Add to a section's schema what pydantic does not know: descriptions, "auto", and other names."""
     properties, texts = shape["properties"], descriptions(model)
     for name, field in properties.items():
         _switch_off(field, model.model_fields[name].metadata)
@@ -51,7 +51,7 @@ def _complete(shape: Shape, model: type[Section]) -> None:
 
 
 def _switch_off(shape: Shape, marks: Iterable[Any]) -> None:
-    """Let what is an error once it is switched on be off."""
+    """Allow unavailable keys only with the value that switches them off."""
     for mark in marks:
         if isinstance(mark, Unavailable) and (mark.on is enabled or mark.at == "enabled"):
             shape["properties"] = {"enabled": or_auto({"const": False})}
@@ -60,7 +60,7 @@ def _switch_off(shape: Shape, marks: Iterable[Any]) -> None:
 
 
 def _arguments(known: dict[str, Shape]) -> dict[str, Shape]:
-    """The schema of the arguments of each of our optimizers; what these refer to goes among the `known`."""
+    """The schema of the arguments of each of our optimizers; the schemas that they refer to are added to `known`."""
     for model in dict.fromkeys(ARGUMENTS.values()):
         shape = model.model_json_schema(ref_template="#/$defs/{model}")
         shapes = {**shape.pop("$defs", {}), model.__name__: shape}
@@ -72,7 +72,7 @@ def _arguments(known: dict[str, Shape]) -> dict[str, Shape]:
 
 
 def _say_params(section: Shape, ours: Mapping[str, Shape], others: Mapping[str, Shape]) -> None:
-    """Let the type of a section say what its params are. The names of ours may be in any case, as the check has it."""
+    """Make the params of a section depend on its type. As in the check, the case of our own names is ignored."""
     any_case = {kind: "".join(f"[{c.upper()}{c}]" for c in kind) for kind in ours}
     kinds = {f"^{any_case[kind]}$": shape for kind, shape in ours.items()}
     kinds |= {f"^{kind}$": shape for kind, shape in others.items() if kind.lower() not in ours}
@@ -91,7 +91,7 @@ def _say_params(section: Shape, ours: Mapping[str, Shape], others: Mapping[str, 
 def descriptions(model: type[Section]) -> dict[str, str]:
     """The description of each field: the string that follows it in the source, or what its mark says.
 
-    Pydantic would read the sources when the classes are made, which every program that imports them would wait for.
+    Pydantic would read the sources when the classes are made, which would slow down every import.
     """
     texts = {
         name: mark.description
@@ -109,7 +109,7 @@ def descriptions(model: type[Section]) -> dict[str, str]:
 
 
 def or_auto(shape: Shape) -> Shape:
-    """A value of this shape, or "auto", so that what is wrong with another value is said of the shape alone."""
+    """A value of this shape, or "auto"; errors of other values are those of the shape alone."""
     notes = {key: shape[key] for key in ("title", "description", "default", "deprecated") if key in shape}
     if "description" in notes:
         notes["description"] = " ".join(notes["description"].split())
@@ -137,7 +137,7 @@ def _alternatives(shape: Shape) -> list[Shape]:
 
 
 def _merged(shapes: list[Shape]) -> Shape:
-    """One of some shapes of different types: a keyword other than `type` speaks of values of one type only."""
+    """One schema for shapes of different types: a keyword other than `type` applies to values of one type only."""
     if len(shapes) == 1:
         return shapes[0]
     types = [shape["type"] for shape in shapes]

@@ -38,7 +38,7 @@ _STATES_IN_FP32 = Unavailable(
 
 
 class Optimizer(Section):
-    """The optimizer that the engine builds when the script hands it none."""
+    """The optimizer that the engine builds when the script passes none."""
 
     type: str
     """Adam, AdamW, Lamb, Lion, Muon, SGD, Adagrad, or a class in torch.optim; as in DeepSpeed, Adam decays weights as
@@ -49,7 +49,7 @@ class Optimizer(Section):
 
 
 class Scheduler(Section):
-    """The learning rate schedule that the engine builds when the script hands it none."""
+    """The learning rate schedule that the engine builds when the script passes none."""
 
     type: str
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class in torch's lr_scheduler."""
@@ -71,9 +71,9 @@ class Fp16(Section):
     loss_scale_window: Int = 1000
     """Good steps after which the dynamic scale doubles."""
     hysteresis: Count = 2
-    """Overflows that are forgiven before the dynamic scale halves."""
+    """Overflows that are tolerated before the dynamic scale halves."""
     consecutive_hysteresis: Bool = False
-    """Count overflows from zero again after each good step."""
+    """Reset the count of overflows after each good step."""
     min_loss_scale: Int = 1
     """The dynamic scale never goes below this."""
     fp16_master_weights_and_grads: Annotated[Bool, Unavailable("masters are exact fp32 here; leave it out")] = False
@@ -97,7 +97,7 @@ class TorchAutocast(Section):
     enabled: Bool = False
     """Run the forward pass under torch.autocast; parameters stay fp32 unless bf16 or fp16 is enabled, too."""
     dtype: Dtype | None = None
-    """The dtype that autocast computes in; not given means that of the parameters, bf16 where they are fp32."""
+    """The dtype that autocast computes in; default: that of the parameters, or bf16 if they are fp32."""
     lower_precision_safe_modules: Annotated[Texts | None, NOTHING_TO_SET] = None
 
 
@@ -105,24 +105,24 @@ class DataTypes(Section):
     """Dtypes that follow from the precision unless they are given here."""
 
     grad_accum_dtype: Dtype | None = None
-    """The dtype that gradients accumulate in; not given means fp32."""
+    """The dtype that gradients accumulate in; default: fp32."""
     param_dtype: Dtype | None = None
     """The dtype of the parameters."""
     buffer_dtype: Dtype | None = None
-    """The dtype that the model's buffers are cast to; not given leaves them alone."""
+    """The dtype that the model's buffers are cast to; by default they keep theirs."""
 
 
 class ActivationCheckpointing(Section):
-    """Where the inputs are kept that a recomputation starts from, under `zero.recompute` and `zero.checkpointing`."""
+    """Where the inputs of recomputed modules are kept, under `zero.recompute` and `zero.checkpointing`."""
 
     partition_activations: Bool = False
     """Each rank of the model axis, which `zero.checkpointing.configure` names, keeps its slice of an input."""
     contiguous_memory_optimization: Bool = False
-    """Keep the inputs in one buffer that is allocated ahead, for number_checkpoints calls."""
+    """Keep the inputs in one preallocated buffer, for number_checkpoints calls."""
     cpu_checkpointing: Bool = False
-    """Keep the inputs in main memory; they come back one call ahead of their use."""
+    """Keep the inputs in main memory; they are fetched one call ahead of their use."""
     number_checkpoints: Positive | None = None
-    """For how many calls contiguous_memory_optimization allocates; without it this has no effect."""
+    """The number of calls that contiguous_memory_optimization allocates for; no effect without that key."""
     synchronize_checkpoint_boundary: Bool = False
     """Wait for the device before and after each call."""
     profile: Bool = False
@@ -148,8 +148,8 @@ class Checkpoint(Section):
     """Saving and loading."""
 
     tag_validation: choice("ignore", "warn", "fail") = "warn"
-    """A save whose folder, tag or file name differs between ranks, as with a time stamp in it: rank 0's is taken, with
-    a warning the first time, or without one ("ignore"); or it is an error on all ranks ("fail")."""
+    """If folder, tag or file name of a save differ between ranks, for example by a time stamp, rank 0's is used, with
+    a warning the first time or, with "ignore", without one; "fail" makes it an error on all ranks."""
     load_universal: Annotated[Bool, _UNIVERSAL] = False
     use_node_local_storage: Annotated[Bool, _SHARED_FOLDER] = False
     parallel_write: Annotated[Settings, Unavailable(NOT_AVAILABLE.message, at="pipeline_stage")]
@@ -165,12 +165,12 @@ class Recompute(Section):
     every: Positive = 1
     """Every n-th of them, in order, is recomputed: 1 is all of them."""
     policy: choice("full", "selective", "auto") = "full"
-    """full keeps a module's inputs; selective also what matrix products and attention give; auto chooses for each
-    module after the first step, so that as little is recomputed as fits into the budget."""
+    """full keeps a module's inputs; selective also the results of matrix products and attention; auto chooses for each
+    module after the first step, and recomputes as little as the budget allows."""
     products: Positive = 1
     """Under selective, every n-th matrix product is kept: 1 is all, with 2 every second is recomputed."""
     budget: Nbytes | None = None
-    """Under auto, what the activations of the modules may take on each rank: bytes, or text such as '12 GiB'."""
+    """Under auto, how much the modules' activations may take on each rank: bytes, or text such as '12 GiB'."""
 
 
 class Saving(Section):
@@ -179,11 +179,11 @@ class Saving(Section):
     ALIASES: ClassVar[Mapping[str, str]] = {"async": "asynchronous"}
 
     asynchronous: Bool = False
-    """Written `async`: copy to host memory during the call, and write beside the training loop."""
+    """Written `async`: copy to host memory during the call, and write while training continues."""
     keep: Positive | None = None
-    """How many checkpoints of a folder stay; older ones are deleted once a newer one is whole. By default all stay."""
+    """How many checkpoints a folder keeps; older ones are deleted once a newer one is whole. Default: all."""
     keep_optimizer: Positive | None = None
-    """How many of them keep the optimizer's state; of older ones the weights stay. By default all do."""
+    """How many of them keep the optimizer state; older ones keep only the weights. Default: all."""
 
 
 class Zero(Section):
@@ -193,39 +193,39 @@ class Zero(Section):
     """Class names or path patterns (fnmatch on the module path) of the modules that become one unit each;
     default: the repeated blocks of the model."""
     shard_size: integer(-1) = 0
-    """The number of ranks that state is cut over, at stages 1 to 3; each group of that many consecutive ranks holds a
-    replica of all of it. A divisor of the world size; 0 and -1 are all ranks."""
+    """The number of ranks that state is cut over, at stages 1 to 3; each group of that many consecutive ranks holds one
+    replica. A divisor of the world size; 0 and -1 mean all ranks."""
     reduce_every_micro_batch: Bool = False
     """Stages 0 and 1 reduce gradients at the accumulation boundary only; true makes them reduce after every
     micro-batch like stages 2 and 3, so that the four stages sum in one order and are bitwise equal under
     accumulation too, at the price of more communication."""
     reduce: choice("auto", "ranks", "backend", "tree") = "auto"
-    """How gradients are added up: in fp32 in the order of ranks, whatever travels; or, where NCCL sends, by its own
-    reduce-scatter, which adds in what travels and in an order of its own; or in a fixed binary tree over the
+    """How gradients are added up. "ranks": in fp32 in the order of ranks, whatever dtype is sent. "backend": over NCCL
+    by its reduce-scatter, which adds in the dtype sent, in its own order. "tree": in a fixed binary tree over the
     micro-batches of one optimizer step, which gives the same bits at every world size and takes a power of two of
     micro-batches. "auto" is "backend" for fp32 over NCCL and for ranks of several machines, else "ranks"."""
     timeout: Seconds = TIMEOUT
-    """Seconds that a rank waits for another before the job ends with a report of who waits for what."""
+    """Seconds that a rank waits for another before the job ends with a report of which rank waits for what."""
     check_order: Bool = False
-    """Compare at each step in which order the ranks communicated; a difference is an error that names the first."""
+    """Compare the order of communication at each step; a difference is an error that names the first."""
     check_replicas: Count = 0
-    """Every n steps, compare what ranks hold in common, unit by unit, and name the first parameter that differs;
-    0 is never."""
+    """Every n steps, compare values that ranks hold in common, unit by unit, and name the first parameter that differs;
+    0 means never."""
     plan: Bool = False
-    """After the third step, compare the memory of each kind with what was estimated, and say what differs and why."""
+    """After the third step, compare the memory of each kind with the estimate, and say what differs and why."""
     recompute: Recompute = absent(Recompute)
     """Modules whose activations are computed again in the backward pass and not kept."""
     checkpoint: Saving = absent(Saving)
     """How `save_checkpoint` saves, and what it keeps."""
     report: str | None = None
-    """A folder that every rank writes what it does into while the run goes on, or, where another engine does so, one
+    """A folder to which every rank writes what it does during the run. If another engine is writing to it, a folder
     beside it (DIR-2); see docs/monitors.md."""
     unit_norms: Every = False
     """The norms of each unit's gradient, parameters and update: true for each step, or every n steps."""
     alarm: Alarm = absent(Alarm)
-    """What is done about a step whose loss or norm stands out."""
+    """The reaction to a step whose loss or norm stands out."""
     track_updates: Bool = False
-    """Mark from the start which values each step changes, for engine.weight_updates(); false marks from its first
+    """Mark the values that each step changes from the start, for engine.weight_updates(); false marks from its first
     call on."""
     profile: Profile = absent(Profile)
-    """Steps of which torch's profiler makes a trace."""
+    """Steps that torch's profiler traces."""

@@ -1,4 +1,4 @@
-"""How a key is marked that the config knows and this release does not do, or that changes nothing here.
+"""Marks for keys that the config knows but this release does not support, or that have no effect here.
 
 A key's mark is part of its annotation: `zenflow: Annotated[Bool, Unavailable("...")] = False`. A later release that has
 the feature deletes the mark.
@@ -16,7 +16,7 @@ def given(value: Any) -> bool:
 
 def false(value: Any) -> bool:
     """Switched on by `false`, because the default is true."""
-    return value == 0  # which false is, and which JSON people write for it
+    return value == 0  # false equals 0, and some files write 0 for it
 
 
 def above_one(value: Any) -> bool:
@@ -35,9 +35,9 @@ def enabled(value: Any) -> bool:
 class Unavailable:
     """Marks a key that is an error once it is switched on."""
 
-    message: str  # what is missing, and what to do instead
-    at: str = ""  # the dotted path of the key inside the marked one, where that is an object without a section
-    on: Callable[[Any], bool] = given  # sees the value in the file, None where it has none
+    message: str  # what is missing, and an alternative
+    at: str = ""  # the dotted path of the key inside the marked one, if that is an object without a section
+    on: Callable[[Any], bool] = given  # takes the value in the file, None if it has none
 
     @property
     def description(self) -> str:
@@ -63,7 +63,7 @@ ALWAYS_ON = Idle("here it is always on")
 
 
 def lookup(values: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None where there is none."""
+    """The value at a dotted path, or None if there is none."""
     here: Any = values
     for part in path.split("."):
         if not isinstance(here, Mapping) or part not in here:

@@ -1,4 +1,4 @@
-"""The kinds of value a key can have. Each one checks for itself and says in one phrase what it wanted."""
+"""The kinds of value a key can have. Each one checks a value and says in one phrase what it wanted."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ _NBYTES = {"b": 1} | {
 class Section(BaseModel):
     """A JSON object whose keys are all known: an unknown one is an error."""
 
-    # Compiling all sections would take longer than the rest of an import: each one is when it is first checked.
+    # Compiling all sections would take longer than the rest of an import: each is compiled when it is first checked.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     ALIASES: ClassVar[Mapping[str, str]] = {}  # other names of fields
 
@@ -41,18 +41,18 @@ class Section(BaseModel):
 def absent(section: type[Section]) -> Any:
     """The field of a section that may be absent, and then has all its defaults.
 
-    Defaults need no check, so a section that no file has is never compiled; it cannot change, so one serves all files.
+    Defaults need no check, so a section that no file has is never compiled. It is frozen, so all files share one.
     """
     return Field(default_factory=functools.cache(section.model_construct))
 
 
 def refuse(wanted: str) -> PydanticCustomError:
-    """The error of a value that is not what was `wanted`, to be raised in a validator."""
+    """The error to raise in a validator for a value that is not as `wanted`."""
     return PydanticCustomError(WANTED, "{wanted}", {"wanted": wanted})
 
 
 def _kind(annotation: Any, wanted: str) -> Any:
-    """What pydantic takes for `annotation`; all else is refused in one phrase."""
+    """Values that pydantic accepts for `annotation`; others are refused in one phrase."""
 
     def check(value: Any, by_pydantic: Callable[[Any], Any]) -> Any:
         try:
@@ -64,7 +64,7 @@ def _kind(annotation: Any, wanted: str) -> Any:
 
 
 def _never(*kinds: type) -> BeforeValidator:
-    """Refuses what pydantic would convert, such as true and "1" to a number."""
+    """Refuses values that pydantic would convert, such as true and "1" to a number."""
 
     def check(value: Any) -> Any:
         if isinstance(value, kinds):
@@ -79,7 +79,7 @@ def _range(low: float | None, high: float | None) -> str:
 
 
 def integer(low: int | None = None, high: int | None = None, multiple_of: int | None = None) -> Any:
-    """An integer in a range. A float without a fraction is one, too: JSON people write 5e8."""
+    """An integer in a range. A float without a fraction is accepted, too: some files write 5e8."""
     noun = "an integer" if multiple_of is None else f"a multiple of {multiple_of}"
     exact = Annotated[int, Field(ge=low, le=high, multiple_of=multiple_of), _never(bool, str)]
     return _kind(exact, noun + _range(low, high))
@@ -92,7 +92,7 @@ def number(low: float | None = None, high: float | None = None, text: bool = Fal
 
 
 def _word(meaning: dict[str, str]) -> Any:
-    """One of the keys of `meaning`, in any case; kept as what it means."""
+    """One of the keys of `meaning`, in any case; its value there is stored."""
     wanted = "one of " + ", ".join(repr(name) for name in dict.fromkeys(meaning.values()))
 
     def check(value: Any) -> Any:
@@ -104,7 +104,7 @@ def _word(meaning: dict[str, str]) -> Any:
 
 
 def choice(*names: str) -> Any:
-    """One of a few words, in any case; kept in lower case."""
+    """One of a few words, in any case; stored in lower case."""
     return _word({name: name for name in names})
 
 

@@ -1,4 +1,4 @@
-"""One walk over the values of a file: each key under its one name, checked, and what was noticed on the way."""
+"""One walk over the values of a file: it renames aliases, checks each key, and collects problems."""
 
 import contextlib
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from zero.config.unavailable import Idle, Unavailable, lookup
 from zero.config.values import WANTED, Section
 from zero.config.zero_section import ZeroOptimization
 
-_PASSED_ON = ("params",)  # objects that are passed on to other code, to which null may mean something
+_PASSED_ON = ("params",)  # objects that are passed to other code, for which null may have a meaning
 _OBJECT = "an object {...}"
 _WANTED = {"string_type": "a string", "dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT}
 
 
 class Walk:
-    """What is noticed on the way. Paths are as the user wrote them.
+    """The problems found on the way. Paths are as the user wrote them.
 
-    autos: of "auto" that another program was to fill in, without a default that gives the same numbers in one place.
-    idle: the keys that are there and change nothing, by the reason.
+    autos: paths of "auto" that another program should have filled in, and that a default cannot replace.
+    idle: the keys in the file that have no effect, by the reason.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class Walk:
         self.idle: dict[str, list[str]] = {}
 
     def section(self, values: Any, model: type[Section], path: tuple = ()) -> Any:
-        """The section without its wrong keys, so that later checks can go on; None where nothing is left of it.
+        """The section without its wrong keys, so that later checks can go on; None if nothing is left of it.
 
-        Null counts as not given where the default is nothing, such as 0 or false; elsewhere it could mean the default
+        Null counts as not given if the default is empty, such as 0 or false; elsewhere it could mean the default
         or its opposite, and is refused.
         """
         if model is ZeroOptimization:
@@ -89,7 +89,7 @@ class Walk:
         return checked
 
     def _free(self, value: Any, path: tuple, passed_on: bool) -> Any:
-        """An object whose keys are not ours, without what counts as not given."""
+        """An object whose keys are not ours, without the keys that count as not given."""
         if not isinstance(value, Mapping):
             return value
         if passed_on:  # nothing reads the others
@@ -101,7 +101,7 @@ class Walk:
         }
 
     def _renamed(self, values: Any, path: tuple) -> Any:
-        """The section `zero_optimization` out of the ways in which it used to be written."""
+        """The section `zero_optimization` with its old spellings replaced."""
         where = dotted(path)
         if isinstance(values, bool):
             self.warnings.append(f"{where}: true and false are old; write {{'stage': {int(values)}}}")
@@ -124,7 +124,7 @@ class Walk:
 
 
 def problem_line(problem: Any, model: type[Section], path: tuple, written: Mapping[Any, Any]) -> str:
-    """What pydantic found wrong in the section at `path`, whose keys stand in the file as `written` has them."""
+    """Pydantic's problem in the section at `path`; `written` has the keys as they are in the file."""
     kind, value, inside = problem["type"], problem["input"], problem["loc"]
     path = (*path, *(written.get(part, part) for part in inside))
     for part in inside[:-1]:
@@ -147,18 +147,18 @@ def _is_auto(value: Any) -> bool:
 
 
 def _says_auto(field: FieldInfo | None) -> bool:
-    """Whether "auto" is one of the values of the key, and so nothing that another program was to fill in."""
+    """Whether "auto" is one of the key's own values, not a placeholder for another program."""
     words = field.json_schema_extra if field is not None and isinstance(field.json_schema_extra, dict) else {}
     return "auto" in (*words.get("enum", ()), *words.get("examples", ()))
 
 
 def _moves_only(field: FieldInfo | None, name: Any) -> bool:
-    """Whether a key says at most what moves when, so that its default gives the same numbers in the same places."""
+    """Whether a key affects at most when parameters move, so that its default gives the same numbers."""
     return field is not None and (name.startswith("stage3_") or any(isinstance(mark, Idle) for mark in field.metadata))
 
 
 def _is_nothing(field: FieldInfo | None) -> bool:
-    """Whether what a key has by default is a section, or the same as nothing."""
+    """Whether a key's default is a section, or empty."""
     if field is None or field.is_required() or section_of(field.annotation) is not None:
         return True
     return not field.get_default(call_default_factory=True)

@@ -54,8 +54,8 @@ class StateUpdate(Section):
     """How state that is stored off the device is updated."""
 
     update: choice("host", "gpu", "auto") = "host"
-    """host: the CPU computes the step. gpu: state streams through two places on the GPU, unit by unit, and the GPU
-    computes; the numbers are the same. auto: what is faster, by bytes and by rates measured at the start, if the GPU
+    """host: the CPU computes the step. gpu: state streams through two buffers on the GPU, unit by unit, and the GPU
+    computes; the numbers are the same. auto: the faster way, by bytes and by rates measured at the start, if the GPU
     has room for it."""
 
 
@@ -71,8 +71,8 @@ class OffloadOptimizer(Section):
     pin_memory: Bool = True
     """Page-locked main memory, which copies faster to the GPU."""
     pipeline_read: Bool = True
-    """Read the next unit's state from the drive while this one is updated. DeepSpeed's default is false, with which the
-    drive and the update take turns."""
+    """Read the next unit's state from the drive while this one is updated. DeepSpeed's default, false, makes the drive
+    and the update take turns."""
     pipeline_write: Bool = True
     """Write the last unit's state to the drive while this one is updated; DeepSpeed's default is false."""
     fast_init: Annotated[Bool, NOTHING_TO_SET] = False
@@ -85,7 +85,7 @@ class OffloadOptimizer(Section):
 
 
 class LeafModule(Section):
-    """Modules whose parameters are gathered all at once although they hold modules of their own."""
+    """Modules that are gathered at once with all modules inside them."""
 
     classes: Texts = Field(default_factory=lambda: list(_MOE))
     """Class names, short or with the package in front."""
@@ -96,7 +96,7 @@ class LeafModule(Section):
 
 
 class ZeroOptimization(Section):
-    """What is sharded over the ranks, and DeepSpeed's settings of how it is communicated."""
+    """What is sharded over the ranks, and DeepSpeed's settings for its communication."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"
@@ -134,7 +134,7 @@ class ZeroOptimization(Section):
     sub_group_size: Annotated[Count, _UNITS] = 1_000_000_000
     round_robin_gradients: Annotated[Bool, _UNITS] = False
     load_from_fp32_weights: Bool = True
-    """Take the masters of a checkpoint, not the 16-bit weights, when one is loaded."""
+    """Load the masters of a checkpoint, not its 16-bit weights."""
     elastic_checkpoint: Annotated[Bool, _OWN_PART] = False
     ignore_unused_parameters: Annotated[Bool, _UNUSED_ALLOWED] = True
     legacy_stage1: Annotated[Bool, Unavailable("is gone from DeepSpeed too; leave it out")] = False
@@ -145,12 +145,12 @@ class ZeroOptimization(Section):
     """Units of at most this many elements stay gathered between uses. DeepSpeed's default is 100,000, as it gathers
     parameters one by one; here small ones are gathered with their block."""
     stage3_model_persistence_threshold: Count = sys.maxsize
-    """The most elements that may stay gathered in total."""
+    """The limit of elements that stay gathered in total."""
     stage3_max_live_parameters: Count = 1_000_000_000
-    """The most gathered elements at a time: nothing is prefetched beyond them."""
+    """The limit of gathered elements at a time: nothing is prefetched beyond it."""
     stage3_max_reuse_distance: Count = 0
-    """Keep a unit gathered if it is used again within this many elements. DeepSpeed's default is 1e9, with which a
-    model below half of that is never released between forward and backward; here 0, as stage 3 is chosen for memory."""
+    """Keep a unit gathered if it is used again within this many elements. DeepSpeed's default is 1e9, so it never
+    releases models below half of that between forward and backward; here it is 0, as stage 3 is chosen for memory."""
     stage3_module_granularity_threshold: Annotated[Count, _UNITS] = 0
     stage3_use_all_reduce_for_fetch_params: Annotated[Bool, _ONE_GATHER] = False
     stage3_allgather_sequential: Annotated[Bool, _ONE_GATHER] = False
@@ -166,15 +166,15 @@ class ZeroOptimization(Section):
     """ZeRO++'s hpZ: ranks that together hold a second copy of the parameters at stage 3, as many as one machine has;
     the backward pass gathers from it. 1 keeps none."""
     zero_quantized_weights: Bool = False
-    """ZeRO++'s qwZ, at stage 3: parameters travel in 8 bits, made of the exact values once in a step; all ranks compute
-    with the same numbers, and masters, checkpoints and saved weights stay exact."""
+    """ZeRO++'s qwZ, at stage 3: parameters are sent in 8 bits, encoded from the exact values once per step; all ranks
+    compute with the same numbers, and masters, checkpoints and saved weights stay exact."""
     zero_quantized_nontrainable_weights: Annotated[Bool, _ZEROPP] = False
     zero_quantized_gradients: Bool = False
-    """ZeRO++'s qgZ, at stages 1 to 3: gradients travel in 8 bits and are summed in fp32 in the order of ranks; each
-    rank keeps the error for the next gradient, 1.03 bytes for each parameter of the model."""
+    """ZeRO++'s qgZ, at stages 1 to 3: gradients are sent in 8 bits and summed in fp32 in the order of ranks; each
+    rank keeps its rounding error for the next gradient, 1.03 bytes per parameter of the model."""
     zeropp_loco_param: Annotated[dict | None, _ZEROPP] = None
     mics_shard_size: integer(-1) = -1
-    """MiCS: DeepSpeed's name of zero.shard_size; -1 and 0 are all ranks."""
+    """MiCS: DeepSpeed's name of zero.shard_size; -1 and 0 mean all ranks."""
     mics_hierarchical_params_gather: Annotated[Bool, Idle("the backend decides how a gather crosses machines")] = False
     cpu_offload_use_pin_memory: Annotated[Bool, Idle("it is old; the section of the offload has pin_memory")] = False
     save_muon_momentum_buffer_in_memory: Annotated[Bool, NOT_AVAILABLE] = False
