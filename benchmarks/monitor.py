@@ -227,7 +227,7 @@ def _norms(norms: Any, units: Sequence[Any]) -> None:
     """As in a step."""
     norms.begin(0, 1.0)
     for unit in units:
-        with norms.of(unit, unit.master.values()):
+        with norms.of(unit, unit.shard.master.values()):
             pass
     norms.take(1)
 

@@ -69,7 +69,7 @@ def landed(engine: Engine) -> None:
 
 def drive_seconds(engine: Engine) -> float:
     """Of reading and writing every record in the order of the updates, computing nothing."""
-    stores: list[Any] = [unit.placement.state_store for unit in engine._sharded.trained]
+    stores: list[Any] = [unit.shard.placement.state_store for unit in engine._sharded.trained]
     begin = time.perf_counter()
     for index, store in enumerate(stores):
         for later in stores[index:]:

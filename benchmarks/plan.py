@@ -117,12 +117,12 @@ class Meter(LiveBytes):
 
     def __init__(self, engine: Any) -> None:
         self._units = [unit for unit in engine._sharded.units if unit.cut]
-        super().__init__([unit.full for unit in self._units])
+        super().__init__([unit.buffer.full for unit in self._units])
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = super().__torch_dispatch__(func, types, args, kwargs)
-        self.most = max(self.most, self.now + sum(unit.full.untyped_storage().nbytes() for unit in self._units))
+        self.most = max(self.most, self.now + sum(unit.buffer.full.untyped_storage().nbytes() for unit in self._units))
         return made
 
 
@@ -137,7 +137,7 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
     """What one step takes, which is not the first."""
     sharded, kept = engine._sharded, 0
     for unit in sharded.trained:
-        unit.settle()  # what the step before still sends is not of this one
+        unit.shard.settle()  # what the step before still sends is not of this one
     gc.collect()
     at_rest = sum(alive_now(sharded, engine.optimizer))
     with Observed(sharded, engine.optimizer) as observed, Meter(engine) as meter:
@@ -149,7 +149,7 @@ def observe(engine: Any, batches: list[Any]) -> Bytes:
             del loss
             engine.step()
         for unit in sharded.trained:
-            unit.settle()
+            unit.shard.settle()
     host = engine.host_nbytes()
     away = (0, 0) if host is None else (host.memory, host.files)
     return Bytes(observed.most[: len(STATE)], kept, at_rest + meter.most, *away, observed.sent)

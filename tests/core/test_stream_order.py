@@ -16,7 +16,7 @@ from zero.memory.streams import Streams
 
 NORM = "outcome.numbers (host)"
 # Waits that something else makes needless where the host is in no hurry; without both, there must be a race.
-BEHIND = [set(), {NORM}, {NORM, "master_sync.wait_copies (host)"}]
+BEHIND = [set(), {NORM}, {NORM, "shard.wait_copies (host)"}]
 COMES = "up", "streamed_store._copy)"
 REDUNDANT = {
     "norm.exact_norm (host)": "the read of the numbers would wait as well, but the watchdog could not name the ranks",

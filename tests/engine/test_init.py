@@ -100,7 +100,7 @@ def held_after(ways: dict[str, Any]) -> tuple[int, int]:
     """Bytes of this rank's shards, and of the whole model."""
     with zero.Init(**ways):
         model = make_net(blocks=4, width=32)
-    mine = sum(owner_of(param).unit.shard.untyped_storage().nbytes() for param in model.parameters())
+    mine = sum(owner_of(param).unit.shard.values.untyped_storage().nbytes() for param in model.parameters())
     whole = sum(param.numel() * param.element_size() for param in model.parameters())
     alive = sum(param.untyped_storage().nbytes() for param in model.parameters() if not is_released(param))
     return mine + alive, whole

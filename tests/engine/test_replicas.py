@@ -42,9 +42,9 @@ def hit_rate(engine: Any) -> None:
 def hit_exact(engine: Any) -> None:
     """What this rank keeps of exact values of the unit; the functions that set them set all replicas."""
     unit = engine.module.get_parameter(NAME)._zero_owner.unit
-    with unit.acquired(changed=True):
-        kept = unit.master.tensor if engine.bfloat16_enabled() else unit.shard
-        flip(kept, unit.plan.layout.fragments(unit.window)[0].at, 1)
+    with unit.shard.acquired(changed=True):
+        kept = unit.shard.master.tensor if engine.bfloat16_enabled() else unit.shard.values
+        flip(kept, unit.plan.layout.fragments(unit.shard.window)[0].at, 1)
 
 
 def hit_moment(key: str) -> Callable[[Any], None]:

@@ -40,7 +40,7 @@ def auto(free: list[int], kind: str, folder: str | None) -> tuple[list[bool], li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero.core.ratio, "available_nbytes", lambda ranks: free[dist.get_rank()])
         engine, *_ = zero.initialize(model=make_net(), config=settings_of("auto", kind, folder))
-        stay = [not unit.placement.updated_on_host for unit in engine._sharded.trained]
+        stay = [not unit.shard.placement.updated_on_host for unit in engine._sharded.trained]
         engine.destroy()
         trained = train(make_net(), 2, settings_of("auto", kind, folder))
     logging.getLogger("zero").removeHandler(handler)

@@ -41,7 +41,13 @@ def alive(engine: Any) -> int:
     """Bytes of model state that have memory, by storage."""
     found = {}
     for unit in engine._sharded.units:
-        tensors = [unit.full, unit.shard, unit.master.tensor, unit.gradients.flat, unit.gradients.shard]
+        tensors = [
+            unit.buffer.full,
+            unit.shard.values,
+            unit.shard.master.tensor,
+            unit.gradients.flat,
+            unit.gradients.shard,
+        ]
         for tensor in [*tensors, *(tensor for _, _, tensor in engine.optimizer.shard_optimizer.tensors(unit))]:
             if tensor is not None:
                 found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()

@@ -156,7 +156,7 @@ def tiles_at_once(ahead: int) -> dict[str, Any]:
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def whole() -> int:
-        return sum(unit.full.untyped_storage().nbytes() > 0 for unit in units)
+        return sum(unit.buffer.full.untyped_storage().nbytes() > 0 for unit in units)
 
     def ran(module: nn.Module, args: Any, output: Tensor) -> None:
         seen["forward"].append(whole())

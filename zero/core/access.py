@@ -82,7 +82,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for unit in self._units:
-            unit.settle()  # may raise what an update has failed with; then nobody holds anything
+            unit.shard.settle()  # may raise what an update has failed with; then nobody holds anything
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
             if not unit.fetch():

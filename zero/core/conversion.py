@@ -70,7 +70,7 @@ def check_parameters(unit: Unit) -> None:
     So too where one that is trained has a gradient of its own: ours are taken from there as they land.
     """
     for spec, param, trained in zip(unit.plan.params, unit.params, unit.buffer.required_grad, strict=True):
-        if unit.master is not None and param.grad is not None:
+        if unit.shard.master is not None and param.grad is not None:
             raise RuntimeError(
                 f"parameter '{spec.name}' of {unit.buffer.name}: its .grad was assigned, and no step would use it; "
                 "call zero.utils.safe_set_full_grad(param, value) between backward() and step() on all ranks, or "

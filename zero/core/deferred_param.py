@@ -133,7 +133,7 @@ class DeferredParam(Unit):
     @property
     def opened(self) -> bool:
         """Whether the values are those of the parameter itself."""
-        return self.shard is None
+        return self.shard.values is None
 
     @property
     def aliased(self) -> bool:
@@ -150,8 +150,8 @@ class DeferredParam(Unit):
         """Keep this rank's shard of rank 0's values on `rest`, and let go of the whole; a collective."""
         param = self.params[0]
         self.plan = self.buffer.plan = _plan(param, self.plan.params[0].name, self.mesh)
-        self.masters.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
-        self.masters.shard = rest.lay(comm.deal(param.detach(), self.window.numel, self.mesh.shard))
+        self.shard.window = self.plan.layout.shard(self.mesh.shard.rank, self.mesh.shard.size)
+        self.shard.values = rest.lay(comm.deal(param.detach(), self.shard.window.numel, self.mesh.shard))
         share_beside([param], self.mesh.data, self.plan.name)
         self.buffer.close()
         self.release()
@@ -160,7 +160,7 @@ class DeferredParam(Unit):
         """Give the parameter its values to work on; a collective."""
         self.gather()
         self.wait()
-        self.masters.shard = None
+        self.shard.values = None
         self.buffer.open()
 
     def release(self, keep_if_referenced: bool = True) -> None:
@@ -175,7 +175,7 @@ class DeferredParam(Unit):
         before = self.params[0].dtype
         convert = dtype is not None and before.is_floating_point and format_of(self.params[0]) is None
         dtype = dtype if convert else before
-        self.masters.shard = rest.lay(self.shard.to(dtype))
+        self.shard.values = rest.lay(self.shard.values.to(dtype))
         self.buffer.show_as(dtype, device)
 
     def copy(self) -> nn.Parameter:
@@ -184,7 +184,7 @@ class DeferredParam(Unit):
         made = parameter_of_class(self.buffer.kind, absent(param.shape, param.dtype, param.device))
         made.requires_grad_(param.requires_grad)
         other = DeferredParam(made, self.plan.params[0].name, self.index, self.mesh, self.origin)
-        other.on_read, other.masters.shard = self.on_read, self.shard.clone()
+        other.on_read, other.shard.values = self.on_read, self.shard.values.clone()
         other.buffer.close()
         other.release()
         return made
@@ -226,7 +226,7 @@ class DeferredParam(Unit):
             del param._zero_owner
         self.buffer.params.clear()
         self.buffer.open()
-        self.masters.shard = self.on_read = None
+        self.shard.values = self.on_read = None
 
     def _keep_writes(self) -> None:
         if self.buffer.views:  # what was open until now has been taken as a whole

@@ -120,8 +120,8 @@ class DiskPrefetcher:
     def __init__(self, units: Sequence[Unit], limits: Limits) -> None:
         self._units = units
         self._limits = limits
-        read = [unit for unit in units if unit.cut and unit.travel.message is None]  # others' 8 bits are on the device
-        self._in_files = {unit.index for unit in read if not unit.placement.shard_store.resident}
+        read = [unit for unit in units if unit.cut and unit.gathering.reads_shard]
+        self._in_files = {unit.index for unit in read if not unit.shard.placement.shard_store.resident}
         self._asked: dict[int, bool] = {}  # units that were asked for, and whether their read has begun
 
     def was_asked(self, unit: Unit) -> bool:
@@ -133,7 +133,7 @@ class DiskPrefetcher:
         wanted = read_ahead(coming, self._limits, self._in_files, there)
         self._asked = dict.fromkeys(wanted, False) | self._asked
         for index in wanted:
-            if not self._units[index].fetch():
+            if not self._units[index].shard.fetch():
                 return  # no buffer: those behind it would be taken from it
             self._asked[index] = True
 
@@ -145,7 +145,7 @@ class DiskPrefetcher:
         """Give back what nobody has come for."""
         asked, self._asked = self._asked, {}
         for index in sorted(index for index, begun in asked.items() if begun):
-            self._units[index].placement.shard_store.cancel_fetch()
+            self._units[index].shard.placement.shard_store.cancel_fetch()
 
 
 class ParamPrefetcher:
@@ -351,7 +351,7 @@ class ParamPrefetcher:
                     found[unit.index] = unit
                 continue
             if by_memory is None:
-                by_memory = {storage_id(use.unit.full): use.unit for use in self._uses if use.live}
+                by_memory = {storage_id(use.unit.buffer.full): use.unit for use in self._uses if use.live}
             unit = by_memory.get(storage_id(tensor))
             if unit is not None:
                 found[unit.index] = unit

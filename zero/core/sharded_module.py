@@ -82,7 +82,7 @@ class ShardedModule:
         for child, (read, frozen) in reads.items():
             make = functools.partial(attach, child, read, frozen, self.prefetcher, self.reducer.begin)
             self._hooks.setdefault(child, []).append(make)
-        beside = [unit for unit in self.trained if unit.placement.state_offloaded and not unit.cut]
+        beside = [unit for unit in self.trained if unit.shard.placement.state_offloaded and not unit.cut]
         for child, awaited in _awaited(module, beside).items():
             self._hooks.setdefault(child, []).append(functools.partial(attach_wait, child, awaited))
         self.hook(self._hooks)
@@ -171,12 +171,12 @@ class ShardedModule:
         parameters = gradients = 0
         masters = 0 if self.offload is None else self.offload.slots_nbytes
         for unit in self.units:
-            parameters += unit.full.untyped_storage().nbytes()
-            parameters += unit.shard.nbytes if unit.cut and not unit.placement.shard_offloaded else 0
-            parameters += unit.travel.nbytes + sum(spec.beside for spec in unit.plan.params)
+            parameters += unit.buffer.full.untyped_storage().nbytes()
+            values, master = unit.shard.values.nbytes()
+            parameters += values + unit.gathering.nbytes + sum(spec.beside for spec in unit.plan.params)
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
-                masters += unit.placement.state_nbytes(unit.master.shard, unit.master.nbytes)
+                masters += master
         return StateBytes(parameters, gradients, masters)
 
     def leave(self) -> None:
@@ -251,7 +251,7 @@ def wrap(
             params = [by_name[spec.name] for spec in plan.params]
             units.append(unit := Unit(plan, params, index, shared[index], sharding.params, placement))
             _adopt(unit, device, sharding, numerics, section, index in persistent)
-            freed.add(0 if device.type == "cuda" else unit.full.numel() * unit.full.itemsize)
+            freed.add(0 if device.type == "cuda" else unit.buffer.full.numel() * unit.buffer.full.itemsize)
         _adopt_buffers(module, device, world, None if numerics.buffers is None else DTYPES[numerics.buffers])
         give_back()
         sharded = ShardedModule(module, units, sharding, world, meshes.data_size, device, numerics, limits, offload)
@@ -276,10 +276,9 @@ def _adopt(
 ) -> None:
     dtype = unit.plan.dtype
     gradient_dtypes = numerics.gradient_dtypes(dtype, sharding)
-    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype))
     unit.persistent = unit.cut and persistent
-    if section.zero_quantized_weights and unit.plan.requires_grad and not unit.persistent:
-        unit.travel.quantize()
+    quantized = section.zero_quantized_weights and unit.plan.requires_grad and not unit.persistent
+    unit.adopt(DTYPES[dtype], device, gradient_dtypes, numerics.formats.remainder(dtype), quantized)
     if section.zero_quantized_gradients and unit.gradients is not None:
         unit.gradients.quantize()
     unit.release()  # what a model holds whole at any moment is one unit, and those that stay so

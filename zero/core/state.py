@@ -7,6 +7,10 @@
     sharded    offload      away
     requested  gather       gathering
     gathering  wait         full
+    sharded    complete     full
+    requested  complete     full
+    gathering  complete     full
+    stale      complete     full
     full       conceal      concealed
     full       release      sharded
     full       invalidate   stale
@@ -53,6 +57,10 @@ TRANSITIONS: Mapping[tuple[State, str], State] = {
     (State.SHARDED, "offload"): State.AWAY,
     (State.REQUESTED, "gather"): State.GATHERING,
     (State.GATHERING, "wait"): State.FULL,
+    (State.SHARDED, "complete"): State.FULL,
+    (State.REQUESTED, "complete"): State.FULL,
+    (State.GATHERING, "complete"): State.FULL,
+    (State.STALE, "complete"): State.FULL,
     (State.FULL, "conceal"): State.CONCEALED,
     (State.FULL, "release"): State.SHARDED,
     (State.FULL, "invalidate"): State.STALE,

@@ -61,7 +61,7 @@ def check_idle(owner: Owner, what: str) -> Exception | None:
 def assemble(owner: Owner, own: torch.Tensor) -> torch.Tensor:
     """The whole [numel] out of every rank's piece `own`; collective, moves nothing but the parameter's own bytes."""
     axis, numel = owner.unit.mesh.shard, owner.unit.plan.layout.spans[owner.name].numel
-    own = own.to(owner.unit.full.device)
+    own = own.to(owner.unit.buffer.full.device)
     full = torch.empty(numel, dtype=own.dtype, device=own.device)
     for rank in range(axis.size):
         part = piece(owner, rank)
@@ -110,7 +110,7 @@ def _inside(full: torch.Tensor, box: Box) -> torch.Tensor:
 
 def same_everywhere(owner: Owner, values: torch.Tensor) -> torch.Tensor:
     """The `values` of rank 0, on its own storage and on the parameter's device; collective."""
-    values = values.detach().to(owner.unit.full.device, copy=True).contiguous()
+    values = values.detach().to(owner.unit.buffer.full.device, copy=True).contiguous()
     for axis in (owner.unit.mesh.beside, owner.unit.mesh.data):
         comm.broadcast(values, 0, axis)
     return values
@@ -126,8 +126,8 @@ def exact_piece(owner: Owner) -> torch.Tensor:
     """This rank's piece of the exact values, fp32 [n], a copy. MasterSync of the user are in it."""
     owner.unit.take_writes()
     part = piece(owner)
-    with owner.unit.acquired():
-        return owner.unit.master.values(part.at, part.numel).clone()
+    with owner.unit.shard.acquired():
+        return owner.unit.shard.master.values(part.at, part.numel).clone()
 
 
 def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = None) -> None:
@@ -141,11 +141,11 @@ def write_exact(owner: Owner, own: torch.Tensor, whole: torch.Tensor | None = No
         unit.write_exact(part.at, own)
     if whole is None:
         seen = not unit.cut or unit.state is not State.SHARDED
-        with unit.acquired():
-            rounding = unit.shard.narrow(0, part.at, part.numel).clone()
+        with unit.shard.acquired():
+            rounding = unit.shard.values.narrow(0, part.at, part.numel).clone()
         unit.renew(owner.index, assemble(owner, rounding) if seen else rounding)
     else:
-        unit.renew(owner.index, rounded(whole, unit.shard.dtype))
+        unit.renew(owner.index, rounded(whole, unit.shard.values.dtype))
 
 
 def gradient(owner: Owner, what: str) -> torch.Tensor | None:
@@ -185,7 +185,7 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
             "set it between backward() and step()"
         )
     if local:
-        owner.unit.settle()  # an update that still runs reads where the sum will be
+        owner.unit.shard.settle()  # an update that still runs reads where the sum will be
         grads.settle()
     part = piece(owner)
     return grads.shard.narrow(0, part.at, part.numel)
@@ -194,8 +194,8 @@ def reduced_piece(owner: Owner, what: str, problem: Exception | None) -> torch.T
 def write_frozen(owner: Owner, whole: torch.Tensor) -> None:
     """Replace the values of a parameter that has no master by `whole`, any shape, the same on all ranks."""
     unit, part = owner.unit, piece(owner)
-    values = whole.reshape(-1).to(unit.full.device, unit.shard.dtype)
+    values = whole.reshape(-1).to(unit.buffer.full.device, unit.shard.values.dtype)
     if part.numel:
-        with unit.acquired(changed=True):
-            unit.shard.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
+        with unit.shard.acquired(changed=True):
+            unit.shard.values.narrow(0, part.at, part.numel).copy_(cut_out(owner, values))
     unit.renew(owner.index, values)

@@ -67,7 +67,7 @@ class StateOffload:
             raise ValueError(f"offload_states(include=...): unknown {unknown}; known: {', '.join(STATES)}")
         if self._optimizer is None:
             raise RuntimeError("offload_states() needs an optimizer: give `optimizer` in the JSON or to initialize()")
-        if any(unit.placement.shard_offloaded for unit in self._sharded.units):
+        if any(unit.shard.placement.shard_offloaded for unit in self._sharded.units):
             raise RuntimeError(
                 "offload_states(): the parameters rest off the device already; leave out "
                 "zero_optimization.offload_param, or do without offload_states()"
@@ -108,15 +108,15 @@ class StateOffload:
         sharded = self._sharded
         for unit in sharded.units:
             if "lp_params" in names:
-                yield unit.full.untyped_storage()
-                yield unit.shard.untyped_storage()
+                yield unit.buffer.full.untyped_storage()
+                yield unit.shard.values.untyped_storage()
         for unit in sharded.trained:
             if "lp_grads" in names and unit.gradients.flat is not None:
                 yield unit.gradients.flat.untyped_storage()
-            if unit.placement.updated_on_host:
+            if unit.shard.placement.updated_on_host:
                 continue
-            master = unit.master.tensor
-            if "hp_params" in names and master is not unit.shard:
+            master = unit.shard.master.tensor
+            if "hp_params" in names and master is not unit.shard.values:
                 yield master.untyped_storage()
             if "optim_states" in names:
                 yield from (tensor.untyped_storage() for _, _, tensor in self._optimizer.shard_optimizer.tensors(unit))

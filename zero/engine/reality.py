@@ -90,7 +90,7 @@ class Observed:
 def alive_now(sharded: ShardedModule, optimizer: ZeroOptimizer | None) -> DeviceBytes:
     """Bytes of each kind on this rank's device at this moment; without the one gradient that autograd hands over."""
     held = sharded.nbytes()
-    whole = [unit.full for unit in sharded.units if unit.cut and not unit.persistent]
+    whole = [unit.buffer.full for unit in sharded.units if unit.cut and not unit.persistent]
     gathered = sum(full.untyped_storage().nbytes() for full in whole)
     collects = sharded.numerics.accumulation > 1 and not sharded.sharding.grads
     gradients = [unit.gradients.alive_nbytes(collects) for unit in sharded.trained]
@@ -109,7 +109,7 @@ def planned(config: Config, sharded: ShardedModule) -> Row:
     units, formats = [unit.plan for unit in sharded.units], sharded.numerics.formats
     choice, mirrored = own_choice(config), sharded.device.type != "cpu"
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as zero/core/world.py sees them
-    streamed = any(unit.placement.streamed for unit in sharded.units)
+    streamed = any(unit.shard.placement.streamed for unit in sharded.units)
     scheme = scheme_of(units, config, choice, config.gradient_accumulation_steps, mirrored, per_host, streamed)
     return state_row(units, config, formats, scheme, choice)
 

@@ -94,7 +94,7 @@ class Replicas:
     def _look(self, unit: Unit) -> None:
         unit.gather()
         unit.wait()
-        hashes = hash_spans(unit.full, list(unit.plan.layout.spans.values()))
+        hashes = hash_spans(unit.buffer.full, list(unit.plan.layout.spans.values()))
         before = self._seen.get(unit.index)
         self._seen[unit.index] = hashes if before is None else before * _AGE + hashes
 
@@ -168,10 +168,10 @@ class Replicas:
         for unit in units:
             if not unit.cut and unit.gradients is None:
                 continue
-            with unit.acquired():
-                kept = [("the shard", unit.window, unit.shard), *self._state(unit)]
+            with unit.shard.acquired():
+                kept = [("the shard", unit.shard.window, unit.shard.values), *self._state(unit)]
                 found = [_hashes(unit.plan.layout.fragments(held), held, tensor) for _, held, tensor in kept]
-                hashes.append(hash_of(torch.cat([each.to(unit.full.device) for each in found])))
+                hashes.append(hash_of(torch.cat([each.to(unit.buffer.full.device) for each in found])))
             labels.append(f"the shard of unit '{unit.plan.name}', or its optimizer state,")
         return self._sheet("shards", labels, hashes)
 
@@ -179,8 +179,8 @@ class Replicas:
         """Masters and moments of a unit, as `ShardOptimizer` lists them."""
         if unit.gradients is None:
             return
-        if unit.master.rounding is not None:
-            yield "the master", unit.window, unit.master.tensor
+        if unit.shard.master.rounding is not None:
+            yield "the master", unit.shard.window, unit.shard.master.tensor
         yield from self._optimizer.shard_optimizer.tensors(unit)
 
     def _of_buffers(self) -> Sheet:

@@ -69,7 +69,7 @@ class WeightUpdates:
 
     def _begin(self) -> None:
         units = self._sharded.units
-        self._kept.append((self._status.global_steps, [unit.masters.watch_changes() for unit in units]))
+        self._kept.append((self._status.global_steps, [unit.shard.watch_changes() for unit in units]))
         del self._kept[:-_KEPT]
 
     def _agreed(self, asked: list[list[Changes]], since: int | None) -> list[int]:
@@ -111,17 +111,17 @@ class WeightUpdates:
 
 def _take_writes(unit: Unit) -> None:
     """Have what was written into a unit outside of steps noted; and no update run."""
-    unit.settle()
+    unit.shard.settle()
     unit.take_writes()
-    if unit.master is None and not unit.cut and unit.masters.changes is not None and unit.buffer.written():
-        unit.masters.changes.all = True  # a frozen one, of which nobody else asks
+    if unit.shard.master is None and not unit.cut and unit.shard.changes is not None and unit.buffer.written():
+        unit.shard.changes.all = True  # a frozen one, of which nobody else asks
         unit.buffer.note_versions()
 
 
 def _marks(unit: Unit, parts: list[torch.Tensor | None]) -> torch.Tensor:
     """All ranks' marks of one unit [numel / 8], from this rank's; collective."""
-    marks = torch.zeros(nbytes(unit.plan.layout.numel), dtype=torch.uint8, device=unit.full.device)
-    own = marks.narrow(0, unit.window.start // 8, nbytes(unit.window.numel))
+    marks = torch.zeros(nbytes(unit.plan.layout.numel), dtype=torch.uint8, device=unit.buffer.full.device)
+    own = marks.narrow(0, unit.shard.window.start // 8, nbytes(unit.shard.window.numel))
     for part in parts:
         if part is not None:
             own |= part.to(own.device)

@@ -116,7 +116,7 @@ class Weights:
                 owner = owner_of(names[name]) if isinstance(names.get(name), torch.Tensor) else None
                 if owner is None:
                     rest[name] = value
-                elif owner.unit.master is None:
+                elif owner.unit.shard.master is None:
                     write_frozen(owner, value)
                 else:
                     whole = value.to(self._device, torch.float32).reshape(-1)

@@ -11,7 +11,7 @@ import torch
 
 from zero.memory.host_gradients import HostGradAccumulator
 from zero.memory.store import Store
-from zero.memory.streams import Streams, record_event
+from zero.memory.streams import Streams
 from zero.watchdog.events import Events
 
 
@@ -65,21 +65,6 @@ class StatePlacement:
         """Whether what is written into shard and master at any time stays there: nothing is copied or written back."""
         return self.resident and not self.shard_copied
 
-    def keep_shard(self, own: torch.Tensor) -> torch.Tensor:
-        """A copy of `own` [n] where the shard rests."""
-        shard = own.to(self.shard_device, copy=True)
-        self.shard_store.put([shard])
-        return shard
-
-    def shard_for_master(self, own: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """What the master has as its shard: `shard` itself, or a copy of its values `own` [n] (`shard` may be away)."""
-        return own.to(self.update_device, copy=True) if self.shard_copied else shard
-
-    def keep_state(self, shard: torch.Tensor, master: torch.Tensor) -> None:
-        """Have a master's tensors, its shard where that is a copy, and `master` where that is another, rest here."""
-        kept = [] if master is shard else [master]
-        self.state_store.put([shard, *kept] if self.shard_copied else kept)
-
     @contextlib.contextmanager
     def acquired(self, changed: bool, step: bool = False) -> Iterator[None]:
         """Inside, shard, master and moments may be read, and written if `changed`.
@@ -103,36 +88,8 @@ class StatePlacement:
             with self._span("write", self.state_store):
                 self.state_store.write_back(complete)
 
-    def publish(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> bool:
-        """Copy `part` of the master's shard to the shard, where they are two; True where a stream still copies."""
-        if not self.shard_copied:
-            return False
-        # A buffer of a file may belong to another unit as soon as it is written back.
-        shard[part].copy_(master_shard[part], non_blocking=self.resident or self.queued)
-        return self.shard_offloaded != self.updated_on_host
-
-    def follow_shard(self, master_shard: torch.Tensor, shard: torch.Tensor, part: slice) -> None:
-        """Copy `part` of the shard, which somebody wrote, to the master's shard, where they are two."""
-        if self.shard_copied:
-            master_shard[part].copy_(shard[part])
-
-    def read_shard(self, shard: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
-        """Start to copy the shard to `target` [n] on the current stream; returns an event after the copy."""
-        with self._span("wait read", self.shard_store):
-            self.shard_store.acquire()
-        target.copy_(shard, non_blocking=True)
-        event = record_event(target.device)
-        self.shard_store.write_back(changed=False, after=event)
-        return event
-
     def _span(self, verb: str, store: Store) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if store.resident else self.events.span(verb, self.unit)
-
-    def state_nbytes(self, master_shard: torch.Tensor, master_nbytes: int) -> int:
-        """Bytes of a master of `master_nbytes` on the device, and of its copy of the shard."""
-        if self.state_offloaded:
-            return 0
-        return master_nbytes + (master_shard.nbytes if self.shard_copied else 0)
 
     def close(self) -> None:
         """Free the memory of shard and state; their values are lost."""

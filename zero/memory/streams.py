@@ -11,8 +11,8 @@ goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
     full parameters           compute       gathers, messages      `send` after it is taken; `wait` before it is freed
     8 bits of all ranks       compute       gathers, messages      `send` after they are taken; `wait` before the free
     shard on the device       compute       gathers (read)         `send`; `wait`
-                                            up (write)             `ready` of the step; `MasterSync.settle`
-    shard on the host         none          gathers (read)         `MasterSync.wait_copies` before the host writes
+                                            up (write)             `ready` of the step; `Shard.settle`
+    shard on the host         none          gathers (read)         `Shard.wait_copies` before the host writes
     local gradient, as sent   compute       reductions, messages   `reduce` when it is full; `advance` before the free
     messages in, sums         reductions    compute (read)         `finish`; the next `reduce` before they are reused
     a sum that leaves         reductions    down (read)            `after_current`; kept by `record_stream`

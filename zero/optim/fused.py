@@ -67,8 +67,8 @@ class FusedShardOptimizer(ShardOptimizer):
         """One step of the formula on the unit's shard, with the hyperparameters of `group`; see `ShardOptimizer`."""
         states = self.states(unit, group)
         self._states[unit.index] = states = states._replace(steps=states.steps + 1)
-        master, param = unit.master.tensor, unit.master.rounding
-        marks = None if unit.masters.changes is None else unit.masters.changes.marks()
+        master, param = unit.shard.master.tensor, unit.shard.master.rounding
+        marks = None if unit.shard.changes is None else unit.shard.changes.marks()
         for formula, run, moments in self._parts(unit, group, states):
             part = slice(run.start, run.start + run.numel)
             fused_step(
@@ -102,14 +102,14 @@ class FusedShardOptimizer(ShardOptimizer):
         formula = self._formula(group)
         known = self._states.get(unit.index)
         if known is None or known.names != formula.state_names:
-            window = unit.window
-            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.placement.update_device
+            window = unit.shard.window
+            value, device = float(group.get("initial_accumulator_value", 0.0)), unit.shard.placement.update_device
             kept = tuple(
                 (run, tuple(Moment.filled(run.numel, run.format, value, device, signed) for signed in formula.signed))
                 for run in runs(unit.plan, window, self.formats.moments)
             )
             self._states[unit.index] = known = States(formula.state_names, window.start, kept, 0)
-            unit.placement.state_store.put([tensor for _, _, tensor in self.tensors(unit)])
+            unit.shard.placement.state_store.put([tensor for _, _, tensor in self.tensors(unit)])
         return known
 
     def nbytes(self, unit: Unit, group: Group) -> int:
@@ -119,7 +119,7 @@ class FusedShardOptimizer(ShardOptimizer):
         if known is not None and known.names == formula.state_names:
             return known.nbytes
         formats = self.formats._replace(states=len(formula.state_names))
-        there = runs(unit.plan, unit.window, formats.moments)
+        there = runs(unit.plan, unit.shard.window, formats.moments)
         return sum(formats.moments_nbytes(run.numel, run.format) for run in there)
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
@@ -148,13 +148,13 @@ class FusedShardOptimizer(ShardOptimizer):
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
         """See `ShardOptimizer.read`."""
-        with unit.acquired():
+        with unit.shard.acquired():
             moment, signed = self._moment(unit, group, key, part)
             return moment.decode(signed)[: part.numel].clone()
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """See `ShardOptimizer.write`."""
-        with unit.acquired(changed=True):
+        with unit.shard.acquired(changed=True):
             moment, signed = self._moment(unit, group, key, part)
             padded = moment.values.new_zeros(moment.numel, dtype=torch.float32)
             padded[: part.numel] = values
@@ -194,6 +194,6 @@ class FusedShardOptimizer(ShardOptimizer):
 
 def _conclude(unit: Unit) -> None:
     """Wait until it is known how many steps the unit has taken."""
-    unit.settle()
+    unit.shard.settle()
     if (optimizer := unit.optimizer()) is not None:
         optimizer.conclude()

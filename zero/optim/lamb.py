@@ -40,7 +40,7 @@ class LambShardOptimizer(FusedShardOptimizer):
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
         """See `ShardOptimizer.prepare`; makes the ratios of norms. It changes nothing that is kept."""
-        device = updates[0].unit.full.device
+        device = updates[0].unit.buffer.full.device
         squares = [self._squares(update).to(device) for update in updates]
         rows = gather_scalars(torch.cat(squares).flatten(), world, "norms of parameters")
         parts = zip(updates, rows.split([each.numel() for each in squares], 1), strict=True)
@@ -59,7 +59,7 @@ class LambShardOptimizer(FusedShardOptimizer):
         lr = formula.lr
         if group["bias_correction"]:
             lr *= math.sqrt(1 - formula.beta2**states.steps) / (1 - formula.beta1**states.steps)
-        for part in unit.plan.layout.fragments(unit.window):
+        for part in unit.plan.layout.fragments(unit.shard.window):
             moments = tuple(kept.moment for kept in self.kept(unit, group, part).values())
             run = Run(part.at, moments[0].numel, moments[0].format)
             yield replace(formula, lr=lr * ratios[part.name]), run, moments
@@ -67,17 +67,17 @@ class LambShardOptimizer(FusedShardOptimizer):
     def _squares(self, update: Update) -> torch.Tensor:
         """For each parameter of a unit the squares of it and of its update, summed over our span; fp64 [k, 2]."""
         unit, group = update.unit, update.group
-        formula, device = self._formula(group), unit.placement.update_device
-        first = unit.span.start - unit.window.start
+        formula, device = self._formula(group), unit.shard.placement.update_device
+        first = unit.span.start - unit.shard.window.start
         sums = {spec.name: torch.zeros(2, dtype=torch.float64, device=device) for spec in unit.plan.params}
-        with unit.acquired():
+        with unit.shard.acquired():
             for part in unit.plan.layout.fragments(unit.span):
                 for start in range(0, part.numel, CHUNK):
                     at, numel = first + part.at + start, min(CHUNK, part.numel - start)
                     kept = self.kept(unit, group, part._replace(at=at, numel=numel)).values()
                     mean, square = (each.moment.decode(each.signed)[:numel].double() for each in kept)
                     grad = update.grad[at : at + numel].to(device, torch.float64) * update.factor
-                    weight = unit.master.values(at, numel).double()
+                    weight = unit.shard.master.values(at, numel).double()
                     square.mul_(formula.beta2).addcmul_(grad, grad, value=1 - formula.beta2)
                     change = mean.lerp_(grad, 1 - formula.beta1).div_(square.sqrt_().add_(formula.eps))
                     change.add_(weight, alpha=formula.weight_decay)

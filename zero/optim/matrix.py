@@ -81,15 +81,15 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         states = self.states(unit, group)
         self._states[unit.index] = states._replace(steps=states.steps + 1)
         direction, lr = self._directions.pop(unit.index), float(group["lr"])
-        if unit.placement.streamed:  # which computes on another stream than the one that made it
-            unit.placement.streams.up.record_stream(direction)
-        with undone_where_nan(factor, {unit.master.shard, unit.master.tensor}):
+        if unit.shard.placement.streamed:  # which computes on another stream than the one that made it
+            unit.shard.placement.streams.up.record_stream(direction)
+        with undone_where_nan(factor, {unit.shard.master.shard, unit.shard.master.tensor}):
             for matrix in self._matrices(unit, 0):
-                start, numel = matrix.span.intersect(unit.window)  # may be none
-                at = start - unit.window.start
+                start, numel = matrix.span.intersect(unit.shard.window)  # may be none
+                at = start - unit.shard.window.start
                 step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
-                values = unit.master.values(at, numel).mul(1 - lr * group["weight_decay"])
-                unit.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
+                values = unit.shard.master.values(at, numel).mul(1 - lr * group["weight_decay"])
+                unit.shard.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
 
     def _orthogonalize(self, work: Sequence[Update]) -> None:
         """Make the directions of some units, with their matrices shared out among the ranks."""
@@ -107,7 +107,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
                 self._rows.pop(matrix.name, None)
             return found
 
-        replace_matrices(shards, matrices, first.mesh.shard, first.full.device, orthogonal)
+        replace_matrices(shards, matrices, first.mesh.shard, first.buffer.full.device, orthogonal)
         for each, shard in zip(work, shards, strict=True):
             self._directions[each.unit.index] = shard
 
@@ -132,7 +132,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         for spec, param in zip(unit.plan.params, unit.params, strict=True):
             for matrix in matrices_of(spec.name, param.shape, self._split):
                 if load:
-                    self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.full.device)
+                    self._rows[matrix.name] = torch.zeros(matrix.rows, device=unit.buffer.full.device)
                 if load or (mine and matrix.name in self._rows):
                     first, of = matrix.start // matrix.cols, spec.numel // matrix.cols
                     yield Rows(spec.name, first, of, self._rows[matrix.name])
@@ -151,10 +151,10 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     def _look_ahead(self, update: Update) -> torch.Tensor:
         """Bring the momentum of a unit's shard up to date, and return what is to be orthogonalised, bf16 [n]."""
         unit, group = update.unit, update.group
-        placement, decay = unit.placement, float(group["momentum"])
-        with unit.acquired(changed=True):
+        placement, decay = unit.shard.placement, float(group["momentum"])
+        with unit.shard.acquired(changed=True):
             states = self.states(unit, group)
-            ahead = torch.empty(unit.window.numel, dtype=torch.bfloat16, device=placement.update_device)
+            ahead = torch.empty(unit.shard.window.numel, dtype=torch.bfloat16, device=placement.update_device)
             with undone_where_nan(update.factor, [tensor for _, _, tensor in self.tensors(unit)]):
                 for run, (moment,) in states.runs:
                     part = slice(run.start, run.start + run.numel)

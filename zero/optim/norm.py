@@ -173,7 +173,7 @@ def _plain_squares(unit: Unit) -> float | torch.Tensor:
     part = unit.counted(unit.gradients.shard)
     if not cuda.reads_wait(part.device):
         # What the host holds of a GPU's model it reads with all threads it has, as its updates do.
-        return sum_squares(part, host_threads() if unit.full.is_cuda else None)
+        return sum_squares(part, host_threads() if unit.buffer.full.is_cuda else None)
     squares = torch.empty((), dtype=torch.float64, device=part.device)
     sum_squares_into(part, squares)
     return squares
@@ -212,4 +212,4 @@ def reports_of(world: World, rows: Sequence[Sequence[float]]) -> dict[int, RankR
 
 
 def _device(units: Sequence[Unit]) -> torch.device:
-    return units[0].full.device if units else torch.device("cpu")
+    return units[0].buffer.full.device if units else torch.device("cpu")

@@ -114,14 +114,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def settle(self) -> None:
         """Wait until no update runs beside us any more; raises what one of them raised."""
         for unit in self._sharded.trained if self._sharded is not None else ():
-            unit.settle()
+            unit.shard.settle()
 
     def finish(self) -> None:
         """Wait for the last update, whether it fails or not, and take no step any more."""
         if self._updater is not None:
             self._updater.close()
             for unit in self._sharded.trained:
-                unit.masters.abandon_update()
+                unit.shard.abandon_update()
 
     def waited(self) -> float | None:
         """Seconds that the training loop has waited for updates since the last call; None where there are none."""
@@ -326,7 +326,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
         trained = self._sharded.trained if self._sharded is not None else []
-        here = [unit for unit in trained if not unit.placement.state_offloaded]
+        here = [unit for unit in trained if not unit.shard.placement.state_offloaded]
         return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     @property

@@ -32,7 +32,7 @@ class ShardOptimizer(Protocol):
     defaults: dict[str, Any]
     formats: Formats
     factor_on_device: bool  # `update` on a GPU takes its factor from there, and leaves all as it is where that is NaN
-    marks_changes: bool = False  # `update` marks what it changes in `unit.masters.changes`; else its caller compares
+    marks_changes: bool = False  # `update` marks what it changes in `unit.shard.changes`; else its caller compares
     foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
 
     def check(self, group: Group) -> None:

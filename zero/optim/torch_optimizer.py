@@ -39,7 +39,7 @@ class TorchShardOptimizer(ShardOptimizer):
         leaf.grad = grad.to(leaf.dtype).mul_(factor)
         inner.step()
         leaf.grad = None
-        unit.master.publish()
+        unit.shard.master.publish()
 
     def nbytes(self, unit: Unit, group: Group) -> int:
         """See `ShardOptimizer.nbytes`."""
@@ -55,7 +55,7 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """See `ShardOptimizer.keys`; from a step of the class on three throw-away elements."""
-        state = self._trial(unit.placement.update_device, group)
+        state = self._trial(unit.shard.placement.update_device, group)
         wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
         return wide, tuple(key for key in state if key not in wide)
 
@@ -70,14 +70,14 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def number(self, unit: Unit, group: Group, key: str) -> float:
         """See `ShardOptimizer.number`."""
-        unit.settle()
+        unit.shard.settle()
         value = self._state(unit, group).get(key, 0)
         value = value.item() if isinstance(value, torch.Tensor) else value
         return int(value) if key == "step" else value
 
     def set_number(self, unit: Unit, group: Group, key: str, value: float) -> None:
         """See `ShardOptimizer.set_number`."""
-        unit.settle()
+        unit.shard.settle()
         state = self._state(unit, group)
         if isinstance(state.get(key), torch.Tensor):
             state[key].fill_(value)
@@ -86,18 +86,18 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
         """See `ShardOptimizer.read`."""
-        unit.settle()
+        unit.shard.settle()
         kept = self._state(unit, group).get(key)
         if kept is None:  # made in the first step, out of zeros; to make it now could change that step
-            return torch.zeros(part.numel, device=unit.placement.update_device)
+            return torch.zeros(part.numel, device=unit.shard.placement.update_device)
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
         """See `ShardOptimizer.write`."""
-        unit.settle()
+        unit.shard.settle()
         state = self._state(unit, group)
         if state.get(key) is None:
-            state[key] = torch.zeros_like(unit.master.tensor)
+            state[key] = torch.zeros_like(unit.shard.master.tensor)
         state[key].narrow(0, part.at, part.numel).copy_(values)
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
@@ -105,11 +105,11 @@ class TorchShardOptimizer(ShardOptimizer):
         leaf, inner = self._instance(unit, group) if make else self._inner.get(unit.index, (None, None))
         state = inner.state[leaf] if inner is not None else {}
         if make and not state:
-            state.update(self._first(unit.master.tensor, group))
+            state.update(self._first(unit.shard.master.tensor, group))
         for key in make:
             if state.get(key) is None:
-                state[key] = torch.zeros_like(unit.master.tensor)
-        shape = unit.master.tensor.shape
+                state[key] = torch.zeros_like(unit.shard.master.tensor)
+        shape = unit.shard.master.tensor.shape
         wide = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape}
         return {key: Kept(Moment(value.narrow(0, part.at, part.numel)), True) for key, value in wide.items()}
 
@@ -119,7 +119,7 @@ class TorchShardOptimizer(ShardOptimizer):
             self._inner.pop(unit.index, None)
             return
         if kept := self.kept(unit, group, part):
-            first = self._first(torch.zeros(3, device=unit.placement.update_device), group)
+            first = self._first(torch.zeros(3, device=unit.shard.placement.update_device), group)
             for key, (moment, _) in kept.items():
                 value = first.get(key)
                 moment.values.copy_(value[:1].expand(part.numel)) if value is not None else moment.values.zero_()
@@ -131,7 +131,7 @@ class TorchShardOptimizer(ShardOptimizer):
     def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         """The unit's optimizer and what it updates, with the hyperparameters of now."""
         if unit.index not in self._inner:
-            leaf = nn.Parameter(unit.master.tensor)
+            leaf = nn.Parameter(unit.shard.master.tensor)
             self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
         leaf, inner = self._inner[unit.index]
         inner.param_groups[0].update(_hyperparameters(group))

@@ -41,10 +41,10 @@ class UnitNorms:
         if self._step % self._every:
             yield
             return
-        gradient, before = _squares(unit.counted(grad)), unit.counted(unit.master.values()).clone()
+        gradient, before = _squares(unit.counted(grad)), unit.counted(unit.shard.master.values()).clone()
         yield
         factor = self._factors[unit.index]
-        after = unit.counted(unit.master.values())
+        after = unit.counted(unit.shard.master.values())
         self._known[unit.plan.name] = gradient * factor**2, _squares(after), _squares(before.sub_(after))
 
     def take(self, step: int) -> tuple[float | torch.Tensor, ...]:
@@ -54,7 +54,7 @@ class UnitNorms:
         waited for.
         """
         for unit in self._units:
-            unit.settle()
+            unit.shard.settle()
         if self._step != step - 1:  # what was known was told, or a checkpoint was loaded
             return ()
         sums = [each for unit in self._units for each in self._known.get(unit.plan.name, ())]

@@ -51,7 +51,7 @@ class UnitUpdater:
     def __init__(self, optimizer: ShardOptimizer, sharded: ShardedModule, groups: Sequence[Group]) -> None:
         units, self._world, self._device = sharded.trained, sharded.world, sharded.device
         self.failure: RuntimeError | None = None
-        self.threads = host_threads() if any(unit.placement.updated_on_host for unit in units) else 0
+        self.threads = host_threads() if any(unit.shard.placement.updated_on_host for unit in units) else 0
         self.waits = Waits()
         self.norms: UnitNorms | None = None
         self.on_update: Callable[[str, str], None] = lambda what, unit: None
@@ -59,13 +59,13 @@ class UnitUpdater:
         # As the next forward wants them: the root's, which it reads first, may be the last that was registered.
         self._units = [units[index] for index in in_use_order([unit.plan.anchor for unit in units])]
         self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
-        self._first = [unit for unit in self._units if unit.placement.streamed][:SLOTS]
+        self._first = [unit for unit in self._units if unit.shard.placement.streamed][:SLOTS]
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
-        self.threaded = any(unit.placement.state_offloaded and not unit.placement.queued for unit in units)
+        self.threaded = any(unit.shard.placement.state_offloaded and not unit.shard.placement.queued for unit in units)
         if self.threaded:
             send_before_exit(units)
-        if any(unit.placement.state_offloaded for unit in units):
+        if any(unit.shard.placement.state_offloaded for unit in units):
             for unit in units:
                 optimizer.begin(unit, groups[unit.plan.group])
 
@@ -81,10 +81,10 @@ class UnitUpdater:
         updates, now = [], []
         for unit in self._units:
             own = factor if unit.mean == mean else factor * share_of(unit, mean)
-            if unit.placement.state_offloaded:
+            if unit.shard.placement.state_offloaded:
                 unit.invalidate()
                 group = copy_hyperparameters(groups[unit.plan.group])
-                sends = publish or unit.placement.queued
+                sends = publish or unit.shard.placement.queued
                 updates.append(Update(unit, unit.gradients.sum.hand_over(), group, own, sends))
             else:
                 now.append(Update(unit, unit.gradients.shard, groups[unit.plan.group], own))
@@ -103,7 +103,7 @@ class UnitUpdater:
     def bring_ahead(self) -> None:
         """Have the state that the next step updates first come to the device; nothing is updated."""
         for unit in self._first:
-            if unit.placement.queued:
+            if unit.shard.placement.queued:
                 self._bring(unit)
             else:
                 self._worker.submit(self._bring, unit)  # what fails there fails at the step again, which says so
@@ -119,10 +119,10 @@ class UnitUpdater:
         self._next += self._submitted
         pending = [PendingUpdate(self._begin(each, ready), os.getpid(), self.waits) for each in updates]
         for update, result in zip(updates, pending, strict=True):
-            update.unit.masters.defer(result)
+            update.unit.shard.defer(result)
 
     def _begin(self, update: Update, ready: torch.cuda.Event | None) -> Future[Any]:
-        if not update.unit.placement.queued:
+        if not update.unit.shard.placement.queued:
             return self._worker.submit(self._run, update, ready)
         done: Future[Any] = Future()
         try:
@@ -132,8 +132,8 @@ class UnitUpdater:
         return done
 
     def _bring(self, unit: Unit) -> None:
-        with unit.placement.streams.up.entered():
-            unit.placement.state_store.bring()
+        with unit.shard.placement.streams.up.entered():
+            unit.shard.placement.state_store.bring()
 
     @torch.no_grad()
     def _run(self, update: Update, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
@@ -144,12 +144,12 @@ class UnitUpdater:
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
         try:
             self._read_ahead()
-            up = unit.placement.streams.up
+            up = unit.shard.placement.streams.up
             up.wait(ready)
-            for used in (update.grad, update.factor) if unit.placement.streamed else ():
+            for used in (update.grad, update.factor) if unit.shard.placement.streamed else ():
                 if isinstance(used, torch.Tensor):
                     up.record_stream(used)
-            with up.entered() if unit.placement.streamed else contextlib.nullcontext():
+            with up.entered() if unit.shard.placement.streamed else contextlib.nullcontext():
                 self._compute(update)
             if update.publish:
                 unit.publish(after_update=True)
@@ -165,30 +165,30 @@ class UnitUpdater:
 
     def _compute(self, update: Update) -> None:
         """Compute one update where the unit's state is used, and show the new parameters to the device."""
-        unit, placement = update.unit, update.unit.placement
+        unit, placement = update.unit, update.unit.shard.placement
         on_host = placement.updated_on_host
-        with unit.acquired(changed=True, step=True, in_update=True):
+        with unit.shard.acquired(changed=True, step=True, in_update=True):
             if placement.state_offloaded:
                 self._next.remove(unit)
                 self._read_ahead()  # meanwhile others may have been written
                 self.on_update("update", unit.plan.name)
             grad = update.grad.to(placement.update_device)
-            changes, before = unit.masters.changes, None
+            changes, before = unit.shard.changes, None
             if changes is not None and not self._optimizer.marks_changes:
-                before = unit.master.shard.clone()
+                before = unit.shard.master.shard.clone()
             norms = contextlib.nullcontext() if self.norms is None else self.norms.of(unit, grad)
             with norms, placement.events.span("update", unit.plan.name):
                 self._optimizer.update(unit, grad, update.group, update.factor, self.threads if on_host else None)
             if before is not None:
-                mark(changes.marks(), before, unit.master.shard)
+                mark(changes.marks(), before, unit.shard.master.shard)
             with placement.streams.up.entered() if on_host else contextlib.nullcontext():
-                unit.masters.publish()
-                unit.travel.encode_acquired()
+                unit.shard.publish()
+                unit.gathering.updated()
 
     def _read_ahead(self) -> None:
         """Start to read the state of as many units as there is room for, in order; behind the last one the first."""
         for unit in (*self._next, *self._submitted):
-            if not unit.placement.state_store.fetch():
+            if not unit.shard.placement.state_store.fetch():
                 break
 
 

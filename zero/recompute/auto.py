@@ -89,7 +89,7 @@ def measured(
 
 def _memories(module: nn.Module, others: Iterable[torch.Tensor]) -> set[int | None]:
     owners = [(param, owner_of(param)) for param in module.parameters()]
-    storages = {storage_id(param) if owner is None else storage_id(owner.unit.full) for param, owner in owners}
+    storages = {storage_id(param) if owner is None else storage_id(owner.unit.buffer.full) for param, owner in owners}
     return storages | {storage_id(tensor) for tensor in (*module.buffers(), *others)}
 
 

@@ -38,7 +38,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     owner = trained.owner
     problem = trained.value_error(what, value, (piece(owner).numel,))
     agree_on(owner, what, problem or check_idle(owner, what))
-    own = value.to(device=owner.unit.full.device, dtype=torch.float32, copy=True)
+    own = value.to(device=owner.unit.buffer.full.device, dtype=torch.float32, copy=True)
     if own.numel():
         comm.broadcast(own, 0, owner.unit.mesh.replica)
     write_exact(owner, own)
@@ -62,7 +62,7 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor | fl
     shape = (piece(trained.owner).numel,)
     _raise(check_idle(trained.owner, what) or trained.state_error(what, optim_state_key, value, shape))
     if not trained.is_number(optim_state_key):
-        value = value.to(trained.owner.unit.full.device, torch.float32)
+        value = value.to(trained.owner.unit.buffer.full.device, torch.float32)
     trained.write(optim_state_key, value)
 
 

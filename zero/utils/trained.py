@@ -39,7 +39,7 @@ class TrainedParam(NamedTuple):
             return states.number(unit, self.group, key)
         part = piece(self.owner)
         if not part.numel:
-            return torch.empty(0, dtype=torch.float32, device=unit.full.device)
+            return torch.empty(0, dtype=torch.float32, device=unit.buffer.full.device)
         return states.read(unit, self.group, key, part)
 
     def write(self, key: str, value: torch.Tensor | float) -> None:

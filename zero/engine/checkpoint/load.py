@@ -155,7 +155,7 @@ class CheckpointLoader:
         held = [unit.plan.name for unit in self._sharded.units if unit.holds]
         if held:
             raise RuntimeError(f"loading while GatheredParameters holds {held} open; load outside of it")
-        parts = (part for unit in self._sharded.units for part in unit.plan.layout.fragments(unit.window))
+        parts = (part for unit in self._sharded.units for part in unit.plan.layout.fragments(unit.shard.window))
         ask = ask._replace(left_out=index.excluded)
         return fit(place, index, ask, self._wanted(), self._sharded.module, parts, "engine")
 
@@ -164,7 +164,7 @@ class CheckpointLoader:
         names, wanted, keys = names_of_parameters(self._sharded.module), [], {}
         for unit in self._sharded.units:
             group, states = None, ((), ())
-            if unit.master is not None and self._optimizer is not None:
+            if unit.shard.master is not None and self._optimizer is not None:
                 group = unit.plan.group
                 if group not in keys:
                     keys[group] = self._optimizer.shard_optimizer.keys(unit, self._optimizer.param_groups[group])
@@ -172,7 +172,7 @@ class CheckpointLoader:
             for param in unit.params:
                 own = owner_of(param).name
                 others = [name for name in names.get(id(param), ()) if name != own]
-                dtype = NAMES[unit.shard.dtype]
+                dtype = NAMES[unit.shard.values.dtype]
                 shape = full_shape(owner_of(param))
                 wanted.append(TargetParameter((own, *others), shape, dtype, unit.plan.name, group, *states))
         return wanted

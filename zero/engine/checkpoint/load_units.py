@@ -82,9 +82,9 @@ class UnitLoader:
 
     def load(self, unit: Unit, anew: bool) -> None:
         """Load one; `anew`: the optimizer begins anew with it."""
-        states = self._ask.states and unit.master is not None
-        with unit.acquired(changed=True):
-            for part in unit.plan.layout.fragments(unit.window):
+        states = self._ask.states and unit.shard.master is not None
+        with unit.shard.acquired(changed=True):
+            for part in unit.plan.layout.fragments(unit.shard.window):
                 name = self._names.get(part.name)
                 if name is None:
                     continue
@@ -92,21 +92,21 @@ class UnitLoader:
                     self._load_values(unit, name, part)
                 if states:
                     self._load_moments(unit, name, part)
-            if not unit.placement.in_place:
+            if not unit.shard.placement.in_place:
                 self._reader.finish()
-                if self._ask.weights and unit.master is not None:
-                    unit.masters.publish()
+                if self._ask.weights and unit.shard.master is not None:
+                    unit.shard.publish()
         if states:
             self._load_rows(unit)
             self._load_numbers(unit)
-        elif anew and unit.master is not None:
+        elif anew and unit.shard.master is not None:
             self._restart(unit)
 
     def _load_values(self, unit: Unit, name: str, part: Fragment) -> None:
         reader, start, numel = self._reader, part.start, part.numel
         parameter, masters = self._index.parameters[name], self._ask.masters
-        master, cut = unit.master, _cut(unit, part)
-        place = (unit.shard if master is None else master.shard).narrow(0, part.at, numel)
+        master, cut = unit.shard.master, _cut(unit, part)
+        place = (unit.shard.values if master is None else master.shard).narrow(0, part.at, numel)
         if master is None:
             fill_plain(reader, name, place, start, masters, cut)
         elif _straight(unit, parameter, masters):
@@ -163,7 +163,7 @@ class UnitLoader:
             rule.set_number(unit, group, key, counted[key])
 
     def _restart(self, unit: Unit) -> None:
-        with unit.acquired(changed=True):
+        with unit.shard.acquired(changed=True):
             self._optimizer.shard_optimizer.restart(unit, self._group(unit))
 
     def _group(self, unit: Unit) -> Group:
@@ -176,8 +176,8 @@ def _cut(unit: Unit, part: Fragment) -> Cut | None:
 
 def _straight(unit: Unit, parameter: SavedParameter, masters: bool) -> bool:
     """Whether weight and master of a parameter come as they lie in the files, so that no rank rounds or converts."""
-    master = unit.master
-    if NAMES[unit.shard.dtype] != parameter.weight.dtype:
+    master = unit.shard.master
+    if NAMES[unit.shard.values.dtype] != parameter.weight.dtype:
         return False
     if master is None:
         return True
@@ -199,7 +199,7 @@ def fill_plain(
 
 
 def _write(unit: Unit, at: int, values: torch.Tensor) -> None:
-    unit.master.write(at, values.float().to(unit.placement.update_device))
+    unit.shard.master.write(at, values.float().to(unit.shard.placement.update_device))
 
 
 def _round(target: Moment, signed: bool, values: torch.Tensor) -> None:

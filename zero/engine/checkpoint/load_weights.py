@@ -126,7 +126,7 @@ def _parts(param: nn.Parameter, name: str) -> list[Fragment]:
     owner = owner_of(param)
     if owner is None or owner.unit.opened:
         return [Fragment(name, 0, 0, param.numel())]
-    return [part._replace(name=name) for part in owner.unit.plan.layout.fragments(owner.unit.window)]
+    return [part._replace(name=name) for part in owner.unit.plan.layout.fragments(owner.unit.shard.window)]
 
 
 def _fill(reader: Reader, name: str, param: nn.Parameter) -> None:
@@ -142,6 +142,6 @@ def _fill(reader: Reader, name: str, param: nn.Parameter) -> None:
         torch.autograd.graph.increment_version((param,))
         return
     for part in _parts(param, name):
-        fill_plain(reader, name, owner.unit.shard.narrow(0, part.at, part.numel), part.start)
+        fill_plain(reader, name, owner.unit.shard.values.narrow(0, part.at, part.numel), part.start)
     reader.finish()
-    owner.unit.renew(0, owner.unit.shard)
+    owner.unit.renew(0, owner.unit.shard.values)

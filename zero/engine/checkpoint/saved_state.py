@@ -63,7 +63,7 @@ class SavedState:
         return {
             "buffers": [[name, *_digest(value)] for name, value in buffers],
             "nbytes": nbytes + sum(chunk.values.nbytes for chunk in self._whole),
-            "files": not all(unit.placement.resident for unit in self.units),
+            "files": not all(unit.shard.placement.resident for unit in self.units),
         }
 
     def small(self, differ: Sequence[str]) -> tuple[list[TensorChunk], dict[str, Any]]:
@@ -82,21 +82,21 @@ class SavedState:
         """These and those of all units, each valid until the next, and whether it lies in memory and not in files."""
         yield from ((chunk, True) for chunk in small)
         for unit in self.units:
-            with unit.acquired():
+            with unit.shard.acquired():
                 for chunk in _unit_chunks(unit, self._optimizer):
-                    yield chunk, unit.placement.resident
+                    yield chunk, unit.shard.placement.resident
 
     def resident_forms(self) -> list[TensorChunk]:
         """Of the chunks that lie in memory."""
-        return [form for unit, forms in self.forms.items() if unit.placement.resident for form in forms]
+        return [form for unit, forms in self.forms.items() if unit.shard.placement.resident for form in forms]
 
     def index(self, save: str, tag: str, latest: bool) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """What the index says beside where things lie: of each parameter, and of all; see `assemble`."""
         known: dict[str, dict[str, Any]] = {}
         for unit in self.units:
-            trained = unit.master is not None and self._optimizer is not None
+            trained = unit.shard.master is not None and self._optimizer is not None
             more = _numbers(unit, self._optimizer) if trained else {}
-            group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.dtype]
+            group, dtype = unit.plan.group if trained else None, NAMES[unit.shard.values.dtype]
             for spec, param in zip(unit.plan.params, unit.params, strict=True):
                 known[spec.name] = {"group": group, "numbers": more, "dtype": dtype, "shape": _full(spec, param).shape}
         steps = self._engine.global_steps
@@ -122,23 +122,23 @@ def _unit_chunks(unit: Unit, optimizer: ZeroOptimizer | None, forms: bool = Fals
     full = {spec.name: _full(spec, param) for spec, param in zip(unit.plan.params, unit.params, strict=True)}
     # That of a cut along all ranks, whatever is cut.
     window = unit.span
-    shift = window.start - unit.window.start  # of what is written in what is kept
+    shift = window.start - unit.shard.window.start  # of what is written in what is kept
     for fragment in unit.plan.layout.fragments(window):
         part, numel = fragment._replace(at=fragment.at + shift), fragment.numel
-        weight = take(unit.shard, 0, part.at, numel)
+        weight = take(unit.shard.values, 0, part.at, numel)
         chunk = TensorChunk("weight", part.name, part.start, full[part.name].shape, weight, full[part.name].boxes)
         yield chunk
-        if unit.master is None or optimizer is None:
+        if unit.shard.master is None or optimizer is None:
             continue
-        if unit.master.tensor is not unit.master.shard:
-            yield chunk._replace(kind="master", values=take(unit.master.tensor, 0, part.at, numel))
+        if unit.shard.master.tensor is not unit.shard.master.shard:
+            yield chunk._replace(kind="master", values=take(unit.shard.master.tensor, 0, part.at, numel))
         for name, (moment, signed) in _moments(unit, optimizer, part, forms).items():
             yield chunk._replace(kind=name, values=take(moment.values, 0, 0, numel), signed=signed)
             if moment.scales is not None:
                 scales, shape = take(moment.scales, 0, 0, blocks_of(numel)), (blocks_of(math.prod(chunk.shape)),)
                 cut = full[part.name].in_blocks(BLOCK) if chunk.boxes else Cut(shape, ())
                 yield TensorChunk(f"scales.{name}", part.name, part.start // BLOCK, cut.shape, scales, cut.boxes)
-    if unit.master is not None and optimizer is not None:
+    if unit.shard.master is not None and optimizer is not None:
         for name, first, of, rows in optimizer.shard_optimizer.rows(unit, optimizer.param_groups[unit.plan.group]):
             yield TensorChunk("scales.rows", name, first, (of,), take(rows, 0, 0, rows.numel()))
 
@@ -153,7 +153,7 @@ def _moments(
 ) -> Mapping[str, tuple[Moment, bool | None]]:
     """The states of a fragment; for their `forms` only, where they rest in files, those of a run that it is in."""
     rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
-    if not forms or unit.placement.state_store.resident:
+    if not forms or unit.shard.placement.state_store.resident:
         return rule.kept(unit, group, part)
     # Only rules that know their state beforehand let it rest in files.
     states = rule.states(unit, group)
@@ -169,7 +169,7 @@ def _form(tensor: torch.Tensor, dim: int, start: int, numel: int) -> torch.Tenso
 def _numbers(unit: Unit, optimizer: ZeroOptimizer) -> dict[str, float]:
     """The single numbers of a unit's state; none before a state exists."""
     rule, group = optimizer.shard_optimizer, optimizer.param_groups[unit.plan.group]
-    first = unit.plan.layout.fragments(unit.window)[:1]
+    first = unit.plan.layout.fragments(unit.shard.window)[:1]
     if not rule.foreseen and not any(rule.kept(unit, group, part) for part in first):
         return {}
     return {key: rule.number(unit, group, key) for key in rule.keys(unit, group)[1]}

@@ -131,7 +131,7 @@ def weights(engine: Any) -> Values:
     values: Values = {}
     for name, param in engine.module.named_parameters():
         owner = owner_of(param)
-        if owner is not None and owner.unit.master is not None:
+        if owner is not None and owner.unit.shard.master is not None:
             values[name] = assemble(owner, exact_piece(owner)).view(param.shape).cpu()
         else:
             with GatheredParameters(param):

@@ -172,15 +172,15 @@ def _shard(param: nn.Parameter) -> torch.Tensor:
     """A copy of what this rank keeps of it, flat: [n], n may be 0. Writing to it changes nothing."""
     owner = owner_of(param)
     unit = owner.unit
-    unit.settle()
+    unit.shard.settle()
     if problem := unit.absence():
         raise problem
-    if unit.shard is None:
+    if unit.shard.values is None:
         raise AttributeError("ds_tensor: the parameter is being built, and is whole on every rank", name="ds_tensor")
-    part = unit.plan.layout.fragment(unit.plan.params[owner.index].name, unit.masters.window)
+    part = unit.plan.layout.fragment(unit.plan.params[owner.index].name, unit.shard.window)
     built = isinstance(unit, DeferredParam)  # its shard lies there, and nothing else
-    with torch.no_grad(), contextlib.nullcontext() if built else unit.acquired():
-        return unit.shard.narrow(0, part.at, part.numel).clone()
+    with torch.no_grad(), contextlib.nullcontext() if built else unit.shard.acquired():
+        return unit.shard.values.narrow(0, part.at, part.numel).clone()
 
 
 # What each is of a parameter, or what to use instead.

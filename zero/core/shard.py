@@ -1,4 +1,8 @@
-"""The shard of one unit and the exact values behind it, kept in step with what the optimizer and users write."""
+"""The shard of one unit, with the exact values behind it, where both rest, and the update of both that may still run.
+
+Values are written from three sides: the optimizer's step, users who write parameters in place, and loads. The shard
+keeps the rounded values, the exact ones, and their copies in other memories in step.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,26 @@ from zero.memory.streams import SideStream, record_event, wait_event
 from zero.plan.layout import Fragment, Span
 
 
-class MasterSync:
-    """Owner of a unit's shard, of its master, and of the update of both that may still run.
+class Shard:
+    """This rank's slice of one unit's parameters, with its exact values.
 
-    shard:   this rank's slice [window.numel] of the parameters: a view of the full buffer unless they are cut;
-    master:  the exact values of that slice, for the optimizer; None when the unit is frozen;
-    window:  the slice, as a span of the full buffer;
-    pending: the update of the last step, while it may run beside the training loop, or None. It is set by the loop, and
-             cleared under the lock of the buffer by whichever thread has waited for it;
-    changes: what has changed of the shard since somebody asked; None: nobody does.
+    values:    the slice [window.numel]: a view of the full buffer unless parameters are cut;
+    master:    the exact values of the slice, for the optimizer; None when the unit is frozen;
+    window:    the slice, as a span of the full buffer;
+    placement: where values, master and gradient rest;
+    pending:   the update of the last step, while it may run beside the training loop, or None. The loop sets it; the
+               thread that has waited for it clears it, under the lock of the buffer;
+    changes:   what has changed of the values since the last question; None: nobody asks.
     """
 
     def __init__(self, window: Span, placement: StatePlacement, buffer: ParamBuffer, shared: bool) -> None:
         """`shared`: other ranks have parts of the same unit."""
-        self.shard: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self.master: Master | None = None
         self.window = window
+        self.placement = placement
         self.pending: PendingUpdate | None = None
         self.changes: Changes | None = None
-        self._placement = placement
         self._buffer = buffer
         self._shared = shared
         self._filled: torch.cuda.Event | None = None  # after it the own part of the full buffer is there
@@ -44,16 +49,21 @@ class MasterSync:
 
     def adopt(self, trained: bool, tensor: torch.Tensor | None) -> None:
         """Keep the shard of the full buffer, and if `trained` a master with `tensor` beside the shard; see `Master`."""
-        own = self.own_part()
-        self.shard = self._placement.keep_shard(own) if self._buffer.cut else own
+        own, placement = self.own_part(), self.placement
+        self.values = own
+        if self._buffer.cut:
+            self.values = own.to(placement.shard_device, copy=True)
+            placement.shard_store.put([self.values])
         if trained:
-            tensor = None if tensor is None else tensor.to(self._placement.update_device)
-            self.master = Master(self._placement.shard_for_master(own, self.shard), tensor)
-            self._placement.keep_state(self.master.shard, self.master.tensor)
+            tensor = None if tensor is None else tensor.to(placement.update_device)
+            copied = placement.shard_copied  # of `own`: what is in a file already cannot be read here
+            self.master = Master(own.to(placement.update_device, copy=True) if copied else self.values, tensor)
+            beside = [] if self.master.tensor is self.master.shard else [self.master.tensor]
+            placement.state_store.put([self.master.shard, *beside] if copied else beside)
 
     def watch_changes(self) -> Changes:
         """Note from now on what changes, in what is returned."""
-        self.changes = Changes(self.window.numel, self._placement.update_device)
+        self.changes = Changes(self.window.numel, self.placement.update_device)
         return self.changes
 
     def own_part(self) -> torch.Tensor:
@@ -62,8 +72,13 @@ class MasterSync:
 
     def fill(self) -> None:
         """Start to copy the shard to its place in the full buffer, from wherever it rests, on the current stream."""
-        with self._span("copy", self._placement.shard_offloaded):
-            self._filled = self._placement.read_shard(self.shard, self.own_part())
+        placement = self.placement
+        with self._span("copy", placement.shard_offloaded):
+            with self._span("wait read", not placement.shard_store.resident):
+                placement.shard_store.acquire()
+            self.own_part().copy_(self.values, non_blocking=True)
+            self._filled = record_event(self._buffer.full.device)
+            placement.shard_store.write_back(changed=False, after=self._filled)
 
     def wait_filled(self) -> None:
         """Have the current stream wait for that copy."""
@@ -113,6 +128,13 @@ class MasterSync:
             self.settle()
         self.pending = None
 
+    def fetch(self) -> bool:
+        """Begin to read values that rest in a file; False where memory for it, or an update, must be waited for."""
+        if self.updating:
+            return False
+        self.settle()
+        return self.placement.shard_store.fetch()
+
     @contextlib.contextmanager
     def acquired(self, changed: bool = False, step: bool = False, in_update: bool = False) -> Iterator[None]:
         """Inside, shard, master and moments may be read, and written if `changed`, wherever they rest.
@@ -121,11 +143,11 @@ class MasterSync:
         """
         if not in_update:
             self.settle()
-        if not (in_update and self._placement.queued):  # whose copies are in an order of their own
+        if not (in_update and self.placement.queued):  # whose copies are in an order of their own
             self.wait_copies()
         if self.changes is not None and changed and not step:
             self.changes.all = True
-        with self._placement.acquired(changed, step):
+        with self.placement.acquired(changed, step):
             yield
 
     def wait_copies(self) -> None:
@@ -133,7 +155,7 @@ class MasterSync:
 
         Of what is on the device only, the current stream waits, and not the host.
         """
-        if self._placement.shard_offloaded or self._placement.updated_on_host:
+        if self.placement.shard_offloaded or self.placement.updated_on_host:
             for event in (self._filled, self._copied):
                 if event is not None:
                     event.synchronize()
@@ -143,24 +165,37 @@ class MasterSync:
 
     def publish(self, start: int = 0, numel: int | None = None) -> None:
         """Have the shard show what was written to the master, from element `start` on."""
+        placement = self.placement
+        if not placement.shard_copied:
+            return
         part = slice(start, None if numel is None else start + numel)
-        with self._span("copy", self._placement.shard_copied):
-            if self._placement.publish(self.master.shard, self.shard, part):
+        with self._span("copy"):
+            # A buffer of a file may belong to another unit as soon as it is written back.
+            at_once = not (placement.resident or placement.queued)
+            self.values[part].copy_(self.master.shard[part], non_blocking=not at_once)
+            if placement.shard_offloaded != placement.updated_on_host:  # the stream still copies
                 self._copied = record_event(self._buffer.full.device)
 
-    def _span(self, verb: str, does: bool) -> contextlib.AbstractContextManager[None]:
-        return self._placement.events.span(verb, self._buffer.plan.name) if does else contextlib.nullcontext()
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes on the device beside the full buffer: of the values; of the master with its copy of them."""
+        values = self.values.nbytes if self._buffer.cut and not self.placement.shard_offloaded else 0
+        if self.master is None or self.placement.state_offloaded:
+            return values, 0
+        return values, self.master.nbytes + (self.master.shard.nbytes if self.placement.shard_copied else 0)
+
+    def _span(self, verb: str, does: bool = True) -> contextlib.AbstractContextManager[None]:
+        return self.placement.events.span(verb, self._buffer.plan.name) if does else contextlib.nullcontext()
 
     def exact(self) -> torch.Tensor:
         """The masters of this rank's shard as fp32 [n]; to be read only."""
         with self.acquired():
             values = self.master.values()
-            return values if self._placement.state_store.resident else values.clone()
+            return values if self.placement.state_store.resident else values.clone()
 
     def write_exact(self, start: int, values: torch.Tensor) -> None:
         """Replace the exact values from element `start` of the shard on by `values`, fp32 [k], and their roundings."""
         with self.acquired(changed=True):
-            self.master.write(start, values.to(self._placement.update_device))
+            self.master.write(start, values.to(self.placement.update_device))
             self.publish(start, values.numel())
 
     def take_writes(self) -> None:
@@ -180,10 +215,10 @@ class MasterSync:
         if self.master is not None:
             buffer.note_versions()
 
-    def keep_writes(self, shown: Callable[[], torch.Tensor] | None = None) -> bool:
+    def keep_writes(self, shown: Callable[[], torch.Tensor | None]) -> bool:
         """Where parameters are cut: before the full copy goes, take what a forward has written into it; whether it did.
 
-        shown: gives what stood in the own part [window.numel], where that was not the shard.
+        shown: gives what stood in the own part [window.numel]; None: the shard's values.
 
         As where they are not cut, each rank takes its own part, so all ranks must write the same. `nn.Embedding` with
         `max_norm` writes so, and momentum encoders do. Writes through `param.data` in place are not seen.
@@ -192,7 +227,7 @@ class MasterSync:
         written = buffer.reattach_all() | buffer.written()
         if not written:
             return False
-        own, before = self.own_part(), None if shown is None else shown()
+        own, before = self.own_part(), shown()
         with self.acquired(changed=True):
             for index in sorted(written):
                 fragment = self.fragment(index)
@@ -205,9 +240,9 @@ class MasterSync:
         """What this rank's shard says of parameter `index` now, for `take` to tell later what has changed."""
         fragment = self.fragment(index)
         with self.acquired():
-            part = self.shard.narrow(0, fragment.at, fragment.numel)
+            part = self.values.narrow(0, fragment.at, fragment.numel)
             # Where parameters are not cut, they are the shard: a write reaches it at once.
-            unchanging = self._buffer.cut and self._placement.shard_store.resident
+            unchanging = self._buffer.cut and self.placement.shard_store.resident
             return part if unchanging else part.clone()
 
     def take(self, index: int, before: torch.Tensor | None = None) -> None:
@@ -229,7 +264,7 @@ class MasterSync:
         self, fragment: Fragment, values: torch.Tensor, before: torch.Tensor | None, everywhere: bool = False
     ) -> None:
         """Have `values` in the shard; masters follow where these differ from `before` (the shard itself if None)."""
-        part = self.shard.narrow(0, fragment.at, fragment.numel)
+        part = self.values.narrow(0, fragment.at, fragment.numel)
         values = values.to(part.device)
         changed = None if everywhere else different(values, part if before is None else before)
         if self._buffer.cut:
@@ -241,7 +276,8 @@ class MasterSync:
         if self.master is None:
             return
         part = slice(fragment.at, fragment.at + fragment.numel)
-        self._placement.follow_shard(self.master.shard, self.shard, part)
+        if self.placement.shard_copied:
+            self.master.shard[part].copy_(self.values[part])
         self.master.follow(
-            fragment.at, fragment.numel, None if where is None else where.to(self._placement.update_device)
+            fragment.at, fragment.numel, None if where is None else where.to(self.placement.update_device)
         )
