@@ -85,7 +85,7 @@ class GatheredParameters:
             unit.shard.settle()  # may raise what an update has failed with; then nobody holds anything
         self._were_full = [unit.state is not State.SHARDED for unit in self._units]
         for unit in self._units:
-            if not unit.fetch():
+            if not unit.shard.fetch():
                 break
         held = 0
         try:
