@@ -172,7 +172,7 @@ class ShardedModule:
         masters = 0 if self.offload is None else self.offload.slots_nbytes
         for unit in self.units:
             parameters += unit.buffer.full.untyped_storage().nbytes()
-            values, master = unit.shard.values.nbytes()
+            values, master = unit.shard.nbytes()
             parameters += values + unit.gathering.nbytes + sum(spec.beside for spec in unit.plan.params)
             if unit.gradients is not None:
                 gradients += unit.gradients.nbytes
