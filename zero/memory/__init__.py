@@ -1,1 +1,1 @@
-"""Offload: where state rests, in device memory, host memory or a file, and how it is read and written meanwhile."""
+"""Offload: state rests in device memory, host memory or a file, and is read and written while the program computes."""

@@ -1,6 +1,6 @@
-"""What of its host this process may use: memory, as limits leave it, and cores.
+"""How much of its host this process may use: memory within its limits, and cores.
 
-What cgroups say is read from files under a root, so that tests can make such files up.
+Limits of cgroups are read from files under a root, so that tests can write such files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import psutil
 
-_PAGES_OF_FILES = ("inactive_file", "active_file")  # in memory.stat; the kernel takes them back when it needs memory
+_PAGES_OF_FILES = ("inactive_file", "active_file")  # in memory.stat; the kernel reclaims them when it needs memory
 
 
 class Version(NamedTuple):
-    """Of one version of cgroups: where it is mounted, its controller, its limits and usage, and a prefix of stats."""
+    """One version of cgroups: its mount point, its controller, its limits and usage, and a prefix of stats."""
 
     mount: str
     controller: str  # in /proc/self/cgroup; version 2 has one tree for all, and names none
@@ -33,17 +33,17 @@ _V2 = Version("sys/fs/cgroup", "", ("memory.max", "memory.high"), "memory.curren
 
 
 def available_nbytes(ranks_on_host: int = 1) -> int:
-    """Bytes of host memory that each of `ranks_on_host` processes like this one may still take."""
+    """Bytes of host memory that each of `ranks_on_host` processes like this one may still allocate."""
     return min(host_available() // ranks_on_host, process_available())
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Bytes that all processes of this host together may still take, by what is free and the limits of cgroups."""
+    """Bytes that all processes of this host together may still allocate, by free memory and the limits of cgroups."""
     return min([psutil.virtual_memory().available, *left_in_cgroups(root)])
 
 
 def process_available() -> int:
-    """Bytes that this process may still take before it meets its own limit, RLIMIT_AS."""
+    """Bytes that this process may still allocate before it reaches its own limit, RLIMIT_AS."""
     limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.Process().memory_info().vms
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - taken)
 
@@ -54,7 +54,7 @@ def cores() -> int:
 
 
 def host_threads() -> int:
-    """How many threads one rank's updates use while the device, or nobody, computes: `cores`, shared by its ranks.
+    """How many threads one rank's updates use: `cores`, divided by the ranks of the host.
 
     OMP_NUM_THREADS, which launchers set to 1, does not count: nothing else needs the cores while the host updates.
     """
@@ -63,7 +63,7 @@ def host_threads() -> int:
 
 
 def left_in_cgroups(root: Path) -> Iterator[int]:
-    """What each limit of a cgroup of this process, or of one above it, leaves; pages of files do not count as used."""
+    """Bytes left under each limit of this process's cgroups and of those above; pages of files do not count as used."""
     lines = (line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines())
     paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
     for version in (_V1, _V2):
@@ -74,10 +74,10 @@ def left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _folders(mount: Path, path: str | None) -> list[Path]:
-    """The folder of the cgroup at `path` of the whole tree, and of all above it.
+    """The folder of the cgroup at `path` of the whole tree, and the folders above it.
 
-    A container sees only a part of the tree: then the end of the path is looked for, and what is mounted stands for all
-    above it.
+    A container sees only a part of the tree: then the end of the path is searched, and the mount point stands for all
+    folders above it.
     """
     if path is None:
         return []
@@ -104,7 +104,7 @@ def _numbers(text: str) -> Mapping[str, int]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; empty where there is none or it is not ours to read."""
+    """The text of a file; empty if it does not exist or may not be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -112,9 +112,9 @@ def _read(path: Path) -> str:
 
 
 class Freed:
-    """Calls `give_back` each time that so many bytes of host memory were freed, so that not more stays in between.
+    """Calls `give_back` each time that a fixed number of bytes of host memory was freed, so that no more stays unused.
 
-    Tensors of a few MiB, of which those in between live on, leave the C library holes that it would keep.
+    Freed tensors of a few MiB between living ones leave holes that the C library would keep.
     """
 
     STEP = 32 << 20
@@ -131,9 +131,9 @@ class Freed:
 
 
 def give_back() -> None:
-    """Have the C library return memory that nobody uses any more to the system; other libraries do it by themselves.
+    """Make the C library return unused memory to the system; other C libraries do it by themselves.
 
-    What a model took while it was built would stay with the process otherwise, beside the arena it has moved to.
+    Otherwise the memory in which a model was built would stay with the process, beside the arena it moved to.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -45,9 +45,9 @@ class Buffer:
     users:      how many use it now; while there is one, the buffer keeps its owner;
     last_user:  the thread that acquired it last;
     prefetched: read ahead of a use that has not begun;
-    blank:      holds nothing of the owner's until somebody has written it;
+    blank:      holds nothing of the owner's until it is written;
     changed:    written since it was acquired;
-    transfers:  must end before anybody may touch it.
+    transfers:  must end before the buffer is touched.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class Buffer:
         self.transfers: list[Transfer] = []
 
     def evict(self) -> None:
-        """Take it from its owner, whose bytes are in the file or not needed."""
+        """Take the buffer from its owner, whose bytes are in the file or not needed."""
         if self.owner is not None:
             self.owner.buffer = None
         self.owner = None
@@ -69,12 +69,12 @@ class Buffer:
 class BufferPool:
     """A few buffers of one size, shared by the stores of many units and by the threads that use those.
 
-    A prefetch gets a buffer that nobody needs now, or none. A use waits for a buffer, and in the end takes one that
-    was only prefetched; so two threads never wait for each other, however few buffers there are. A buffer keeps its
+    A prefetch gets an idle buffer, or none. A use waits for a buffer, and in the end takes one that
+    was only prefetched; so two threads never wait for each other, however few buffers exist. A buffer keeps its
     contents until another unit needs it: a unit that is used again soon is not read again.
 
-    lock:       held by whoever reads or changes anything here, but not while waiting for a drive;
-    failure:    what the first failed request raised; every later use raises it again;
+    lock:       held for each read and change here, but not while waiting for a drive;
+    failure:    the error of the first failed request; every later use raises it again;
     on_request: called with ("read" or "write", unit) when a request begins; for tests and measurements.
     """
 
@@ -86,7 +86,7 @@ class BufferPool:
         self.buffers = [Buffer(memory) for memory in memories]  # least recently claimed or used first
 
     def claim(self, owner: Any, wait: bool) -> Buffer | None:
-        """A buffer for `owner`; None if there is none at once and not `wait`. The lock is held.
+        """A buffer for `owner`; None if none is idle and not `wait`. The lock is held.
 
         Raises RuntimeError if the calling thread itself uses all of them, and would wait for ever.
         """
@@ -98,7 +98,7 @@ class BufferPool:
             if buffer is None and not wait:
                 return None
             if buffer is None and not free and idle and self._complete(idle[-1]):
-                buffer = idle[-1]  # what was prefetched last is needed last
+                buffer = idle[-1]  # prefetched last, so needed last
             if buffer is not None:
                 buffer.evict()
                 buffer.owner = owner
@@ -111,7 +111,7 @@ class BufferPool:
                 self.lock.wait()
 
     def checked_lock(self) -> threading.Condition:
-        """The lock. RuntimeError in a forked process: a thread that does not exist there may hold it for ever."""
+        """The lock. RuntimeError in a forked process: a thread that does not exist there may hold the lock for ever."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"state in files can be used by the process that opened them ({self._process}) only, and this is "
@@ -120,26 +120,26 @@ class BufferPool:
         return self.lock
 
     def wait(self, buffer: Buffer) -> None:
-        """Wait for the buffer's transfers; the lock is held, and released meanwhile. Raises what failed."""
+        """Wait for the buffer's transfers; the lock is held, and released meanwhile. Raises a failed one's error."""
         while buffer.transfers:
             transfer = buffer.transfers[0]
             self.lock.release()
             try:
                 transfer.wait()
             except OSError:
-                if not transfer.done:  # else its error is raised below, where the owner is known not to change
+                if not transfer.done:  # else its error is raised below, where the owner cannot change
                     raise
             finally:
                 self.lock.acquire()
             self._complete(buffer)
 
     def used(self, buffer: Buffer) -> None:
-        """It was used just now; the lock is held."""
+        """Mark the buffer as used just now; the lock is held."""
         self._touch(buffer)
         self.lock.notify_all()
 
     def check(self) -> None:
-        """Raise RuntimeError if a request has failed: what is on the drive, or will be, is wrong."""
+        """Raise RuntimeError if a request has failed: the file is wrong, or will be."""
         if self.failure is not None:
             raise RuntimeError(str(self.failure)) from self.failure
 
@@ -148,7 +148,7 @@ class BufferPool:
         self.failure = self.failure or failure
 
     def close(self) -> None:
-        """Forget the memory; no transfer may run any more."""
+        """Drop the memory; no transfer may still run."""
         with self.lock:
             self.fail(RuntimeError("the files of this engine are closed"))
             self.buffers.clear()

@@ -1,4 +1,4 @@
-"""State in files: that of a unit is in memory only while it is used, read or written."""
+"""State in files: the state of a unit is in memory only while it is used, read or written."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from zero.memory.store import PassingStore
 class SwapFile:
     """One file of one rank for one kind of state, with a range for each unit, in the order of the calls of `store`.
 
-    pool: buffers of host memory that all units share;
-    file: what they pass to and from, by requests to `aio`;
+    pool: buffers of host memory, shared by all units;
+    file: read and written by requests to `aio`;
     read_ahead, write_behind: while other units are used.
     """
 
@@ -37,10 +37,10 @@ class SwapFile:
         read_ahead: bool = True,
         write_behind: bool = True,
     ) -> None:
-        """Reserve `nbytes` in a file in `folder`, which is made if need be.
+        """Reserve `nbytes` in a file in `folder`, which is created if it is missing.
 
-        `kind`: "optimizer" or "param", as in the JSON. Raises RuntimeError, with the folder and what is wrong, if
-        that cannot be.
+        `kind`: "optimizer" or "param", as in the JSON. Raises RuntimeError with the folder and the cause
+        if that fails.
         """
         self.rank = rank
         self.aio = aio
@@ -69,7 +69,7 @@ class SwapFile:
         return FileStore(self, unit, start, nbytes)
 
     def close(self) -> None:
-        """Free the file and its space; no request may run any more."""
+        """Free the file and its space; no request may still run."""
         self.pool.close()
         self.file.close()
 
@@ -79,18 +79,18 @@ def close_all(files: Iterable[SwapFile], aio: Aio | None) -> None:
     if aio is not None:
         try:
             aio.close()
-        except OSError as error:  # nobody wants the values any more
+        except OSError as error:  # the values are no longer needed
             logger.warning("while files of offloaded state were closed: %s", error)
     for file in files:
         file.close()
 
 
 class FileStore(PassingStore):
-    """A store whose tensors are in the file while they are not acquired.
+    """A store whose tensors are in the file unless they are acquired.
 
-    buffer: where they are, or will be; None: only in the file.
+    buffer: where the tensors are, or will be; None: only in the file.
 
-    What failed once is raised, RuntimeError with unit, rank and file, by every later use of any store of the pool.
+    After a failed request every later use of any store of the pool raises RuntimeError with unit, rank and file.
     """
 
     def __init__(self, drive: SwapFile, unit: str, start: int, nbytes: int) -> None:
@@ -171,7 +171,7 @@ class FileStore(PassingStore):
             try:
                 if changed:
                     self._write(buffer)
-                elif blank:  # it was acquired to be overwritten, and was not
+                elif blank:  # acquired to be overwritten, but not written
                     buffer.evict()
             finally:
                 pool.used(buffer)
@@ -186,7 +186,7 @@ class FileStore(PassingStore):
         )
 
     def _take(self, buffer: Buffer, blank: bool) -> None:
-        """Start to fill the buffer that was claimed, unless it stays `blank`."""
+        """Start to fill the claimed buffer, unless it stays `blank`."""
         self.buffer, buffer.blank = buffer, blank
         if blank:
             return
@@ -194,7 +194,7 @@ class FileStore(PassingStore):
             self._pool.on_request("read", self._unit)
             buffer.transfers.append(self._drive.aio.read(self._drive.file, self._bytes(buffer), self._start))
         except BaseException:
-            buffer.evict()  # it does not hold what it should
+            buffer.evict()  # its contents are wrong
             raise
 
     def _write(self, buffer: Buffer) -> None:
@@ -203,7 +203,7 @@ class FileStore(PassingStore):
         buffer.transfers.append(self._drive.aio.write(self._drive.file, self._bytes(buffer), self._start))
 
     def _check_length(self) -> None:
-        """Raise RuntimeError where somebody has cut the file: a write would hide that, as the gap reads as zeros."""
+        """Raise RuntimeError if the file was truncated: a write would hide that, as the gap reads as zeros."""
         file, start, nbytes = self._drive.file, self._start, self.nbytes
         status = os.fstat(file.fd)
         if stat.S_ISREG(status.st_mode) and status.st_size < start + nbytes:  # nothing else has a size

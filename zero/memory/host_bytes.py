@@ -1,6 +1,6 @@
-"""What one rank keeps of its state off the device: in host memory and in files, byte by byte, before it is allocated.
+"""The bytes of state that one rank keeps off the device, in host memory and in files, before they are allocated.
 
-What the optimizer updates together lies together: a *record* is the state of one unit's shard in one piece, so that
+A *record* is the whole state of one unit's shard in one piece, because the optimizer updates it together: so
 one request moves all of it between a drive and memory.
 """
 
@@ -15,8 +15,8 @@ from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.units import Parts, UnitPlan, of_each
 
 LINE = 64  # bytes: arrays start on cache lines, so that vector loads are aligned and threads share none
-PAGE = 4096  # bytes: what goes to a drive past the page cache starts and ends on a page
-SLOTS = 2  # on the device, each for the largest record: the state of so many units is there at once where it streams
+PAGE = 4096  # bytes: reads and writes past the page cache start and end on a page
+SLOTS = 2  # on the device, each for the largest record: streamed state of at most two units is there at once
 MIB = 2**20
 
 
@@ -25,7 +25,7 @@ def record_nbytes(unit: UnitPlan, rank: int, parts: int, formats: Formats, mirro
 
     Each array begins on a cache line. `mirrored`: the parameters' own shard is not in host memory, so that the record
     has a copy, which counts among the masters; in fp32 that is the master itself. Without it, fp32 parameters are
-    masters where they are. The padding behind goes with what is last. Both are 0 where no optimizer updates the unit.
+    masters where they are. The padding counts with the last part. Both are 0 if no optimizer updates the unit.
     """
     if not is_updated(unit):
         return 0, 0
@@ -50,12 +50,12 @@ def shard_nbytes(unit: UnitPlan, parts: int, dtype: str) -> int:
 
 
 class HostBytes(NamedTuple):
-    """Bytes of one rank off the device, by what they are for.
+    """Bytes of one rank off the device, by purpose.
 
     masters, moments: records that stay in memory, padding included; copies of shards are among the masters;
     parameters:       shards of parameters that stay in memory;
     gradients:        shards of gradients of all units that the host updates;
-    buffers:          buffers through which records and shards pass on their way between drive and memory;
+    buffers:          buffers for records and shards between drive and memory;
     files:            on drives, not in memory.
     """
 
@@ -68,7 +68,7 @@ class HostBytes(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Host memory of all of it: everything but the files."""
+        """All host memory: everything but the files."""
         return sum(self) - self.files
 
 
@@ -83,7 +83,7 @@ def host_bytes(
     buffer_count: int,
     param_buffer_count: int,
 ) -> HostBytes:
-    """Add up what shard `rank` of `parts`, of all units or of each, keeps off the device.
+    """Add up the bytes that shard `rank` of `parts`, of all units or of each, keeps off the device.
 
     `accumulate`: the dtype of gradients there; `mirrored`: the device is not the host; `buffer_count`: buffers, each as
     large as the largest record in a file; `param_buffer_count`: the same for shards of parameters.
@@ -112,7 +112,7 @@ def host_bytes(
 
 
 def host_table(held: HostBytes) -> str:
-    """The bytes as a table in MiB, one line for each kind that is there, and the memory of all."""
+    """The bytes as a table in MiB: one line for each kind above 0, and the total memory."""
     rows = [(name, nbytes) for name, nbytes in held._asdict().items() if nbytes and name != "files"]
     rows.append(("host memory in all", held.memory))
     if held.files:

@@ -1,4 +1,4 @@
-"""The reduced gradient of one unit in host memory: it leaves the device while the backward goes on."""
+"""The reduced gradient of one unit in host memory: it leaves the device during the backward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zero.memory.streams import SideStream
 
 
 class StagingBuffers:
-    """Where sums that are to be added to others in host memory arrive; two, so that one comes while one is added.
+    """Two buffers for sums that are added to others in host memory: one arrives while the other is added.
 
-    worker: the thread that adds them, so that whoever runs the backward goes on; it ends when nobody holds us any more.
+    worker: the thread that adds them, so that the backward goes on; it ends when this object is collected.
     """
 
     def __init__(self, device: torch.device, separate: bool, copies: SideStream) -> None:
-        """`separate`: the device has memory of its own, from which sums must be brought, by `copies`."""
+        """`separate`: the device has separate memory, from which the stream `copies` brings the sums."""
         self.separate = separate
         self.worker = ThreadPoolExecutor(1, "zero-staging")  # starts its thread when it is first used
         self.copies = copies
@@ -30,7 +30,7 @@ class StagingBuffers:
         self._next = 0
 
     def reserve(self, user: HostGradAccumulator, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory [numel] for `user`, free once it has landed."""
+        """Memory [numel] for `user`, which becomes free once its sum is added."""
         index, self._next = self._next, 1 - self._next
         before, self._users[index] = self._users[index], user
         if before is not None:
@@ -44,19 +44,19 @@ class StagingBuffers:
 class HostGradAccumulator:
     """A sum over ranks and micro-batches [n] that adds up in host memory; used as zero/core/accumulator.py is.
 
-    memory: [n]: of 16 bits where they hold all of what comes, until a second sum comes that has to be added.
+    memory: [n], of 16 bits if they hold the first sum exactly, until a second sum is added.
     """
 
     def __init__(self, memory: torch.Tensor, kept: torch.dtype, staging: StagingBuffers) -> None:
         """`kept`: the dtype in which sums add up."""
         self.memory = self._base = memory
         self._squares: torch.Tensor | None = None
-        self._count = 0  # of sums that came since the last `clear`
-        self._exposed = False  # somebody has had `memory` since, and may have written there
+        self._count = 0  # of sums since the last `clear`
+        self._exposed = False  # a caller got `memory` since then, and may have written to it
         self._kept = kept
         self._staging = staging
         self._arrived: torch.cuda.Event | None = None
-        self._adding: Future[None] | None = None  # what arrives elsewhere and is added then
+        self._adding: Future[None] | None = None  # the addition of a sum that arrives in a staging buffer
 
     @property
     def held(self) -> bool:
@@ -64,11 +64,11 @@ class HostGradAccumulator:
         return self._count > 0
 
     def add(self, total: torch.Tensor) -> None:
-        """Begin to take `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
-        # 16 bits hold one sum of 16 bits; what several local backwards have added up comes in more.
+        """Start to copy `total` [n], in any dtype, from the device: as the sum, or to be added to it."""
+        # 16 bits hold one sum of 16 bits; the sum of several local backwards has more.
         if self.memory.dtype != self._kept and (self.held or total.dtype != self.memory.dtype):
             self.wait()
-            self.memory = self.memory.to(self._kept)  # for this step; nobody foresaw it
+            self.memory = self.memory.to(self._kept)  # for this step; memory was planned for 16 bits
         if self._staging.separate:
             self._bring(total)
         elif self.held:
@@ -78,9 +78,9 @@ class HostGradAccumulator:
         self._count += 1
 
     def add_rows(self, inbox: Any) -> bool:
-        """Add the sum of what an `Inbox` brings without memory of its own for it; False where that cannot be.
+        """Add the sum of an `Inbox` without separate memory for it; False if that is impossible.
 
-        It can for a single row, and in fp32, in memory that is the device's own.
+        It is possible for a single row, and in fp32, if the device computes in this memory.
         """
         if len(inbox.rows) == 1:
             inbox.arrive()
@@ -93,17 +93,17 @@ class HostGradAccumulator:
         return True
 
     def total(self) -> torch.Tensor | None:
-        """The sum, once it is here; to be read and written."""
+        """Wait for the sum, and return it; it may be read and written."""
         if not self.held:
             return None
         self.wait()
         self._exposed = True
         return self.memory
 
-    hand_over = total  # the storage, which the next sum will use: that one waits for the update
+    hand_over = total  # the next sum uses the same storage, and waits for the update
 
     def squares(self) -> torch.Tensor | None:
-        """The sum of the squares of the total, a number on the device, fp64; None where it came in several pieces."""
+        """The sum of the squares of the total, an fp64 number on the device; None if it came in several pieces."""
         return self._squares_added if self._count == 1 else None
 
     def parts(self) -> list[torch.Tensor]:
@@ -111,23 +111,23 @@ class HostGradAccumulator:
         return [self.total()] if self.held else []
 
     def finite_as(self) -> list[torch.Tensor]:
-        """What is finite exactly where the sum is; a number on the device, if it came from there, without a wait."""
+        """Tensors that are finite exactly if the sum is: for a sum from the device a number there, without a wait."""
         return self.parts() if self._squares_added is None else [self._squares_added]
 
     def clear(self) -> None:
-        """Forget the sum."""
-        self.wait()  # what is on its way still writes
+        """Drop the sum."""
+        self.wait()  # a copy under way still writes
         self.memory = self._base
         self._count = 0
         self._exposed = False
 
     @property
     def _squares_added(self) -> torch.Tensor | None:
-        """The sum of the squares of all that was brought from the device: a number there, fp64; else None."""
+        """The sum of the squares of the one sum that came from the device: an fp64 number there; else None."""
         return self._squares if self._count and not self._exposed else None
 
     def wait(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for copies and additions under way."""
         arrived, self._arrived = self._arrived, None
         adding, self._adding = self._adding, None
         if arrived is not None:
@@ -136,11 +136,11 @@ class HostGradAccumulator:
             adding.result()
 
     def _add(self, staged: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
-        """Add what is brought to `staged` [n] once it has arrived."""
+        """Add the sum in `staged` [n] once it has arrived."""
         if arrived is not None:
             arrived.synchronize()
         if self.memory.dtype == torch.float32:
-            # With all threads: torch has one where a launcher set OMP_NUM_THREADS.
+            # With all threads: torch has only one if a launcher set OMP_NUM_THREADS.
             sum_rows([staged], self.memory, True, host_threads())
         else:
             self.memory.add_(staged)
@@ -150,11 +150,11 @@ class HostGradAccumulator:
         copies, target = self._staging.copies, self.memory
         if self.held:
             target = self._staging.reserve(self, total.numel(), total.dtype)
-        # Converted on the device, where it is: the bytes that travel are those of the target.
+        # Converted on the device, so that only the bytes of the target's dtype are copied.
         sent = total.to(target.dtype)
         if self._squares is None:
             self._squares = torch.zeros((), dtype=torch.float64, device=sent.device)
-        # Here, where a pass over it takes a hundredth of what one over host memory does.
+        # On the device, where a pass takes a hundredth of the time of one over host memory.
         sum_squares_into(sent, self._squares, accumulate=self.held)
         with copies.after_current():
             target.copy_(sent, non_blocking=True)

@@ -1,4 +1,4 @@
-"""An update of a unit that runs beside the training loop, as those see it who have to wait for it."""
+"""An update of a unit that runs beside the training loop, and the time spent waiting for it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 
 
 class Waits:
-    """Seconds that somebody has waited for updates since the last `take`."""
+    """Seconds of waiting for updates since the last `take`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._counting = threading.Lock()  # several threads may wait at once
 
     def add(self, seconds: float) -> None:
-        """Somebody has waited so long."""
+        """Add the seconds of one wait."""
         with self._counting:
             self._seconds += seconds
 
     def take(self) -> float:
-        """The seconds so far, which count from 0 again."""
+        """The seconds so far; the count restarts at 0."""
         with self._counting:
             taken, self._seconds = self._seconds, 0.0
         return taken
 
 
 class PendingUpdate(NamedTuple):
-    """The result of one update to come: an event after which the device has it, or None.
+    """One update's future result: an event after which the device has it, or None.
 
-    process: whose thread computes it.
+    process: the process whose thread computes it.
     """
 
     future: Future[Any]
@@ -40,11 +40,11 @@ class PendingUpdate(NamedTuple):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked process, which has not got the thread."""
+        """Whether this is a forked process, which lacks the thread."""
         return self.process != os.getpid()
 
     def result(self) -> Any:
-        """Wait for it; raises what the update raised, each time."""
+        """Wait for the result; raises the update's error, each time."""
         if self.future.done():
             return self.future.result()
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Host memory of an exact size, taken from the system in one piece and cut into tensors.
 
-Neither torch's allocators nor malloc come into it: torch rounds pinned memory up to a power of two, and what malloc
-has once given it may keep.
+It uses neither torch's allocators nor malloc: torch rounds pinned memory up to a power of two, and malloc
+may keep freed memory.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from zero.memory.available import available_nbytes, cores
 from zero.memory.host_bytes import MIB, PAGE
 from zero.plan.layout import round_up
 
-_TOUCHED = 16384  # pages in one go of one thread
+_TOUCHED = 16384  # pages per task of one thread
 # madvise(2): MADV_HUGEPAGE and MADV_WIPEONFORK by number, since Python's mmap does not know the second.
 _ADVICE = (14, 18)
 _THREADS = 8  # that touch pages; more do not make a memory controller faster
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous private memory, given back when nothing refers to it any more; `unpin` is called just before."""
+    """Anonymous private memory, unmapped when nothing refers to it any more; `unpin` is called just before."""
 
     unpin: Callable[[], None] | None = None
     owner: int = 0
 
     def __del__(self) -> None:
-        """Unpin; a forked child has a mapping, too, but what it inherited was never pinned for it."""
+        """Unpin; a forked child has the mapping, too, but not pinned."""
         if self.unpin is not None and self.owner == os.getpid():
-            # CUDA may have ended before us; it unpins on its way out.
+            # CUDA may have ended earlier; it then has unpinned all memory.
             with contextlib.suppress(Exception):
                 self.unpin()
 
 
 class PinnedArena:
-    """`nbytes` of host memory, whole pages of the system, there from the start.
+    """`nbytes` of host memory, whole pages of the system, present from the start.
 
-    nbytes:  what it takes: the number asked for, rounded up to a page of the system and no further;
-    address: where it begins; 0 where it is empty;
-    pinned:  registered with CUDA, so that copies to and from a GPU run by themselves.
+    nbytes:  its size: the number asked for, rounded up to a page of the system and no further;
+    address: where it begins; 0 if it is empty;
+    pinned:  registered with CUDA, so that copies to and from a GPU are asynchronous.
 
-    Every page is touched when the arena is made, in huge pages where the system offers them, so that memory which is
-    not there is missed now and not in the middle of a step. Tensors that were taken keep the memory alive: it goes
-    back to the system with the last of them, once the arena was closed or forgotten too. Nobody waits for a device
-    then; who copies asynchronously must have waited before.
+    Every page is touched when the arena is made, in huge pages if the system offers them, so that missing memory is
+    noticed now and not in the middle of a step. Tensors that were taken keep the memory alive: it returns to the system
+    with the last of them, once the arena is closed or collected, too. This does not wait for a device: callers that
+    copy asynchronously must wait before.
 
-    A forked child, such as a worker of a DataLoader, finds zeros here in place of the contents. Would it inherit
-    them, each step of the parent would copy every page that it writes, and pinned ones would be copied at the fork,
-    so that the host's memory would have to hold all of it once more for each worker. (Without a mapping at all, the
-    child would crash where it reads, and unmap somebody else's memory when it collects the arena.)
+    A forked child, such as a worker of a DataLoader, sees zeros in place of the contents. If it inherited them, each
+    step of the parent would copy every page that it writes, and pinned pages would be copied at the fork, so the host
+    would need memory for the arena once more for each worker. (Without a mapping, the child would crash when it reads,
+    and unmap other memory when it collects the arena.)
     """
 
     def __init__(self, nbytes: int, device: torch.device, pinned: bool) -> None:
-        """Take the memory; `pinned` has an effect for a CUDA `device` only.
+        """Allocate the memory; `pinned` matters only for a CUDA `device`.
 
-        Raises RuntimeError where the system refuses the memory. Where CUDA refuses to register it, a warning is logged
+        Raises RuntimeError if the system refuses the memory. If CUDA refuses to register it, a warning is logged
         once and `pinned` is False.
         """
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
@@ -81,9 +81,9 @@ class PinnedArena:
             self._pin(device)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The next `nbytes` bytes as a uint8 tensor [nbytes] of zeros with a storage of its own, aligned to PAGE.
+        """The next `nbytes` bytes as a uint8 tensor [nbytes] of zeros with its own storage, aligned to PAGE.
 
-        Raises RuntimeError when the arena is closed or has not so much left.
+        Raises RuntimeError if the arena is closed or has fewer bytes left.
         """
         if self._closed:
             raise RuntimeError("this arena was closed; take what is needed before")
@@ -99,7 +99,7 @@ class PinnedArena:
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=start)
 
     def close(self) -> None:
-        """Let go of the memory; tensors that were taken stay valid and keep it until they are gone."""
+        """Release the memory; tensors that were taken stay valid and keep it until they are collected."""
         self._closed = True
         self._mapping = None
 
@@ -118,10 +118,10 @@ class PinnedArena:
 
 
 def check_room(table_text: str, needed: int, ranks_on_host: int) -> None:
-    """Raise RuntimeError where each of the `ranks_on_host` processes cannot have `needed` bytes of host memory.
+    """Raise RuntimeError if the `ranks_on_host` processes cannot each have `needed` bytes of host memory.
 
-    To be called before anything is allocated. `table_text` says what the bytes are for. Only this process and host are
-    looked at, so whoever has other ranks must tell them.
+    Call it before anything is allocated. `table_text` says what the bytes are for. It checks only this process and
+    host; the caller must tell the other ranks.
     """
     have = available_nbytes(ranks_on_host)
     if needed <= have:
@@ -144,7 +144,7 @@ def _map(nbytes: int) -> _Mapping:
             f"{available_nbytes() / MIB:,.1f} MiB"
         ) from error
     for advice in _ADVICE if sys.platform == "linux" else ():
-        # A kernel that is too old, or was built without huge pages, says EINVAL; small pages do as well.
+        # A kernel that is too old, or was built without huge pages, returns EINVAL; small pages are enough.
         with contextlib.suppress(OSError):
             mapping.madvise(advice)
     return mapping

@@ -17,7 +17,7 @@ from zero.watchdog.events import Events
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """One unit's placement. Its verbs do the same for every placement, so that nobody has to ask for it.
+    """One unit's placement. Its methods work for every placement, so callers need not ask for it.
 
     update_device:   computes the optimizer's step; masters and moments are used there;
     shard_device:    the parameter shard is used there;
@@ -28,7 +28,7 @@ class StatePlacement:
     shard_store:     where the shard rests;
     host_gradients:  where the reduced gradient rests if the host computes the step; else None;
     streamed:        the device computes the step, though the state rests elsewhere;
-    queued:          and nothing that the step needs comes from a drive, so that no thread has to wait for it;
+    queued:          streamed, and the step reads nothing from a drive, so no thread has to wait for one;
     events:          of the engine; unit: the name of this one.
     """
 
@@ -62,15 +62,15 @@ class StatePlacement:
 
     @property
     def in_place(self) -> bool:
-        """Whether what is written into shard and master at any time stays there: nothing is copied or written back."""
+        """Whether shard and master may be written at any time: nothing is copied or written back."""
         return self.resident and not self.shard_copied
 
     @contextlib.contextmanager
     def acquired(self, changed: bool, step: bool = False) -> Iterator[None]:
         """Inside, shard, master and moments may be read, and written if `changed`.
 
-        `step`: for the optimizer's step; a shard that the master has a copy of is written as a whole and not read.
-        After an exception nothing is written back, so what rests elsewhere is as it was.
+        `step`: for the optimizer's step; a shard of which the master has a copy is only written, as a whole.
+        After an exception nothing is written back, so the values at rest are unchanged.
         """
         complete = False
         with self._span("wait read", self.state_store):

@@ -1,7 +1,7 @@
 """Where the state of a unit rests between uses: device memory, host memory, or a file.
 
-`fetch` begins to read it, `acquire` waits until it may be used, `write_back` ends the use. Callers never ask where it
-rests.
+`fetch` begins to read it, `acquire` waits until it may be used, `write_back` ends the use. Callers never ask where
+it rests.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zero.plan.layout import round_up
 
 
 class Store:
-    """Keeps the bytes of a few tensors; the tensor objects stay the same, their memory may come and go.
+    """Keeps the bytes of a few tensors; the tensor objects stay the same, their memory may change.
 
-    This one has them in memory all the time, so that most verbs have nothing to do.
+    This one keeps them in memory, so most methods have nothing to do.
 
     resident: the tensors may be read and written at any time.
     """
@@ -25,7 +25,7 @@ class Store:
     resident = True
 
     def __init__(self, memory: torch.Tensor | None = None) -> None:
-        """`memory`: uint8 [n] into which tensors are moved while there is room; None leaves them where they are."""
+        """`memory`: uint8 [n] into which tensors are moved; None leaves them where they are."""
         self._memory = memory
         self._used = 0
 
@@ -38,24 +38,24 @@ class Store:
             self._used = round_up(self._used + tensor.nbytes, LINE)
 
     def fetch(self) -> bool:
-        """Start to read them; False if there is no memory for that now, in which case `acquire` waits for it."""
+        """Start to read the tensors; False if no memory is free, in which case `acquire` waits for it."""
         return True
 
     def cancel_fetch(self) -> None:
-        """Nobody needs what `fetch` reads any more; its memory may be reused. Never waits."""
+        """Drop the result of `fetch`; its memory may be reused. Never waits."""
 
     def acquire(self, overwrite: bool = False) -> None:
-        """Wait until the tensors may be read and written, which they may until `write_back`. Nests.
+        """Wait until the tensors may be read and written; they may be until `write_back`. Nests.
 
-        With `overwrite` their values are not read from where they rest: the caller writes all of them, or none.
+        With `overwrite` their values at rest are not read: the caller writes all of them, or none.
         """
 
     def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """End a use, and start to write the tensors if they were `changed`; a device reads them until `after`."""
+        """End a use, and start to write the tensors if `changed`; a device reads them until the event `after`."""
 
     @property
     def place(self) -> torch.Tensor | None:
-        """Where the tensors are, uint8; to be asked for while they are acquired."""
+        """The memory of the tensors, uint8; valid while they are acquired."""
         return self._memory
 
     def close(self) -> None:
@@ -66,9 +66,9 @@ class Store:
 class PassingStore(Store):
     """A store of `nbytes` bytes whose tensors have memory only while acquired; otherwise they are empty, of shape [0].
 
-    A subclass says in `place` where that is, and calls `attach` and `detach`.
+    A subclass gives that memory in `place`, and calls `attach` and `detach`.
 
-    attached: they are there now.
+    attached: the tensors have memory now.
     """
 
     resident = False
@@ -80,7 +80,7 @@ class PassingStore(Store):
         self._entries: list[tuple[torch.Tensor, int, int]] = []  # with its first element in `place`, and elements
 
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Store.put`; RuntimeError where they need more than was reserved."""
+        """See `Store.put`; RuntimeError if they need more than was reserved."""
         end, entries = self._used, []
         for tensor in (tensor for tensor in tensors if tensor.numel()):
             entries.append((tensor, end // tensor.itemsize, tensor.numel()))
@@ -103,14 +103,14 @@ class PassingStore(Store):
             self.write_back()
 
     def attach(self) -> None:
-        """Have the tensors be in `place`."""
+        """Give the tensors the memory in `place`."""
         self.attached = True
         storage = self.place.untyped_storage()
         for tensor, start, numel in self._entries:
             tensor.set_(storage, start, (numel,), (1,))
 
     def detach(self) -> None:
-        """Have the tensors be empty."""
+        """Make the tensors empty."""
         self.attached = False
         for tensor, _, _ in self._entries:
             tensor.set_()
@@ -122,7 +122,7 @@ class PassingStore(Store):
 
 
 def move(tensor: torch.Tensor, memory: torch.Tensor, at: int) -> None:
-    """Copy a tensor [n] to byte `at` of `memory` (uint8), and make the same object refer to it there."""
+    """Copy a tensor [n] to byte `at` of `memory` (uint8), and make the same object refer to the copy."""
     target = memory.narrow(0, at, tensor.nbytes).view(tensor.dtype)
     target.copy_(tensor)
     tensor.set_(target)

@@ -1,8 +1,8 @@
-"""State that rests in host memory or in a file and is used on the device: it passes through one of two places there.
+"""State that rests in host memory or in a file and is used on the device, in one of two slots there.
 
-While one unit is updated in one of them, the state of the next comes into the other, and that of the one before goes
-back. What a step updates first may come before it, under the backward. All is queued: the host waits for nothing but a
-drive.
+While one unit is updated in one slot, the state of the next is copied into the other, and that of the previous one
+back. The units that a step updates first may come earlier, during the backward. All work is queued: the host waits only
+for a drive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from zero.memory.streams import Streams, record_event, wait_event
 
 
 class Slot:
-    """Memory of the device, uint8 [nbytes], and who has it.
+    """Memory of the device, uint8 [nbytes], and its user.
 
     free:  after this event it may be used again;
     user:  the thread that uses it now, or None;
-    ahead: of which unit it holds what rests elsewhere, brought before a use; "": of none.
+    ahead: the unit whose state was copied here before its use; "": none.
     """
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
@@ -34,7 +34,7 @@ class Slot:
 
 
 class Slots:
-    """The places that all units of an engine share, each as large as the largest state of one."""
+    """The slots that all units of an engine share, each as large as the largest state of a unit."""
 
     def __init__(self, nbytes: int, device: torch.device, streams: Streams) -> None:
         self.device, self.streams = device, streams
@@ -42,9 +42,9 @@ class Slots:
         self._given = threading.Condition()
 
     def claim(self, owner: str, wait: bool = True) -> Slot | None:
-        """One that nobody uses, best that with `owner`'s state; where there is none it waits for other threads.
+        """An unused slot, preferably the one with `owner`'s state; waits for other threads if there is none.
 
-        None if it shall not `wait`; RuntimeError where the calling thread has all.
+        None if there is none and not `wait`; RuntimeError if the calling thread uses all.
         """
         with self._given:
             while not (free := [slot for slot in self._all if slot.user is None]):
@@ -61,7 +61,7 @@ class Slots:
             return slot
 
     def give(self, slot: Slot) -> None:
-        """The last use of it is queued."""
+        """Free the slot: its last use is queued."""
         with self._given:
             slot.user = None
             self._all.remove(slot)
@@ -70,9 +70,9 @@ class Slots:
 
 
 class StreamedStore(PassingStore):
-    """A store whose tensors are on the device while they are acquired, and meanwhile rest in another store.
+    """A store whose tensors are on the device while they are acquired, and otherwise rest in another store.
 
-    They come by the stream that is current in `acquire`, and go by `down`, after what is current in `write_back`.
+    The stream that is current in `acquire` copies them in; `down` copies them out, after the current stream's work.
     """
 
     def __init__(self, rests: Store, unit: str, nbytes: int, slots: Slots) -> None:
@@ -96,11 +96,11 @@ class StreamedStore(PassingStore):
         return self._slot.memory
 
     def fetch(self) -> bool:
-        """See `Store.fetch`; not to the device, for which there is `bring`."""
+        """See `Store.fetch`; it does not copy to the device, `bring` does."""
         return self._rests.fetch()
 
     def bring(self) -> None:
-        """Have it be on the device when it is acquired, unless both places there are in use; waits for a drive only."""
+        """Copy the state to the device ahead of `acquire`, unless both slots are in use; waits only for a drive."""
         with self._lock:
             if self.attached or (slot := self._slots.claim(str(self), wait=False)) is None:
                 return
@@ -118,7 +118,7 @@ class StreamedStore(PassingStore):
         self._rests.cancel_fetch()
 
     def acquire(self, overwrite: bool = False) -> None:
-        """See `Store.acquire`: the current stream may, the host need not be able to."""
+        """See `Store.acquire`: the current stream may use the tensors, the host perhaps not yet."""
         with self._lock:
             if not self.attached:
                 slot = self._slots.claim(str(self))
@@ -132,7 +132,7 @@ class StreamedStore(PassingStore):
             self._users += 1
 
     def write_back(self, changed: bool = True, after: torch.cuda.Event | None = None) -> None:
-        """See `Store.write_back`; the host waits only where a drive takes what has come back."""
+        """See `Store.write_back`; the host waits only if the state goes on to a drive."""
         with self._lock:
             self._changed = self._changed or changed
             self._users -= 1
@@ -157,12 +157,12 @@ class StreamedStore(PassingStore):
     def close(self) -> None:
         """See `Store.close`."""
         if self._last is not None:
-            self._last.synchronize()  # host memory may go at any time after this
+            self._last.synchronize()  # host memory may be freed at any time after this
         super().close()
         self._rests.close()
 
     def _come(self, slot: Slot, overwrite: bool = False) -> None:
-        """Acquire where it rests, and copy it to the slot unless it is there, or not needed."""
+        """Acquire the state where it rests, and copy it to the slot unless it is there already, or not needed."""
         there = overwrite or slot.ahead == str(self)
         self._rests.acquire(overwrite=there)
         slot.ahead = ""

@@ -1,11 +1,11 @@
 """The streams of a GPU beside the one that computes, and the events between them; no other module makes either.
 
-Two streams are ordered only where one waits for an event of the other. So whoever uses a buffer waits for the event of
-whoever produced it, and before memory is given back, its pool's stream waits for the events of all who use it: torch's
-allocator hands memory on in the order of the stream that was current when it was taken, whatever others still do with
-it, and of host memory that is ours (`PinnedArena`) it knows nothing. What the training loop's current stream does is
-"compute" here. In `Unit.send` and `Gradients.reduce` a side stream begins after all that compute has queued; compute
-goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
+Two streams are ordered only if one waits for an event of the other. So each user of a buffer waits for the event of its
+producer, and before memory is freed, its pool's stream waits for the events of all users: torch's allocator reuses
+memory in the order of the stream that was current when it was allocated, whatever other streams do with it, and it does
+not know our host memory (`PinnedArena`). The training loop's current stream is called "compute" here. In `Unit.send`
+and `Gradients.reduce` a side stream begins after all work that compute has queued; compute continues after it in
+`Unit.wait`, `Gradients.advance` and `Gradients.finish`.
 
     buffer                    pool of       used besides by        ordered by
     full parameters           compute       gathers, messages      `send` after it is taken; `wait` before it is freed
@@ -23,8 +23,8 @@ goes on after it in `Unit.wait`, `Gradients.advance` and `Gradients.finish`.
                                             down (write)           writes it, and in `StreamedStore.close`
     inputs of recomputation   compute       copies of their own    `after_current`; kept by `record_stream`
 
-tests/core/test_stream_order.py checks it on recorded steps. Of device memory nothing is kept here to be used again: the
-allocator keeps by size what each stream gave back, and steps take the same (tests/core/test_device_memory.py).
+tests/core/test_stream_order.py checks this on recorded steps. No device memory is cached here: the allocator
+caches freed memory by stream and size, and each step takes the same sizes (tests/core/test_device_memory.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 
 
 def streams_of(device: torch.device) -> Any | None:
-    """torch's streams of a device; None where work is complete when the call that asks for it returns."""
+    """torch's stream module for a device; None if each call returns only when its work is complete."""
     return torch.cuda if device.type == "cuda" else None
 
 
@@ -46,26 +46,26 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._of = device, streams_of(device)
-        # Of high priority: what others wait for goes before what computes.
+        # Of high priority: other streams wait for this work, so it goes before computation.
         self._stream = None if self._of is None else self._of.Stream(device, priority=-1)
 
     @contextlib.contextmanager
     def after_current(self) -> Iterator[None]:
-        """Work queued inside runs on this stream, after all that the current stream has queued so far."""
+        """Work queued inside runs on this stream, after all work that the current stream has queued so far."""
         self.wait(record_event(self._device))
         with self.entered():
             yield
 
     @contextlib.contextmanager
     def before_current(self) -> Iterator[None]:
-        """Work queued inside runs on this stream, and what the current stream queues later runs after it."""
+        """Work queued inside runs on this stream; work that the current stream queues later runs after it."""
         with self.entered():
             yield
         wait_event(self.record_event(), self._device)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Work queued inside runs on this stream, after what was queued on it before."""
+        """Work queued inside runs on this stream, after its earlier work."""
         if self._of is None:
             yield
             return
@@ -73,16 +73,16 @@ class SideStream:
             yield
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Have this stream wait for `event`, where there is one."""
+        """Make this stream wait for `event`, if there is one."""
         if event is not None:
             self._stream.wait_event(event)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """An event after all that was queued on this stream; None without a GPU."""
+        """An event after all work queued on this stream; None without a GPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def synchronize(self) -> None:
-        """Wait until all that was queued on this stream is complete."""
+        """Wait until all work queued on this stream is complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -95,10 +95,10 @@ class SideStream:
 class Streams(NamedTuple):
     """The side streams of one engine.
 
-    gathers:    messages of parameters, and what fills their buffers;
-    reductions: messages of gradients, and the sums of what they bring;
-    up, down:   copies from the host of what it has updated, and to the host of gradients; with state that is streamed,
-                its copies, and its updates on `up`.
+    gathers:    messages of parameters, and the copies that fill their buffers;
+    reductions: messages of gradients, and their sums;
+    up, down:   copies of updated values from the host, and of gradients to the host; for streamed state
+                also its copies, and its updates on `up`.
     """
 
     gathers: SideStream
@@ -108,24 +108,24 @@ class Streams(NamedTuple):
 
     @classmethod
     def beside(cls, device: torch.device) -> Streams:
-        """New ones, beside the stream that computes on `device`."""
+        """New streams, beside the stream that computes on `device`."""
         return cls(*(SideStream(device) for _ in cls._fields))
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all that the current stream of `device` has queued; None without a GPU."""
+    """An event after all work that the current stream of `device` has queued; None without a GPU."""
     of = streams_of(device)
     return None if of is None else of.current_stream(device).record_event()
 
 
 def wait_event(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Have the current stream of `device` wait for `event`, where there is one."""
+    """Make the current stream of `device` wait for `event`, if there is one."""
     if event is not None:
         streams_of(device).current_stream(device).wait_event(event)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all that the current stream of `device` has queued is complete."""
+    """Wait until all work that the current stream of `device` has queued is complete."""
     event = record_event(device)
     if event is not None:
         event.synchronize()

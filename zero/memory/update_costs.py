@@ -1,4 +1,4 @@
-"""What it costs to update state that rests off the device: there, to which it streams, or on the host."""
+"""The cost of updating state that rests off the device: streamed to the device, or on the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from zero.plan.formats import Formats
 from zero.plan.placement import Placement, Where, is_updated, keeps_copy
 from zero.plan.units import Parts, UnitPlan, of_each
 
-RESERVE = 0.4  # of the device's memory: activations, which nobody knows before the first step
+RESERVE = 0.4  # of the device's memory: for activations, unknown before the first step
 
 
 class UpdateRates(NamedTuple):
-    """Bytes/s while all ranks do the same: over the link, each way; that a step reads and writes, on either side."""
+    """Bytes/s while all ranks do the same: over the link, each way; read and written by a step, on either side."""
 
     link: float
     host: float
@@ -22,10 +22,10 @@ class UpdateRates(NamedTuple):
 
 
 class UpdateCosts(NamedTuple):
-    """Of one rank and step: seconds, and bytes.
+    """Seconds and bytes of one rank and step.
 
-    through: crosses the link both ways at once, where the device updates;
-    nbytes:  of the device, for gradients and all state that is there at once, where it updates.
+    through: bytes that cross the link both ways at once, if the device updates;
+    nbytes:  bytes on the device, for gradients and all state there at once, if it updates.
     """
 
     on_device: float
@@ -34,7 +34,7 @@ class UpdateCosts(NamedTuple):
     nbytes: int
 
     def streams(self, room: float) -> bool:
-        """Whether the device shall update: where that is faster, and it has `room` bytes for it."""
+        """Whether the device should update: it is faster, and has `room` bytes for it."""
         return self.on_device < self.on_host and self.nbytes <= room
 
 
@@ -46,10 +46,10 @@ def update_costs(
     gradients: tuple[str, str],
     rates: UpdateRates,
 ) -> UpdateCosts:
-    """With a device that has memory of its own. `gradients`: their dtypes on the device, and on the host.
+    """The costs on a device with separate memory. `gradients`: their dtypes on the device, and on the host.
 
-    A record comes to the device, is updated and goes back while the next one comes. The host reads gradient and record
-    and writes the record, while gradients and parameters cross the link. A drive is as busy either way.
+    A record is copied to the device, updated and copied back while the next one comes. The host reads gradient
+    and record and writes the record, while gradients and parameters cross the link. A drive is equally busy either way.
     """
     through = kept = largest = there = here = stays = 0
     for unit, at, cut in zip(units, placements, of_each(parts, units), strict=True):

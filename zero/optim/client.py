@@ -1,4 +1,4 @@
-"""An optimizer that a script makes itself and our kernels run."""
+"""An optimizer object that a script makes and our kernels run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         optimizer = zero.FusedOptimizer(model.parameters(), "AdamW", lr=1e-3, zero={"moments": "8bit"})
 
-    The same as the section `optimizer` of the JSON says, for programs that must hand over an object, on every placement
+    It equals the section `optimizer` of the JSON, for programs that must pass an object, on every placement
     (a drive too). It updates nothing by itself. `kind` is Adam, AdamW, Lamb, Lion, SGD or Adagrad; the arguments are
-    those of `optimizer.params`, and groups may have their own. Raises ValueError, with all that is wrong, by argument.
+    those of `optimizer.params`, and groups may have their own. Raises ValueError with all errors, by argument.
     """
 
     def __init__(self, params: Any, kind: str, **arguments: Any) -> None:

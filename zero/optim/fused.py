@@ -16,12 +16,12 @@ from zero.optim.shard_optimizer import Group, Kept, ShardOptimizer
 from zero.plan.formats import Run, runs
 from zero.plan.layout import Fragment, Span, round_up
 
-# Arguments that decide before the first step and mean nothing in a parameter group.
+# Arguments that matter only before the first step and mean nothing in a parameter group.
 _NOT_IN_GROUPS = ("zero", "amsgrad", "eps_inside_sqrt", "fp32_optimizer_states", *ONLY_TORCH)
 
 
 class States(NamedTuple):
-    """The optimizer's state for one shard: for each run of one format its moments; and how many steps it has seen."""
+    """The optimizer state of one shard: the moments of each run of one format, and the number of steps."""
 
     names: tuple[str, ...]
     first: int  # of the shard in the unit's flat buffer, elements
@@ -39,7 +39,7 @@ class FusedShardOptimizer(ShardOptimizer):
 
     `kind` is a key of ARGUMENTS, `params` its checked arguments, `compute_dtype` the dtype of the parameters.
 
-    section: what the JSON would say of it.
+    section: the JSON section that describes it.
     """
 
     factor_on_device = True
@@ -79,7 +79,7 @@ class FusedShardOptimizer(ShardOptimizer):
                 None if param is None else param[part],
                 step=states.steps,
                 grad_scale=factor,
-                # Stochastic rounding takes its bits by unit, step and place in the unit: all the same on every stage.
+                # Stochastic rounding derives its bits from unit, step and place in the unit, which all stages share.
                 key=unit.index,
                 first=0 if run.format == "fp32" else states.first + run.start,
                 threads=threads,
@@ -87,7 +87,7 @@ class FusedShardOptimizer(ShardOptimizer):
             )
 
     def _parts(self, unit: Unit, group: Group, states: States) -> Iterator[tuple[Formula, Run, tuple[Moment, ...]]]:
-        """What a step goes through: formulas, each with its place in the shard, and the moments there."""
+        """The parts of a step: formulas, each with its place in the shard, and the moments there."""
         formula = self._formula(group)
         return ((formula, *run) for run in states.runs)
 
@@ -98,7 +98,7 @@ class FusedShardOptimizer(ShardOptimizer):
             self._states[unit.index] = states._replace(steps=states.steps - 1)
 
     def states(self, unit: Unit, group: Group) -> States:
-        """The unit's state; new, at step 0, before the first step, and when SGD's momentum begins or ends."""
+        """The unit's state; new, at step 0, before the first step, and when SGD's momentum is switched on or off."""
         formula = self._formula(group)
         known = self._states.get(unit.index)
         if known is None or known.names != formula.state_names:
@@ -113,7 +113,7 @@ class FusedShardOptimizer(ShardOptimizer):
         return known
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """See `ShardOptimizer.nbytes`; before the first step, what that will take."""
+        """See `ShardOptimizer.nbytes`; before the first step, what the step will allocate."""
         formula = self._formula(group)
         known = self._states.get(unit.index)
         if known is not None and known.names == formula.state_names:
@@ -177,7 +177,7 @@ class FusedShardOptimizer(ShardOptimizer):
             moment.fill(float(group.get("initial_accumulator_value", 0.0)), signed)
 
     def _moment(self, unit: Unit, group: Group, key: str, part: Fragment) -> tuple[Moment, bool]:
-        """The state of a fragment, with the padding behind it that shares its last block; and whether it has signs."""
+        """The state of a fragment, with the padding after it in its last block; and whether it has signs."""
         index = self._formula(group).state_names.index(key)
         for run, moments in self.states(unit, group).runs:
             if run.start <= part.at < run.start + run.numel:
@@ -193,7 +193,7 @@ class FusedShardOptimizer(ShardOptimizer):
 
 
 def _conclude(unit: Unit) -> None:
-    """Wait until it is known how many steps the unit has taken."""
+    """Wait until the unit's number of steps is known."""
     unit.shard.settle()
     if (optimizer := unit.optimizer()) is not None:
         optimizer.conclude()

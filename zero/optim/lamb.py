@@ -1,11 +1,11 @@
-"""LAMB on the shards of units: Adam with a learning rate for each parameter, by norms of the whole of it.
+"""LAMB on the shards of units: Adam with a learning rate per parameter, from norms of the whole parameter.
 
 You et al., "Large Batch Optimization for Deep Learning", 2019 (arXiv:1904.00962), algorithm 2, as DeepSpeed's FusedLamb
 computes it: the correction for the start of the means is a factor of the learning rate, and the ratio of the norms of
-parameter and update is held between two coefficients, and 1 where either norm is 0.
+parameter and update is limited by two coefficients, and 1 if either norm is 0.
 
-Once per step each rank squares its span of all parameters and updates, and one message has all the sums. What follows
-is Adam without correction, in the fused step, parameter by parameter.
+Once per step each rank squares its span of all parameters and updates, and one message carries all sums. Then Adam
+without correction runs in the fused step, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero.optim.fused import FusedShardOptimizer, States
 from zero.optim.shard_optimizer import Group, Update
 from zero.plan.formats import Run
 
-CHUNK = 1 << 17  # elements whose update is computed at a time, in fp64, so that they stay in a cache
+CHUNK = 1 << 17  # elements whose update is computed at a time, in fp64, to stay in a cache
 
 
 class LambShardOptimizer(FusedShardOptimizer):
@@ -35,16 +35,16 @@ class LambShardOptimizer(FusedShardOptimizer):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self._ratios: dict[int, dict[str, float]] = {}  # by name, of the units that this step has yet to update
+        self._ratios: dict[int, dict[str, float]] = {}  # by name, of the units not yet updated in this step
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
-        """See `ShardOptimizer.prepare`; makes the ratios of norms. It changes nothing that is kept."""
+        """See `ShardOptimizer.prepare`; computes the ratios of norms, and changes no state."""
         device = updates[0].unit.buffer.full.device
         squares = [self._squares(update).to(device) for update in updates]
         rows = gather_scalars(torch.cat(squares).flatten(), world, "norms of parameters")
         parts = zip(updates, rows.split([each.numel() for each in squares], 1), strict=True)
-        # Added in the order of spans, and rounded, so that no bit depends on the stage, nor on the ranks but by chance.
+        # Added in the order of spans and rounded: the bits do not depend on the stage, and only by chance on the ranks.
         sums = [update.unit.mesh.by_span(own).cumsum(0)[-1] for update, own in parts]
         norms = iter(torch.cat(sums).sqrt().float().view(-1, 2).tolist())
         for update in updates:
@@ -65,7 +65,7 @@ class LambShardOptimizer(FusedShardOptimizer):
             yield replace(formula, lr=lr * ratios[part.name]), run, moments
 
     def _squares(self, update: Update) -> torch.Tensor:
-        """For each parameter of a unit the squares of it and of its update, summed over our span; fp64 [k, 2]."""
+        """The squares of each parameter of a unit and of its update, summed over our span; fp64 [k, 2]."""
         unit, group = update.unit, update.group
         formula, device = self._formula(group), unit.shard.placement.update_device
         first = unit.span.start - unit.shard.window.start

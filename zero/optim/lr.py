@@ -1,4 +1,4 @@
-"""Learning-rate schedules: classes that write their formulas to an optimizer, and a builder.
+"""Learning-rate schedules: classes that write their rates to an optimizer, and a builder.
 
 Names, defaults and sequences of rates are DeepSpeed's. An *iteration* counts from -1: construction writes the
 rate of iteration -1, the smallest, and `step()`, which the engine calls after each applied optimizer step,
@@ -29,20 +29,20 @@ from zero.config.values import Bool, Count, NotNegative, Number, Positive, integ
 FromMinusOne = integer(-1)
 PerGroup = NotNegative | list[NotNegative]  # a number for all parameter groups, or one for each
 _OF_TORCH = {"int": Number, "float": Number, "bool": Bool}  # by torch's annotations
-PerGroupOrOwn = PerGroup | None  # None: the rates that the groups have
+PerGroupOrOwn = PerGroup | None  # None: the groups' own rates
 
 
 class ScheduleError(ValueError):
-    """A parameter of a schedule is wrong: the message begins with its name, so a path can go before it."""
+    """A wrong parameter of a schedule; the message begins with its name, so that a path can be put before it."""
 
 
 @dataclass(eq=False)
 class Schedule(abc.ABC):
-    """Base of our schedules: it writes `_lrs(iteration)` into the optimizer's groups, one number per group.
+    """Base of our schedules: writes `_lrs(iteration)` into the optimizer's groups, one number per group.
 
     A subclass is a dataclass of its parameters, which are checked by their annotations; those per group become lists.
     `last_batch_iteration` is -1 for a new run; with another value, for a run whose optimizer state was loaded, the
-    groups are left as they are until the next `step()`.
+    groups keep their values until the next `step()`.
     """
 
     optimizer: Any
@@ -81,7 +81,7 @@ class Schedule(abc.ABC):
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """`{"last_batch_iteration": n}`, all that a schedule has to remember."""
+        """`{"last_batch_iteration": n}`, the whole state of a schedule."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -90,14 +90,14 @@ class Schedule(abc.ABC):
         self.last_batch_iteration = _checked(key, FromMinusOne, state[key])
         self._write()
 
-    def _adjust(self) -> None:  # noqa: B027 - not every schedule has such
-        """Adjust parameters to each other once they are checked, and warn of what has no effect."""
+    def _adjust(self) -> None:  # noqa: B027 - not every schedule needs it
+        """Adjust checked parameters to each other, and warn of those without effect."""
 
     def _group_lrs(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _per_group(self, name: str, value: Any) -> list[float]:
-        """One number per parameter group: a list must have as many, a single number is for all."""
+        """One number per parameter group: from a list of that length, or a single number for all."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [_checked(name, NotNegative, value)] * count
@@ -108,7 +108,7 @@ class Schedule(abc.ABC):
     def _write(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            # A capturable optimizer's rate is a tensor that a captured graph reads; a new one would be lost.
+            # A capturable optimizer's rate is a tensor that a captured graph reads; the graph would not see a new one.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -116,12 +116,12 @@ class Schedule(abc.ABC):
 
 
 class _Warmup(Schedule):
-    """What schedules with a warm-up have in common; DeepSpeed's names of its rates, where it has rates."""
+    """The warm-up of schedules, with DeepSpeed's names for its rates if it has any."""
 
     min_lrs, max_lrs = (property(operator.attrgetter(name)) for name in ("warmup_min_lr", "warmup_max_lr"))
 
     def _gamma(self, iteration: int) -> float:
-        """How much of the way from min to max has been gone: 0 up to iteration 0, 1 from the end of the warm-up on."""
+        """The fraction of the way from min to max: 0 up to iteration 0, 1 from the end of the warm-up on."""
         if iteration < 0:
             return 0.0
         if iteration >= self.warmup_num_steps:
@@ -198,7 +198,7 @@ class WarmupCosineLR(_Warmup):
             return 0.0
         if iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._gamma(iteration)
-        # The half cosine: from just under 1 down to the floor, which the last iteration of the run is at.
+        # The half cosine: from just under 1 down to the floor, reached at the last iteration of the run.
         steps = self.total_num_steps - self.warmup_num_steps
         progress = (iteration - self.warmup_num_steps + 1) / max(1, steps)
         height = (1 + math.cos(math.pi * min(1.0, progress))) / 2
@@ -246,7 +246,7 @@ class OneCycle(Schedule):
 
     @property
     def step_ratio(self) -> float:
-        """The part of the cycle in which the rate rises."""
+        """The fraction of the cycle in which the rate rises."""
         return self.cycle_first_step_size / (self.cycle_first_step_size + self.cycle_second_step_size)
 
     def _lrs(self, iteration: int) -> list[float]:
@@ -280,15 +280,15 @@ class OneCycle(Schedule):
             self.cycle_momentum = False
 
     def _iterations_after(self, iteration: int) -> int:
-        """How many iterations the cycle is over; at most 0 within it."""
+        """Iterations since the end of the cycle; at most 0 within it."""
         return iteration - (self.cycle_first_step_size + self.cycle_second_step_size) + 1
 
     def _decay(self, after: int, rate: float) -> float:
-        """The factor so many iterations after the cycle; 1 without a step size or a rate."""
+        """The factor `after` iterations after the cycle; 1 without a step size or a rate."""
         return 1.0 if self.decay_step_size == 0 or rate == 0 else 1 + rate * after / self.decay_step_size
 
     def _height(self, iteration: int) -> float:
-        """The height in the triangle, 0 to 1; with stairs that of the stair, which is never above the line."""
+        """The height in the triangle, 0 to 1; with stairs, that of the stair, which is never above the line."""
         first, second = self.cycle_first_step_size, self.cycle_second_step_size
         steps, size, stairs = (iteration + 1) % (first + second), first, self.cycle_first_stair_count
         if steps > first:
@@ -305,7 +305,7 @@ class OneCycle(Schedule):
 
 @dataclass(eq=False)
 class LRRangeTest(Schedule):
-    """A rate that grows steadily, or in stairs: the run shows where training breaks.
+    """A rate that grows steadily, or in stairs, to find the rate at which training diverges.
 
     By `lr_range_test_step_rate` times the min rate every `lr_range_test_step_size` iterations.
     """
@@ -332,12 +332,12 @@ def schedules() -> list[str]:
 
 
 def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None = None) -> Any:
-    """The scheduler of the JSON section `scheduler`; a ValueError names the path of what is wrong.
+    """The scheduler of the JSON section `scheduler`; a ValueError names the path of a wrong value.
 
     Args:
         optimizer: a torch optimizer, or a wrapper that has it as `.optimizer`.
         type: one of `schedules()`: ours by name, else `torch.optim.lr_scheduler.<type>`.
-        params: keyword arguments of the schedule, as they stand in the JSON.
+        params: keyword arguments of the schedule, as in the JSON.
     """
     params = params or {}
     if lines := schedule_problems(type, params):
@@ -355,22 +355,22 @@ def build_scheduler(optimizer: Any, type: str, params: Mapping[str, Any] | None 
 
 
 def _try(made: Callable[..., Any], optimizer: Optimizer, params: Mapping[str, Any]) -> None:
-    """Make a schedule of torch and step it once, for an optimizer like this one that trains nothing.
+    """Make a schedule of torch and step it once, for a copy of this optimizer that trains nothing.
 
-    Much of what it cannot take shows in its first step, which would be after an update.
+    Many wrong arguments raise only in its first step, which would be after an update.
     """
     groups = [
         {key: [torch.zeros(1)] if key == "params" else copy.deepcopy(value) for key, value in group.items()}
         for group in optimizer.param_groups
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the real one says it again
+        warnings.simplefilter("ignore")  # the real schedule repeats them
         trial = made(Optimizer(groups, dict(optimizer.defaults)), **params)
         trial.step(*[0.0] * isinstance(trial, ReduceLROnPlateau))
 
 
 def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
-    """What is wrong with type and parameters of the JSON section `scheduler`, as far as no optimizer is needed."""
+    """Errors in type and parameters of the JSON section `scheduler` that can be found without an optimizer."""
     cls = _class(kind)
     if cls is None:
         near, known = did_you_mean(str(kind), schedules()), ", ".join(schedules())
@@ -400,7 +400,7 @@ def schedule_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
 
 
 def _check_value(name: str, kind: Any, value: Any) -> None:
-    """Raise ScheduleError for no value of this kind; how many parameter groups there are is not known here."""
+    """Raise ScheduleError if the value is not of this kind; the number of parameter groups is unknown here."""
     if kind not in (PerGroup, PerGroupOrOwn):
         _checked(name, kind, value)
     elif isinstance(value, (list, tuple)):
@@ -411,7 +411,7 @@ def _check_value(name: str, kind: Any, value: Any) -> None:
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
-    """`value` as a parameter of this kind; ScheduleError that says what was wanted."""
+    """`value` as a parameter of this kind; a ScheduleError says what was wanted."""
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

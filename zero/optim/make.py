@@ -1,4 +1,4 @@
-"""Makes the shard optimizer that the configuration names, or that runs the class of an optimizer of the user."""
+"""Makes the shard optimizer that the configuration names, or that runs the class of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from zero.optim.matrix import MatrixShardOptimizer
 from zero.optim.shard_optimizer import ShardOptimizer
 from zero.optim.torch_optimizer import TorchShardOptimizer
 
-# These look at whole matrices or at the whole model, which a shard is not.
+# These need whole matrices or the whole model, not a shard.
 NOT_ELEMENTWISE = {
     "Adafactor": "it factors the second moment over rows and columns of whole matrices",
     "LBFGS": "it needs a closure and inner products over the whole model",
     "Muon": "it orthogonalizes whole matrices, which runs here as torch's own class has it and not as one made of it",
     "SparseAdam": "it needs sparse gradients, and gradients here are dense",
 }
-# Those of DeepSpeed that torch does not have, by their names in small letters.
+# DeepSpeed's optimizers that torch lacks, by their names in lower case.
 _COMPRESSED = "it sends messages of its own, and gradients are reduced before the optimizer sees them"
 _MUP = "it needs the widths of a model that mup has made, so hand mup's object to initialize(optimizer=...)"
 _OF_DEEPSPEED = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
 }
-_CHECKED_BEFORE = ("max_grad_norm", "zero")  # arguments that rules of the config are about
+_CHECKED_BEFORE = ("max_grad_norm", "zero")  # arguments that rules of the config check
 
 
 def optimizer_type_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
-    """What is wrong with type and arguments of the JSON section `optimizer` that only torch knows."""
+    """Errors in type and arguments of the JSON section `optimizer` that only torch knows."""
     if kind.lower() in ARGUMENTS:
         return []
     refused = {name.lower(): why for name, why in NOT_ELEMENTWISE.items()} | _OF_DEEPSPEED
@@ -68,9 +68,9 @@ def optimizer_type_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
 def make_shard_optimizer(
     kind: str, params: dict[str, Any], compute_dtype: str, groups: Sequence[Mapping[str, Any]] = ()
 ) -> ShardOptimizer:
-    """What `optimizer.type` and `optimizer.params` of the JSON name; raises ValueError by JSON path.
+    """The optimizer of `optimizer.type` and `optimizer.params` in the JSON; raises ValueError by JSON path.
 
-    `groups`: all parameter groups, for Muon with all that `muon_groups` says.
+    `groups`: all parameter groups, for Muon as `muon_groups` returns them.
     """
     if kind.lower() == "muon":
         return MatrixShardOptimizer(MuonParams.model_validate(params), compute_dtype, groups)
@@ -93,8 +93,8 @@ def make_shard_optimizer(
 def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dtype: str) -> ShardOptimizer:
     """Run the class of `client` on shards, one instance per unit, with the arguments that `client` was made with.
 
-    A `FusedOptimizer` gives the kernels that it names. `untested` allows classes that torch does not have; that such a
-    class works element by element nobody checks. Raises ValueError, by name and with the reason, for one that cannot.
+    A `FusedOptimizer` gives the kernels that it names. `untested` allows classes that are not torch's, without a check
+    that they work element by element. Raises ValueError, with name and reason, for a class that cannot run.
     """
     if isinstance(client, FusedOptimizer):
         at = (type(client).__name__,)
@@ -105,7 +105,7 @@ def shard_optimizer_of(client: torch.optim.Optimizer, untested: bool, compute_dt
     if kind is torch.optim.Muon:
         _warn_of_steps(client)
         for group in client.param_groups:
-            group["use_muon"] = True  # all of it, wherever in the model it is
+            group["use_muon"] = True  # all of the group, wherever in the model it is
         return MatrixShardOptimizer(MuonParams(ns_method="standard"), compute_dtype, client.param_groups)
     for base in kind.__mro__:
         if base.__name__ in NOT_ELEMENTWISE:
@@ -152,7 +152,7 @@ def _warn_of_steps(client: torch.optim.Optimizer) -> None:
 
 
 def torch_arguments(kind: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of torch's class for one of ours, without the arguments that only ours has."""
+    """Name and arguments of torch's class for one of ours, without arguments that only ours has."""
     names = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
     name = "AdamW" if kind == "adam" and params.get("adam_w_mode", True) else names[kind]
     ours = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "zero")

@@ -1,12 +1,12 @@
 """Muon on the shards of units: momentum stays cut, and each matrix is orthogonalised by one rank.
 
-Once per step, after the norm: every rank brings its shard of the momentum up to date; what is to be orthogonalised
-travels to the ranks that do so, and comes back as the direction of the update, both in bf16, which loses nothing:
-torch rounds to it before Newton-Schulz, too. Decay, learning rate and master follow where the unit is updated. Beside
-it AdamW updates what is no matrix, in parameter groups of its own.
+Once per step, after the norm, every rank updates its shard of the momentum. The matrices to orthogonalise are sent to
+the ranks that do so, and return as the directions of the update, both in bf16, which loses nothing:
+torch rounds to it before Newton-Schulz, too. Decay, learning rate and master follow in the unit's update.
+AdamW updates all other parameters, in separate parameter groups.
 
-The arithmetic is that of `torch.optim.Muon`, but for one thing: with bf16 parameters and without Nesterov, torch's
-divides its own momentum by the norm, in place. Ours stays what it was.
+The arithmetic is that of `torch.optim.Muon`, with one exception: with bf16 parameters and without Nesterov, torch's
+divides its own momentum by the norm, in place. Ours stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from zero.optim.shard_optimizer import Group, Rows, Update
 from zero.plan.layout import Fragment
 from zero.plan.matrices import Matrix, matrices_of
 
-# Elements of the units that travel together: as many as give each rank its share, and little memory beside the model.
+# Elements of the units in one message: enough to give each rank a share, and little memory beside the model.
 TOGETHER = 1 << 28
-ROWS_EPS = 1e-10  # added to roots and norms of what NorMuon divides by
+ROWS_EPS = 1e-10  # added to roots and norms that NorMuon divides by
 
 
 class MatrixShardOptimizer(FusedShardOptimizer):
-    """Muon for groups with `use_muon`, AdamW for others; NorMuon where such a group has a `beta2`.
+    """Muon for groups with `use_muon`, AdamW for others; NorMuon if such a group has a `beta2`.
 
     `params`: the checked arguments; `groups`: all parameter groups, with their hyperparameters.
     """
@@ -53,13 +53,13 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         self.defaults = {"lr": params.lr, "weight_decay": params.weight_decay}
         self.formats = formats_of("muon", params, compute_dtype, groups)
         self._split, self._one_by_one = params.split, params.ns_method == "standard"
-        self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units that this step has yet to update
+        self._directions: dict[int, torch.Tensor] = {}  # bf16 [n], of units not yet updated in this step
         self._rows: dict[str, torch.Tensor] = {}  # NorMuon's means of squares, fp32 [rows], by names of matrices
-        self._loaded = False  # until the next step all ranks have those of all matrices; else the ranks that use them
+        self._loaded = False  # whether all ranks have all rows, until the next step; else only the ranks that use them
 
     @torch.no_grad()
     def prepare(self, updates: Sequence[Update], world: World) -> None:
-        """See `ShardOptimizer.prepare`; makes the directions of all matrices."""
+        """See `ShardOptimizer.prepare`; computes the directions of all matrices."""
         together: dict[tuple[int, ...], list[Update]] = {}  # by the ranks that share the matrices
         for each in (each for each in updates if uses_muon(each.group)):
             ranks = each.unit.mesh.shard.ranks
@@ -74,25 +74,25 @@ class MatrixShardOptimizer(FusedShardOptimizer):
     def update(
         self, unit: Unit, grad: torch.Tensor, group: Group, factor: float | torch.Tensor, threads: int | None = None
     ) -> None:
-        """See `ShardOptimizer.update`; by the direction that `prepare` has made of gradient and momentum."""
+        """See `ShardOptimizer.update`; applies the direction that `prepare` computed from gradient and momentum."""
         if not uses_muon(group):
             super().update(unit, grad, group, factor, threads)
             return
         states = self.states(unit, group)
         self._states[unit.index] = states._replace(steps=states.steps + 1)
         direction, lr = self._directions.pop(unit.index), float(group["lr"])
-        if unit.shard.placement.streamed:  # which computes on another stream than the one that made it
+        if unit.shard.placement.streamed:  # the update runs on another stream than the one that made the direction
             unit.shard.placement.streams.up.record_stream(direction)
         with undone_where_nan(factor, {unit.shard.master.shard, unit.shard.master.tensor}):
             for matrix in self._matrices(unit, 0):
-                start, numel = matrix.span.intersect(unit.shard.window)  # may be none
+                start, numel = matrix.span.intersect(unit.shard.window)  # may be empty
                 at = start - unit.shard.window.start
                 step = muon_learning_rate(lr, group["adjust_lr_fn"], (matrix.rows, matrix.cols))
                 values = unit.shard.master.values(at, numel).mul(1 - lr * group["weight_decay"])
                 unit.shard.master.write(at, values.add_(direction[at : at + numel], alpha=-step))
 
     def _orthogonalize(self, work: Sequence[Update]) -> None:
-        """Make the directions of some units, with their matrices shared out among the ranks."""
+        """Compute the directions of some units, with their matrices divided among the ranks."""
         first = work[0].unit
         shards = [self._look_ahead(each) for each in work]
         matrices = [matrix for number, each in enumerate(work) for matrix in self._matrices(each.unit, number)]
@@ -149,7 +149,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
             self._rows.pop(matrix.name, None)
 
     def _look_ahead(self, update: Update) -> torch.Tensor:
-        """Bring the momentum of a unit's shard up to date, and return what is to be orthogonalised, bf16 [n]."""
+        """Update the momentum of a unit's shard, and return the values to orthogonalise, bf16 [n]."""
         unit, group = update.unit, update.group
         placement, decay = unit.shard.placement, float(group["momentum"])
         with unit.shard.acquired(changed=True):
@@ -168,7 +168,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
         return ahead
 
     def _matrices(self, unit: Unit, number: int) -> Iterator[Matrix]:
-        """The matrices of a unit, which is to be called `number`."""
+        """The matrices of a unit, as those of unit `number`."""
         for spec, param in zip(unit.plan.params, unit.params, strict=True):
             start = unit.plan.layout.spans[spec.name].start
             yield from matrices_of(spec.name, param.shape, self._split, number, start)
@@ -176,7 +176,7 @@ class MatrixShardOptimizer(FusedShardOptimizer):
 
 @contextlib.contextmanager
 def undone_where_nan(factor: float | torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """What is written into these inside stays only where a `factor` on the device is a number; nobody waits for it."""
+    """Writes to these tensors inside are undone if a `factor` on the device is NaN; the host does not wait for it."""
     before = [(each, each.clone()) for each in tensors] if isinstance(factor, torch.Tensor) else []
     yield
     for each, old in before:
@@ -189,7 +189,7 @@ def uses_muon(group: Group) -> bool:
 
 
 def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) -> Matrices:
-    """What Newton-Schulz makes of matrices [rows, cols] in bf16, which it may write into, each as its group says.
+    """Newton-Schulz of matrices [rows, cols] in bf16, each with its group's settings; may overwrite its inputs.
 
     `one_by_one`: as torch.optim.Muon; else all of one shape at once.
     """
@@ -203,7 +203,7 @@ def orthogonalized(whole: Matrices, groups: dict[int, Group], one_by_one: bool) 
         else:
             batches.setdefault((matrix.shape, *numbers), []).append(index)
     for (_, *numbers), batch in batches.items():
-        # Only on a GPU are 16 bits sure to be faster. fp16 has three bits more than bf16, and all values are small.
+        # 16 bits are sure to be faster only on a GPU. fp16 has three bits more than bf16, and all values are small.
         dtype = torch.float32 if whole[batch[0]].device.type == "cpu" else torch.float16
         results = newton_schulz(torch.stack([whole[index] for index in batch]), *numbers, dtype)
         found |= dict(zip(batch, results, strict=True))

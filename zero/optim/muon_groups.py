@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, and which AdamW: a parameter group for each, and a line that says so."""
+"""Which parameters Muon updates, and which AdamW: a parameter group for each, and a log line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zero.plan.matrices import matrices_of
 
 _EMBEDDINGS_AND_FILTERS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
 _ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn", "beta2")
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, as the rest of what no argument says
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, like all values without an argument
 _NS_EPS = 1e-7
 
 
 def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonParams) -> list[dict[str, Any]]:
-    """Each parameter group as one for Muon and one for AdamW, `use_muon` true and false, where it has both.
+    """Each parameter group split into one for Muon and one for AdamW, `use_muon` true and false, if it has both.
 
-    What decides is the attribute `use_muon` of a parameter, then the key of that name in its group, then its place in
-    the model: Muon's are matrices that are neither an embedding nor the head, and stacks of them, but no filters.
-    Raises ValueError for what is no matrix and shall be Muon's, and where nothing is Muon's.
+    The attribute `use_muon` of a parameter decides, then the key of that name in its group, then its place in
+    the model: Muon's are matrices that are neither an embedding nor the head, and stacks of them, but not filters.
+    Raises ValueError for a parameter that is no matrix but marked for Muon, and if Muon would get none.
     """
     names, others = {param: name for name, param in model.named_parameters()}, _not_hidden(model)
     muon = {key: getattr(params, key) for key in _ARGUMENTS} | {"ns_coefficients": _COEFFICIENTS, "eps": _NS_EPS}
@@ -44,7 +44,7 @@ def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonPara
             if chosen is None:
                 chosen = param.ndim in (2, 3) and param not in others
             if chosen:
-                matrices_of(names.get(param, "?"), param.shape, params.split)  # raises for what is none
+                matrices_of(names.get(param, "?"), param.shape, params.split)  # raises if it is no matrix
             parts[bool(chosen)].append(param)
         for rule, kept in parts.items():
             if kept:
@@ -58,9 +58,9 @@ def muon_groups(model: nn.Module, groups: list[dict[str, Any]], params: MuonPara
 
 
 def _not_hidden(model: nn.Module) -> set[nn.Parameter]:
-    """Embeddings, by class or name, the head, and filters of one dimension, which have three as stacks of matrices do.
+    """Embeddings, by class or name, the head, and 1-D filters, which have three dims like stacks of matrices.
 
-    The head is what a model of transformers says, else the last linear layer, unless that lies in an nn.ModuleList.
+    The head is what a Transformers model returns, else the last linear layer, unless that is in an nn.ModuleList.
     """
     others = {param for name, param in model.named_parameters(remove_duplicate=False) if "embed" in name.lower()}
     last, blocks = None, ()
@@ -76,7 +76,7 @@ def _not_hidden(model: nn.Module) -> set[nn.Parameter]:
 
 
 def rules_line(groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> str:
-    """Which parameters each rule updates, by name, alike ones of all blocks as one; empty where there is one rule."""
+    """Which parameters each rule updates, by name, equal ones of all blocks as one; empty if there is one rule."""
     updated: dict[bool, list[str]] = {True: [], False: []}
     for group in groups:
         if "use_muon" not in group:

@@ -17,30 +17,30 @@ from zero.kernels import cuda
 from zero.kernels.norm import sum_squares, sum_squares_into
 from zero.memory.available import host_threads
 
-# Of the exact norm. Each square below 1 is taken as BITS bits, and as many again behind them; 2^22 of the first fill
+# For the exact norm. Each square below 1 is cut to two numbers of BITS bits each; 2^22 of the first fill
 # an int64 to 2^62.
 BITS = 40
 CHUNK = 1 << 22
-# Python's integers travel as limbs of 31 bits, of which a sum over ranks stays inside an int64. So many are enough for
+# Python's integers are sent as limbs of 31 bits, whose sum over ranks fits an int64. This many limbs are enough for
 # the squares of 2^106 elements.
 LIMB = 31
 LIMBS = 6
 
 
 class RankFlags(enum.IntFlag):
-    """Conditions of a rank, as bits."""
+    """Conditions of one rank, as bits."""
 
-    LATE_GRADIENTS = 1  # gradients have come that are not reduced yet
+    LATE_GRADIENTS = 1  # it has gradients that are not reduced yet
     GATHERED_PARAMETERS = 2  # GatheredParameters holds units that are cut
     LOSS = 4  # it knows the loss
 
 
 class RankReport(NamedTuple):
-    """What a rank reports to the others with its part of the norm.
+    """A rank's report to the others, sent with its part of the norm.
 
-    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 where there is none; squares: see
-    zero/optim/unit_norms.py, as many on all ranks. Those may be fp64 tensors [] on the device of the units until then,
-    which are read where the norm is, without another wait.
+    loss, tokens: of the step; batch: a hash below 2^53 of its first batch, 0 if there is none; squares: see
+    zero/optim/unit_norms.py, equally many on all ranks. They may be fp64 tensors [] on the units' device,
+    which are read together with the norm, without another wait.
     """
 
     flags: RankFlags = RankFlags(0)
@@ -51,15 +51,15 @@ class RankReport(NamedTuple):
 
     @property
     def numbers(self) -> list[float | torch.Tensor]:
-        """All of it in one list."""
+        """All values in one list."""
         return [*self[:-1], *self.squares]
 
 
 class Norm(NamedTuple):
-    """L2 norm of the reduced gradients over all units and ranks, fp64 [], and what each rank has told.
+    """L2 norm of the reduced gradients over all units and ranks, fp64 [], and each rank's report.
 
-    rows: fp64 [ranks, k]: two numbers that `reports_of` passes over, and the rank's report. The second is the place of
-    the first unit whose gradient is not finite there; how many there are where all is well, or where nobody looks.
+    rows: fp64 [ranks, k]: two numbers that `reports_of` skips, and the rank's report. The second is the place of
+    the first unit whose gradient is not finite there; the number of units if there is none, or without a check.
     """
 
     value: torch.Tensor
@@ -67,10 +67,10 @@ class Norm(NamedTuple):
 
 
 def global_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
-    """The norm of the sums of gradients, relative to `mean` (of units with that mean no mean is taken); collective.
+    """The norm of the sums of gradients, relative to `mean` (units with that mean count unweighted); collective.
 
-    Every rank's report reaches all with it. Every rank squares its span of each unit in fp64, whether its shard is that
-    span or, where gradients are not cut, the whole; units of one mesh add up first, then spans in order, then meshes.
+    It brings each rank's report to all. Every rank squares its span of each unit in fp64, whether its shard is that
+    span or, if gradients are not cut, the whole; units of one mesh add up first, then spans in order, then meshes.
     So all stages add the same numbers in the same order.
     """
     device = _device(units)
@@ -87,7 +87,7 @@ def global_norm(units: Sequence[Unit], world: World, report: RankReport, mean: f
 
 
 def by_mesh(units: Sequence[Unit]) -> dict[tuple[int, ...], list[int]]:
-    """The places among `units` of those whose spans are counted by the same ranks; alike on all ranks."""
+    """Indices into `units`, grouped by the ranks that count their spans; alike on all ranks."""
     found: dict[tuple[int, ...], list[int]] = {}
     for place, unit in enumerate(units):
         found.setdefault(unit.mesh.order, []).append(place)
@@ -95,29 +95,29 @@ def by_mesh(units: Sequence[Unit]) -> dict[tuple[int, ...], list[int]]:
 
 
 def hosts_speak(world: World) -> bool:
-    """Whether `flags_of` can be asked: the ranks' hosts reach each other past their GPUs."""
+    """Whether `flags_of` works: the ranks' hosts can send messages without their GPUs."""
     return world.size == 1 or backend_of(world.group, torch.device("cpu")) == "gloo"
 
 
 def flags_of(report: RankReport, world: World) -> dict[int, RankFlags]:
-    """The flags of each global rank, of which this one's are in `report`; waits for other ranks, but for no device."""
+    """The flags of each global rank; this rank's are in `report`. Waits for other ranks, but for no device."""
     own = torch.tensor([int(report.flags)])
     rows = comm.gather_scalars(own, world, "conditions of the ranks", read=False)
     return {rank: RankFlags(flags) for rank, (flags,) in zip(world.ranks, rows.tolist(), strict=True)}
 
 
 def exact_norm(units: Sequence[Unit], world: World, report: RankReport, mean: float) -> Norm:
-    """The same as `global_norm` otherwise; collective.
+    """The same norm as `global_norm`, computed exactly; collective.
 
     The same bits however gradients are cut or ordered: squares of fp32 numbers are exact in fp64; relative to the
-    largest gradient of all they are cut to a fixed number of bits behind the point, and integers add up without
-    rounding. Independent of world size, stage, units and their meshes. What is cut off is below 2^-80 of the largest
-    square, for each element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN when an element is.
+    largest gradient of all they are cut to a fixed number of binary places, and integers add up without
+    rounding. Independent of world size, stage, units and their meshes. The cut loses less than 2^-80 of the largest
+    square per element: at 2^30 elements a relative error of the norm below 2^-50. inf or NaN if an element is.
     """
     device = _device(units)
     parts = [_weighed(unit.counted(unit.gradients.shard), unit, mean) for unit in units]
     rows = comm.gather_scalars(_row([largest_of(parts), len(units), *report.numbers], device), world)
-    bound = rows[:, 0].amax()  # NaN where there is one
+    bound = rows[:, 0].amax()  # NaN if there is one
     if (largest := bound.item()) == 0 or not math.isfinite(largest):
         return Norm(bound, rows)
     exponent = math.frexp(largest)[1]
@@ -130,9 +130,9 @@ def exact_norm(units: Sequence[Unit], world: World, report: RankReport, mean: fl
 
 
 def largest_of(parts: Iterable[torch.Tensor]) -> float:
-    """The largest absolute value of all elements, 0 without any; inf or NaN when there is one (NaN before inf)."""
+    """The largest absolute value of all elements, 0 without any; inf or NaN if there is one (NaN before inf)."""
     values = [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
-    # Some may lie in host memory, others on the device.
+    # Some may be in host memory, others on the device.
     return torch.stack([value.to(values[0].device) for value in values]).amax().item() if values else 0.0
 
 
@@ -147,12 +147,12 @@ def sum_of_squares(parts: Iterable[torch.Tensor], exponent: int) -> int:
 
 
 def norm_of(total: int, exponent: int) -> float:
-    """The root of what `sum_of_squares` gave."""
+    """The root of a result of `sum_of_squares`."""
     return math.ldexp(math.sqrt(total), exponent - BITS)
 
 
 def share_of(unit: Unit, mean: float) -> float:
-    """What the unit's own mean is of `mean`: 1 where all units have one."""
+    """The ratio of the unit's own mean to `mean`: 1 if all units have the same."""
     return unit.mean / mean
 
 
@@ -161,7 +161,7 @@ def _weighed(part: torch.Tensor, unit: Unit, mean: float) -> torch.Tensor:
 
 
 def _squares(unit: Unit, mean: float) -> float | torch.Tensor:
-    """The sum of the squares of this rank's span: where a device computes it, an fp64 number there."""
+    """The sum of the squares of this rank's span; if a device computes it, an fp64 number there."""
     squares = _plain_squares(unit)
     return squares if unit.mean == mean else squares * share_of(unit, mean) ** 2
 
@@ -172,7 +172,7 @@ def _plain_squares(unit: Unit) -> float | torch.Tensor:
         return known if unit.mesh.replica.rank == 0 and unit.mesh.counts else 0.0
     part = unit.counted(unit.gradients.shard)
     if not cuda.reads_wait(part.device):
-        # What the host holds of a GPU's model it reads with all threads it has, as its updates do.
+        # The host reads the gradients that it holds for a GPU with all its threads, as in its updates.
         return sum_squares(part, host_threads() if unit.buffer.full.is_cuda else None)
     squares = torch.empty((), dtype=torch.float64, device=part.device)
     sum_squares_into(part, squares)
@@ -180,13 +180,13 @@ def _plain_squares(unit: Unit) -> float | torch.Tensor:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Of fp64 [n], in an order that depends on n alone; on a CPU from the first to the last."""
-    # Each of the two promises its order on one of the devices only.
+    """The sum of fp64 [n], in an order that depends only on n; on a CPU from the first to the last."""
+    # Each of the two functions has a fixed order on only one kind of device.
     return values.sum() if values.is_cuda or not len(values) else values.cumsum(0)[-1]
 
 
 def _row(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The same as fp64 [n] on the device of those that are tensors, without a wait."""
+    """The values as fp64 [n] on the device of the tensors among them, without a wait."""
     if not cuda.reads_wait(device):
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
     parts = [torch.empty(0, dtype=torch.float64, device=device)]

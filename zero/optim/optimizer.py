@@ -27,11 +27,11 @@ from zero.watchdog.hang_report import ranks_text
 
 
 class HeldOpen(RuntimeError):
-    """A step was asked for inside `GatheredParameters`. Nothing has changed, and it may be asked for outside."""
+    """A step was called inside `GatheredParameters`. Nothing has changed, and it may be called outside."""
 
 
 class _Last(NamedTuple):
-    """What the host knows of the last step."""
+    """The host's values of the last step."""
 
     grad_norm: float | None = None
     overflow: bool = False
@@ -43,11 +43,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` over the model's own parameters that updates shards.
 
     `param_groups` hold the module's parameters and the hyperparameters; change those at will, schedulers of
-    torch do. On a GPU whose kernels decide by themselves whether a step is skipped, `update` waits for nothing: what
-    came of it the host learns when somebody asks, or at the next step (`conclude`).
+    torch do. On a GPU whose kernels decide by themselves whether a step is skipped, `update` waits for nothing: the
+    host reads the outcome when it is asked for, or at the next step (`conclude`).
 
     whole_step: the engine's `step()`, which `step()` here calls; set by the engine. client: the optimizer that the
-    script handed over, whose own `step()` raises as long as there is an engine.
+    script passed, whose own `step()` raises as long as the engine exists.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharded: ShardedModule | None = None
         self._mean = 1.0  # of dense units, and of the norm
         self._last = _Last()
-        self._pending: Outcome | None = None  # of the last step, where that is not known yet; then comes `_then`
+        self._pending: Outcome | None = None  # of the last step, until the host has read it; `_then` runs after that
         self._then: Callable[[Mapping[int, RankReport]], None] | None = None
         self._updating = False
         self._updater: UnitUpdater | None = None
@@ -93,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def updating(self) -> bool:
-        """Whether some weights are new and others old: inside a step, and for good after one that failed half-way."""
+        """Whether some weights are new and others old: inside a step, and for ever after one that failed half-way."""
         return self._updating or self.failure is not None
 
     def watch_norms(self, every: int) -> UnitNorms:
@@ -103,28 +103,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def failure(self) -> RuntimeError | None:
-        """Says of an update beside the training loop that it failed, naming unit and rank, and with what; or None."""
+        """The error of a failed update beside the training loop, with unit, rank and cause; or None."""
         return self._updater.failure if self._updater is not None else None
 
     @property
     def host_threads(self) -> int:
-        """How many threads the host's updates use; 0 where the host updates nothing."""
+        """How many threads the host's updates use; 0 if the host updates nothing."""
         return self._updater.threads if self._updater is not None else 0
 
     def settle(self) -> None:
-        """Wait until no update runs beside us any more; raises what one of them raised."""
+        """Wait until no update runs beside the loop; raises the error of a failed one."""
         for unit in self._sharded.trained if self._sharded is not None else ():
             unit.shard.settle()
 
     def finish(self) -> None:
-        """Wait for the last update, whether it fails or not, and take no step any more."""
+        """Wait for the last update, whether it fails or not, and take no more steps."""
         if self._updater is not None:
             self._updater.close()
             for unit in self._sharded.trained:
                 unit.shard.abandon_update()
 
     def waited(self) -> float | None:
-        """Seconds that the training loop has waited for updates since the last call; None where there are none."""
+        """Seconds that the training loop has waited for updates since the last call; None if none run beside it."""
         return self._updater.waits.take() if self._updater is not None and self._updater.threaded else None
 
     @property
@@ -147,7 +147,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 outside fp16."""
+        """The factor of the next loss; 1 outside fp16."""
         if self.loss_scaler.dynamic:
             self.conclude()
         return self.loss_scaler.loss_scale
@@ -156,7 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves by itself."""
+        """Whether the loss scale is dynamic."""
         return self.loss_scaler.dynamic
 
     @property
@@ -165,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.grad_norm
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Use this loss scale from now on, dynamic or not; every rank must.
+        """Use this loss scale from now on, dynamic or not; all ranks must call it.
 
         Raises ValueError for one that is not positive and finite, RuntimeError between the first backward and the step
         of an accumulation window, whose gradients were multiplied by the old one.
@@ -182,11 +182,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_factor(self) -> float:
-        """What turns the sums in `unit.gradients` into the averaged, unscaled gradient of the loss, in dense units."""
+        """The factor from the sums in `unit.gradients` of dense units to the averaged, unscaled gradient."""
         return self._unscaled(self._mean)
 
     def factor_of(self, unit: Unit) -> float:
-        """The same of one unit, which may have a mean of its own."""
+        """The same factor for one unit, which may have its own mean."""
         return self._unscaled(unit.mean)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,11 +196,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "add_param_group(): the parameters are cut into units for the groups that initialize() got; "
                 "give all groups to initialize(), those to be trained later with lr 0"
             )
-        # Unwrapped, since torch's wrapper only keeps the compiler out, and imports it for that: over a second of start.
+        # Unwrapped: torch's wrapper only keeps the compiler out, and imports it for that, which takes over a second.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise RuntimeError: the state lies in shards, which one rank's dictionary cannot hold."""
+        """Raise RuntimeError: the state is in shards, which one rank's dictionary cannot hold."""
         raise RuntimeError(
             "optimizer.state_dict(): each rank has a shard of the state; engine.save_checkpoint() saves all of it, "
             "zero.utils.safe_get_full_optimizer_state reads it parameter by parameter"
@@ -225,13 +225,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group["lr"] = lr
 
     def __getattr__(self, name: str) -> Any:
-        """Say of DeepSpeed's names what to use instead."""
+        """Raise AttributeError; for DeepSpeed's names, with what to use instead."""
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'{instead(f'optimizer.{name}')}")
 
     def unbind(self, wait: bool = True) -> None:
-        """Let go of the units and of all state; `step()` raises from now on.
+        """Drop the units and all state; `step()` raises from now on.
 
-        Without `wait`, updates that still run end by themselves, and the state goes with whoever holds us.
+        Without `wait`, updates that still run end by themselves, and the state is freed with this object.
         """
         if wait:
             self.finish()
@@ -240,25 +240,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.shard_optimizer.forget()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """The same as `engine.step()`, for training loops that have the optimizer at hand."""
+        """The same as `engine.step()`, for training loops that call the optimizer."""
         if closure is not None:
             raise ValueError("step() takes no closure: the gradients are reduced before it is called")
         if self.whole_step is None:
             raise RuntimeError("this optimizer is not attached to an engine")
         self.whole_step()
 
-    step.hooked = True  # torch runs the hooks of a step around `update`, so not also around this
+    step.hooked = True  # torch runs a step's hooks around `update`, so not around this method
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def update(self, report: RankReport, unwanted: Callable[[Mapping[int, RankReport]], bool] | None = None) -> None:
-        """Update every trained unit once and bring the new parameters to all who keep them; collective.
+        """Update every trained unit once, and send the new parameters to the ranks that keep them; collective.
 
-        Skipped, with `overflow` set and the parameter named (where nothing is waited for, its unit), when a gradient is
-        inf or NaN. The gradients are used up either way. `report` is this rank's for `after_step`, and travels with the
-        norm. `unwanted` says of all reports, and of `grad_norm`, whether the step is skipped all the same; alike on all
-        ranks. It has to be waited for.
-        Raises RuntimeError, on all ranks, when a dynamic loss scale cannot be halved any more;
+        If a gradient is inf or NaN, the step is skipped, with `overflow` set and the parameter named (or its unit, if
+        the host does not wait). The gradients are consumed either way. `report`, this rank's for `after_step`, is sent
+        with the norm. `unwanted` decides from all reports and `grad_norm` whether to skip the step too, alike on all
+        ranks; the host waits for it.
+        Raises RuntimeError, on all ranks, if a dynamic loss scale cannot be halved any more;
         HeldOpen, on all ranks and with the gradients kept, while GatheredParameters holds parameters that are cut.
         """
         sharded = self._sharded
@@ -288,9 +288,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._end(outcome.numbers, unwanted)
 
     def conclude(self) -> None:
-        """Learn what came of the last step, and do what follows from it, unless that is done; waits for the device.
+        """Read the outcome of the last step, unless that is done, and apply its consequences; waits for the device.
 
-        Raises RuntimeError when a dynamic loss scale cannot be halved any more.
+        Raises RuntimeError if a dynamic loss scale cannot be halved any more.
         """
         outcome, self._pending = self._pending, None
         if outcome is None:
@@ -308,30 +308,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
             then(numbers.reports)
 
     def after_step(self, then: Callable[[Mapping[int, RankReport]], None]) -> None:
-        """Call `then` with the reports of all ranks once it is known what came of the step that `update` has taken."""
+        """Call `then` with the reports of all ranks once the outcome of the last `update` is known."""
         if self._pending is None:
             then(self._last.reports)
         else:
             self._then = then
 
     def begin_anew(self) -> None:
-        """A checkpoint was loaded: no step came before the next one."""
+        """Forget the last step, because a checkpoint was loaded."""
         self._last = self._last._replace(overflow=False, skipped=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also what earlier micro-batches of this step accumulated."""
+        """Drop all gradients, including those accumulated by earlier micro-batches of this step."""
         if self._sharded is not None:
             self._sharded.reducer.drop()
 
     def nbytes(self) -> int:
-        """Bytes of optimizer state on this rank's device, masters not counted; `offload.host` counts the others."""
+        """Bytes of optimizer state on this rank's device, without masters; `offload.host` counts the others."""
         trained = self._sharded.trained if self._sharded is not None else []
         here = [unit for unit in trained if not unit.shard.placement.state_offloaded]
         return sum(self.shard_optimizer.nbytes(unit, self.param_groups[unit.plan.group]) for unit in here)
 
     @property
     def _defers(self) -> bool:
-        """Whether a step need not be waited for: kernels, and no thread of the host, take its factor and skip it."""
+        """Whether the host need not wait for a step: only kernels, no host thread, use its factor and skip it."""
         sharded = self._sharded
         kernels = bool(sharded.trained) and cuda.kernels(sharded.device) is not None
         decides = kernels and self.shard_optimizer.factor_on_device and not self._updater.threaded
@@ -352,7 +352,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._last = _Last(numbers.norm, overflow, overflow, numbers.reports)
 
     def _end(self, numbers: Numbers, unwanted: Callable[[Mapping[int, RankReport]], bool] | None) -> None:
-        """End a step of which the host knows all before it updates anything."""
+        """End a step whose outcome the host knows before it updates anything."""
         reducer = self._sharded.reducer
         self._take(numbers)
         if self._last.overflow:
@@ -368,7 +368,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scaler.update(False)
 
     def _skip(self, place: str) -> None:
-        """Say which gradient was not finite, and lower the loss scale, where there is one."""
+        """Log which gradient was not finite, and lower the loss scale, if there is one."""
         for unit in self._sharded.trained:
             unit.gradients.forget_error()
         try:
@@ -390,7 +390,7 @@ def _flags(reports: Mapping[int, RankReport]) -> dict[int, RankFlags]:
 
 
 def _refusal(ours: weakref.ref[ZeroOptimizer]) -> Callable[..., None]:
-    """The hook before the step of an optimizer that was handed over: it would see no gradient, and change nothing."""
+    """The hook before the step of an optimizer passed by the script: it would see no gradient, and change nothing."""
 
     def refuse(client: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         made = ours()

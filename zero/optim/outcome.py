@@ -1,6 +1,6 @@
-"""What comes of an optimizer step: its norm, its factor, the ranks' reports; computed where the gradients are.
+"""The outcome of an optimizer step: norm, factor and the ranks' reports; computed where the gradients are.
 
-The device uses it without the host. To the host it is sent at once, and read when somebody asks.
+The device uses it without the host. It is copied to the host at once, and read there when it is asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zero.optim.norm import Norm, RankReport, reports_of
 class Numbers(NamedTuple):
     """An outcome on the host.
 
-    norm: of the averaged gradient, before clipping; factor: see `Outcome`; reports: of each global rank; bad: place of
-    the first trained unit with a gradient that is not finite on a rank; how many there are where nobody looked.
+    norm: of the averaged gradient, before clipping; factor: see `Outcome`; reports: of each global rank; bad: index of
+    the first trained unit with a gradient that is not finite on a rank; the number of units without a check.
     """
 
     norm: float
@@ -29,14 +29,14 @@ class Numbers(NamedTuple):
 
 
 class Outcome:
-    """Of one step, alike on all ranks.
+    """The outcome of one step, alike on all ranks.
 
-    factor: fp64 [] on the units' device: what turns the summed gradients into those that the optimizer takes; NaN where
-            the step is to change nothing.
+    factor: fp64 [] on the units' device, from the summed gradients to those that the optimizer uses; NaN if
+            the step must change nothing.
     """
 
     def __init__(self, norm: Norm, mean: float, limit: float, check: bool, world: World) -> None:
-        """`mean` makes sums averages; clipping to `limit`, 0 for none; `check`: whether finite gradients are needed."""
+        """`mean` makes sums averages; `limit` is that of clipping, 0 for none; `check` requires finite gradients."""
         value = norm.value * mean
         self.factor = step_factor(value, mean, limit, check)
         self._world = world
@@ -48,7 +48,7 @@ class Outcome:
 
     @functools.cached_property
     def numbers(self) -> Numbers:
-        """On the host; waits for the device."""
+        """The outcome on the host; waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         norm, factor, *flat = self._sent.tolist()
@@ -58,9 +58,9 @@ class Outcome:
 
 
 def step_factor(norm: torch.Tensor, mean: float, limit: float, check: bool) -> torch.Tensor:
-    """`mean` times what brings gradients of norm `norm`, fp64 [], to at most `limit`; see `Outcome`.
+    """`mean` times the factor that clips gradients of norm `norm`, fp64 [], to `limit`; see `Outcome`.
 
-    As torch.nn.utils.clip_grad_norm_: limit / (norm + 1e-6), never above 1, and 1 where `limit` is 0.
+    As in torch.nn.utils.clip_grad_norm_: limit / (norm + 1e-6), never above 1, and 1 if `limit` is 0.
     """
     factor = torch.full_like(norm, mean)
     if limit > 0.0:

@@ -1,4 +1,4 @@
-"""Work on whole matrices that lie in the shards of several ranks: each goes to one rank, and its result back."""
+"""Work on whole matrices that lie in the shards of several ranks: each goes to one rank, which returns its result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def replace_matrices(
 ) -> None:
     """Replace each matrix by its result, in this rank's `shards` of the units, [n] each, of one dtype; collective.
 
-    `work` gets those matrices that are this rank's to do, on the `device`. One message goes to each rank and one back,
-    whatever the number of matrices; what a rank has of a matrix that it works on itself is not sent.
+    `work` gets the matrices assigned to this rank, on the `device`. One message goes to each rank and one back,
+    whatever the number of matrices. A rank sends nothing of a matrix that it works on itself.
     """
     rank_of = assign(matrices, axis.size)
     numels = [shard.numel() for shard in shards]

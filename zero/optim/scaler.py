@@ -1,4 +1,4 @@
-"""The loss scale of fp16: what the loss is multiplied by so that small gradients do not become zero.
+"""The loss scale of fp16: a factor of the loss, so that small gradients do not become zero.
 
 A dynamic scale follows DeepSpeed's sequence. With `iteration` counting calls of `update` from 0 and `last_overflow`
 the number of the last one that overflowed, at first -1:
@@ -8,7 +8,7 @@ the number of the last one that overflowed, at first -1:
     good step   n = iteration - last_overflow - 1; when n > 0 and n is a multiple of the window, scale = 2 scale and the
                 hysteresis is whole again; with `consecutive_hysteresis` it is after every good step
 
-`update` runs after the step, so a scale that grew is used from the next step on.
+`update` runs after the step, so an increased scale is used from the next step on.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from zero.config.sections import Fp16
 
-# Beyond this no gradient that fp16 can hold is worth scaling, and mean / scale would leave the normal range of fp32.
+# Beyond this scaling helps no gradient that fp16 can hold, and mean / scale would leave the normal range of fp32.
 LARGEST = 2.0**64
 
 AT_MINIMUM = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
 
 
 class LossScaler:
-    """The loss scale: `LossScaler(128.0)` is fixed, `LossScaler(rule=Fp16())` moves as the section of the JSON says."""
+    """The loss scale: `LossScaler(128.0)` is fixed, `LossScaler(rule=Fp16())` follows the section of the JSON."""
 
     def __init__(self, scale: float = 1.0, rule: Fp16 | None = None) -> None:
         self.rule = rule
@@ -37,7 +37,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
         return self._scale if self._forced is None else self._forced
 
     cur_scale = loss_scale  # DeepSpeed's names: this one and the next two
@@ -50,15 +50,15 @@ class LossScaler:
         return self.rule is not None and self._forced is None
 
     def force(self, scale: float) -> None:
-        """Use this scale from now on, whatever happens. Raises ValueError unless it is positive and finite."""
+        """Use this scale from now on. Raises ValueError unless it is positive and finite."""
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise ValueError(f"override_loss_scale(): got {scale!r}, wanted a positive finite number")
         self._forced = float(scale)
 
     def update(self, overflow: bool) -> str:
-        """Take note of one step; says in words what came of it, or nothing where nothing did.
+        """Record one step; returns the change of the scale in words, or "" if there is none.
 
-        Raises RuntimeError for an overflow at the smallest scale there may be.
+        Raises RuntimeError for an overflow at the smallest scale allowed.
         """
         rule, before = self.rule, self.loss_scale
         if rule is None or self._forced is not None:
@@ -93,7 +93,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another scaler was. A scale that this configuration fixes stays what it says.
+        """Continue from another scaler's state. A scale fixed by this configuration stays.
 
         Raises ValueError for a state that is not one of `state_dict`.
         """

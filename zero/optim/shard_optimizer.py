@@ -1,4 +1,4 @@
-"""What the update of a unit's shard has to offer, whoever computes it."""
+"""The interface of everything that updates a unit's shard."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Group = Mapping[str, Any]
 
 
 class Update(NamedTuple):
-    """One unit's part of a step. It keeps the gradient alive, and the hyperparameters as they were at the step."""
+    """One unit's part of a step. It keeps the gradient, and the hyperparameters of the step, alive."""
 
     unit: Unit
     grad: torch.Tensor
     group: Group
     factor: float | torch.Tensor
-    publish: bool = False  # to send the new parameters to the other ranks as soon as they are there
+    publish: bool = False  # send the new parameters to the other ranks as soon as they are computed
 
 
 class ShardOptimizer(Protocol):
@@ -31,18 +31,18 @@ class ShardOptimizer(Protocol):
 
     defaults: dict[str, Any]
     formats: Formats
-    factor_on_device: bool  # `update` on a GPU takes its factor from there, and leaves all as it is where that is NaN
-    marks_changes: bool = False  # `update` marks what it changes in `unit.shard.changes`; else its caller compares
-    foreseen: bool  # how large the state is, and where it lies, is known before the first step, as files need it
+    factor_on_device: bool  # `update` on a GPU reads its factor there, and changes nothing if that is NaN
+    marks_changes: bool = False  # `update` marks changed elements in `unit.shard.changes`; else its caller compares
+    foreseen: bool  # size and layout of the state are known before the first step, as files require
 
     def check(self, group: Group) -> None:
-        """Raise ValueError for hyperparameters that no step can be taken with, where that shows before; default: no."""
+        """Raise ValueError for hyperparameters that no step can use, if that is known before; by default never."""
 
     def begin(self, unit: Unit, group: Group) -> None:
-        """Make the state of the unit, where that is `foreseen`, so that it is where it rests before the first step."""
+        """Make the state of the unit, if it is `foreseen`, so that it is in its place before the first step."""
 
     def prepare(self, updates: Sequence[Update], world: World) -> None:
-        """Do what a step needs before its `updates`, those of all units in order, on all ranks of the `world`.
+        """Prepare a step for its `updates`, those of all units in order, on all ranks of the `world`.
 
         It runs on the training loop's thread, on all ranks alike, so it may use collectives.
         """
@@ -57,13 +57,13 @@ class ShardOptimizer(Protocol):
         """
 
     def take_back(self, units: Iterable[Unit]) -> None:
-        """The factor of the last update of these units was NaN: it is none; with `factor_on_device`."""
+        """Discount the last update of these units, because its factor was NaN; with `factor_on_device`."""
 
     def nbytes(self, unit: Unit, group: Group) -> int:
-        """Bytes of the optimizer state that is kept for the unit, master not counted."""
+        """Bytes of the unit's optimizer state, without the master."""
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Span, torch.Tensor]]:
-        """All tensors of the unit's state that exist, as they are kept: name, elements of the shard, and the tensor."""
+        """All existing tensors of the unit's state, as stored: name, elements of the shard, and the tensor."""
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Torch's names of the states: those with an element per parameter, and single numbers of the unit."""
@@ -75,37 +75,37 @@ class ShardOptimizer(Protocol):
         """Replace it."""
 
     def read(self, unit: Unit, group: Group, key: str, part: Fragment) -> torch.Tensor:
-        """State `key` of a fragment of the shard, fp32 [n], a copy; before the first step, where that begins."""
+        """State `key` of a fragment of the shard, fp32 [n], a copy; before the first step, its initial values."""
 
     def write(self, unit: Unit, group: Group, key: str, part: Fragment, values: torch.Tensor) -> None:
-        """Replace it by `values`, fp32 [n], rounded to nearest where the state is kept in fewer bits."""
+        """Replace it by `values`, fp32 [n], rounded to nearest if the state is stored in fewer bits."""
 
     def kept(self, unit: Unit, group: Group, part: Fragment, make: Collection[str] = ()) -> dict[str, Kept]:
-        """All states of a fragment of the shard as they are kept, views to read and write while the state is acquired.
+        """All states of a fragment of the shard as stored: views to read and write while the state is acquired.
 
-        The last block of one in 8 bit is whole, so it may have elements behind the fragment, which are padding.
-        Empty where the state does not exist yet; those called `make` exist afterwards.
+        The last block of an 8-bit state is whole, so it may have padding elements after the fragment.
+        Empty if the state does not exist yet; the keys in `make` are created.
         """
 
     def restart(self, unit: Unit, group: Group, part: Fragment | None = None) -> None:
-        """Make the states of a fragment what the first step begins with; of the whole unit, numbers too, without one.
+        """Reset the states of a fragment to their initial values; without one, of the whole unit, with its numbers.
 
         The state must be acquired.
         """
 
     def rows(self, unit: Unit, group: Group, load: bool = False) -> Iterator[Rows]:
-        """The state that has one number for each row of a matrix: what this rank has to save; default: none.
+        """The state with one number per row of a matrix, as far as this rank has to save it; by default none.
 
-        With `load` all of the unit's, made anew, to be filled on every rank.
+        With `load` all of the unit's, new, to be filled on every rank.
         """
         return iter(())
 
     def forget(self) -> None:
-        """Give all state back."""
+        """Free all state."""
 
 
 class Rows(NamedTuple):
-    """The numbers fp32 [k] of rows `first` and following of a parameter that has `of` rows."""
+    """The numbers fp32 [k] of rows from `first` on, of a parameter with `of` rows."""
 
     name: str
     first: int

@@ -1,4 +1,4 @@
-"""An optimizer class of `torch.optim`, or one like them, run on the shards of units."""
+"""An optimizer class of `torch.optim`, or a similar one, run on the shards of units."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zero.plan.layout import Fragment, Span
 
 
 class TorchShardOptimizer(ShardOptimizer):
-    """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, fed by the unit's group.
+    """An optimizer class of `torch.optim` on fp32 shards: one instance per unit, with the unit's group.
 
-    Such a class looks at its arguments at the start only, and makes its state in the first step.
+    Such a class checks its arguments only at construction, and makes its state in the first step.
     """
 
     factor_on_device = False
@@ -27,9 +27,9 @@ class TorchShardOptimizer(ShardOptimizer):
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: dict[str, Any]) -> None:
         self._kind = kind
-        # Constructed once on a throw-away parameter, so that a bad argument fails here and now.
+        # Constructed once on a temporary parameter, so that a bad argument fails here.
         self.defaults = dict(kind([nn.Parameter(torch.zeros(1))], **params).defaults)
-        self.formats = Formats()  # the number of states is Adam's: what a class keeps shows at its first step only
+        self.formats = Formats()  # assumes as many states as Adam: the true number is known only after the first step
         self._params = params
         self._inner: dict[int, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
 
@@ -54,13 +54,13 @@ class TorchShardOptimizer(ShardOptimizer):
                     yield name, Span(0, leaf.numel()), value
 
     def keys(self, unit: Unit, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """See `ShardOptimizer.keys`; from a step of the class on three throw-away elements."""
+        """See `ShardOptimizer.keys`; from a step of the class on three temporary elements."""
         state = self._trial(unit.shard.placement.update_device, group)
         wide = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (3,))
         return wide, tuple(key for key in state if key not in wide)
 
     def _trial(self, device: torch.device, group: Group) -> dict[str, Any]:
-        """What the class keeps after a step on three throw-away elements."""
+        """The state of the class after a step on three temporary elements."""
         leaf = nn.Parameter(torch.zeros(3, device=device))
         leaf.grad = torch.zeros_like(leaf)
         trial = self._kind([leaf], **self._params)
@@ -88,7 +88,7 @@ class TorchShardOptimizer(ShardOptimizer):
         """See `ShardOptimizer.read`."""
         unit.shard.settle()
         kept = self._state(unit, group).get(key)
-        if kept is None:  # made in the first step, out of zeros; to make it now could change that step
+        if kept is None:  # made in the first step, from zeros; making it now could change that step
             return torch.zeros(part.numel, device=unit.shard.placement.update_device)
         return kept.narrow(0, part.at, part.numel).to(torch.float32, copy=True)
 
@@ -129,7 +129,7 @@ class TorchShardOptimizer(ShardOptimizer):
         self._inner.clear()
 
     def _instance(self, unit: Unit, group: Group) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        """The unit's optimizer and what it updates, with the hyperparameters of now."""
+        """The unit's optimizer and the parameter that it updates, with the current hyperparameters."""
         if unit.index not in self._inner:
             leaf = nn.Parameter(unit.shard.master.tensor)
             self._inner[unit.index] = (leaf, self._kind([leaf], **self._params))
@@ -138,7 +138,7 @@ class TorchShardOptimizer(ShardOptimizer):
         return leaf, inner
 
     def _state(self, unit: Unit, group: Group) -> dict[str, Any]:
-        """What the unit's optimizer keeps; before the first step, what torch's classes would begin that step with.
+        """The unit's optimizer state; before the first step, the initial state of torch's classes.
 
         Raises RuntimeError for a class that is not torch's and has no state yet.
         """
@@ -151,18 +151,18 @@ class TorchShardOptimizer(ShardOptimizer):
         return begun
 
     def _begun(self, leaf: nn.Parameter, inner: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Have `inner` make the state that its first step begins with; None for a class that is not torch's."""
+        """Make `inner` create its initial state; None for a class that is not torch's."""
         begin = getattr(inner, "_init_group", None)
         if begin is None or self._kind.__module__.split(".")[0] != "torch":
             return None
         leaf.grad = torch.zeros_like(leaf)
-        # All but the group are lists that the class fills for its loop; what matters is the state it makes on the way.
+        # All arguments but the group are lists that the class fills; only the state that it creates matters.
         begin(inner.param_groups[0], *([] for _ in list(inspect.signature(begin).parameters)[1:]))
         leaf.grad = None
         return inner.state[leaf]
 
     def _first(self, values: torch.Tensor, group: Group) -> dict[str, Any]:
-        """What the first step on `values` [n] begins with; zeros for the states of a class that is not torch's."""
+        """The initial state for `values` [n]; zeros for the states of a class that is not torch's."""
         leaf = nn.Parameter(values)
         inner = self._kind([leaf], **self._params)
         inner.param_groups[0].update(_hyperparameters(group))

@@ -1,7 +1,7 @@
-"""Norms of each unit's gradient, parameters and update, which wait for no device and cost no message of their own.
+"""Norms of each unit's gradient, parameters and update, without a wait for the device or an extra message.
 
-Each rank squares its span of a unit while it updates it. The sums stay where they are computed until the next step,
-which reads them with its own norm and sends them along: so they are known one step later.
+Each rank squares its span of a unit during the update. The sums stay where they are computed until the next step,
+which reads and sends them with its own norm. So they are known one step later.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Squares = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class UnitNorms:
-    """Of the trained `units`, at each step whose number divides by `every`; the engine says which step runs."""
+    """The norms of the trained `units`, at each step whose number divides by `every`; the engine passes the step."""
 
     def __init__(self, units: Sequence[Unit], every: int) -> None:
         self._units = units
         self._every = every
         self._step = 0
         self._factors: dict[int, float] = {}  # by index of the unit
-        self._known: dict[str, Squares] = {}  # of the last step, where it was due and was not skipped
+        self._known: dict[str, Squares] = {}  # of the last step, if it was due and not skipped
 
     def begin(self, step: int, factor_of: Callable[[Unit], float]) -> None:
-        """Step `step` begins to update. `factor_of` turns the sums in `unit.gradients` into the averaged gradient."""
+        """Begin step `step`. `factor_of` is the factor from the sums in `unit.gradients` to the average."""
         self._step, self._known = step, {}
         self._factors = {unit.index: factor_of(unit) for unit in self._units}
 
@@ -48,24 +48,24 @@ class UnitNorms:
         self._known[unit.plan.name] = gradient * factor**2, _squares(after), _squares(before.sub_(after))
 
     def take(self, step: int) -> tuple[float | torch.Tensor, ...]:
-        """For this rank's report at step `step`: three sums of squares of each unit in the last step, if it was due.
+        """Three sums of squares of each unit in the last step, if it was due, for this rank's report at step `step`.
 
-        fp64 [] on a GPU, numbers else; all ranks have as many. An update that still runs beside the training loop is
-        waited for.
+        fp64 [] on a GPU, else numbers; equally many on all ranks. Waits for updates that still run beside the training
+        loop.
         """
         for unit in self._units:
             unit.shard.settle()
-        if self._step != step - 1:  # what was known was told, or a checkpoint was loaded
+        if self._step != step - 1:  # the squares were already taken, or a checkpoint was loaded
             return ()
         sums = [each for unit in self._units for each in self._known.get(unit.plan.name, ())]
         return tuple(each if cuda.reads_wait(each.device) else each.item() for each in sums)
 
     def forget(self) -> None:
-        """The step that has begun was skipped."""
+        """Drop the norms of the current step, because it is skipped."""
         self._known = {}
 
     def norms(self, reports: Mapping[int, RankReport]) -> dict[str, tuple[float, float, float]]:
-        """What the ranks' reports say, by unit; empty where they say nothing."""
+        """The norms from the ranks' reports, by unit; empty if they contain none."""
         rows = [report.squares for report in reports.values()]
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
         return {unit.plan.name: tuple(sums[3 * i : 3 * i + 3]) for i, unit in enumerate(self._units) if sums}

@@ -1,9 +1,9 @@
-"""Updates the units of a step: on the device at once, or beside the training loop, where state rests off the device.
+"""Updates the units of a step: on the device at once, or beside the training loop if state rests off the device.
 
-The host's update of one unit reads its state ahead, computes, copies the new parameters to the device and writes the
-state back, while the loop goes on with the next forward, which waits for each unit when it comes to it. State that is
-streamed is brought to the device instead, by a stream beside the loop's, and updated there; what goes first comes under
-the backward before. The numbers are those of a step that nothing overlaps.
+The host's update of a unit reads its state ahead, computes, copies the new parameters to the device and writes the
+state back, while the loop runs the next forward, which waits for each unit when it reaches it. Streamed state
+is copied to the device instead, by a separate stream, and updated there; the first units' state comes during the
+preceding backward. The numbers are those of a step without overlap.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zero.plan.order import in_use_order
 
 
 class UnitUpdater:
-    """Runs the updates of all units. Those beside the loop run in order; after one that failed it refuses the rest.
+    """Runs the updates of all units. Those beside the loop run in order; after a failed one the rest is refused.
 
-    One thread runs them, but those for which nobody has to wait for host or drive: these are queued by the loop.
+    One thread runs them, except those that need no wait for host or drive: the loop queues these.
 
-    failure:   RuntimeError that names the unit of the first of them that failed, and why; or None;
-    threads:   how many compute one update of the host; 0 where it updates nothing;
+    failure:   RuntimeError with the unit of the first failed update, and the cause; or None;
+    threads:   how many compute one update of the host; 0 if it updates nothing;
     threaded:  whether a thread runs any;
-    waits:     what the training loop has waited for updates;
-    norms:     looks at each update, or None;
-    on_update: called with (what, unit name) as those beside the loop go through "update" and "done"; for tests and
+    waits:     the training loop's time waiting for updates;
+    norms:     takes the norms of each update, or None;
+    on_update: called with ("update" or "done", unit name) for updates beside the loop; for tests and
                measurements.
     """
 
@@ -56,9 +56,9 @@ class UnitUpdater:
         self.norms: UnitNorms | None = None
         self.on_update: Callable[[str, str], None] = lambda what, unit: None
         self._optimizer = optimizer
-        # As the next forward wants them: the root's, which it reads first, may be the last that was registered.
+        # In the order of the next forward: the root's units, which it reads first, may be registered last.
         self._units = [units[index] for index in in_use_order([unit.plan.anchor for unit in units])]
-        self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends when nobody holds us
+        self._worker = ThreadPoolExecutor(1, "zero-updates")  # starts at the first update; ends with this object
         self._first = [unit for unit in self._units if unit.shard.placement.streamed][:SLOTS]
         self._next: list[Unit] = []  # units whose state is needed soon, in order
         self._submitted: list[Unit] = []  # in the last step
@@ -70,13 +70,13 @@ class UnitUpdater:
                 optimizer.begin(unit, groups[unit.plan.group])
 
     def run(self, groups: Sequence[Group], factor: float | torch.Tensor, mean: float) -> None:
-        """Update every unit once, and bring it to all who keep it.
+        """Update every unit once, and send it to the ranks that keep it.
 
-        Its gradient is `factor` x the reduced one, for units with this `mean`; for others in proportion to their own.
+        For units with this `mean` the gradient is `factor` x the reduced one; for others in proportion to their mean.
         """
         if not self._units:
             return
-        # Where ranks must begin collectives in one order, no thread beside the loop can send parameters.
+        # If ranks must begin collectives in one order, no thread beside the loop can send parameters.
         publish = not any(unit.mesh.shard.ordered for unit in self._units)
         updates, now = [], []
         for unit in self._units:
@@ -94,27 +94,27 @@ class UnitUpdater:
         for update in now:
             update.unit.invalidate()  # before the values change: a full copy that is being read must be complete
             self._compute(update)
-            update.unit.publish()  # travels while the next unit is updated
+            update.unit.publish()  # sent while the next unit is updated
         for unit in self._units:
             if unit.stays_full and unit.index not in sent:
                 unit.gather()
                 unit.wait()
 
     def bring_ahead(self) -> None:
-        """Have the state that the next step updates first come to the device; nothing is updated."""
+        """Copy the state of the units that the next step updates first to the device; nothing is updated."""
         for unit in self._first:
             if unit.shard.placement.queued:
                 self._bring(unit)
             else:
-                self._worker.submit(self._bring, unit)  # what fails there fails at the step again, which says so
+                self._worker.submit(self._bring, unit)  # a failure repeats at the step, which reports it
 
     def close(self) -> None:
         """Wait until all updates have run, whether they failed or not."""
         self._worker.shutdown(wait=True)
 
     def _submit(self, updates: Sequence[Update]) -> None:
-        """Have these run beside the loop; each unit waits for its own."""
-        ready = record_event(self._device)  # after all that reads the parameters as they are
+        """Run these updates beside the loop; each unit waits for its own."""
+        ready = record_event(self._device)  # after all reads of the old parameters
         self._submitted = [update.unit for update in updates]
         self._next += self._submitted
         pending = [PendingUpdate(self._begin(each, ready), os.getpid(), self.waits) for each in updates]
@@ -127,7 +127,7 @@ class UnitUpdater:
         done: Future[Any] = Future()
         try:
             done.set_result(self._run(update, ready))
-        except RuntimeError as error:  # told as that of a thread is
+        except RuntimeError as error:  # reported like a thread's
             done.set_exception(error)
         return done
 
@@ -140,7 +140,7 @@ class UnitUpdater:
         """One update beside the loop; returns an event after which the device has the result."""
         unit, rank = update.unit, update.unit.mesh.data.global_rank
         if self.failure is not None:
-            # Not chained: each unit would keep the memory alive that the frames of the first failure refer to.
+            # Not chained: each unit would keep the memory alive to which the frames of the first failure refer.
             raise RuntimeError(f"unit '{unit.plan.name}' was not updated (rank {rank}), because {self.failure}")
         try:
             self._read_ahead()
@@ -158,19 +158,19 @@ class UnitUpdater:
         except BaseException as error:
             text = f"the update of unit '{unit.plan.name}' failed on rank {rank} with {type(error).__name__}: {error}"
             self.failure = RuntimeError(text)
-            logger.error("%s", text)  # the loop may have taken its last step, and would not hear of it
-            # This rank may be anywhere, and others wait for parameters that do not come.
+            logger.error("%s", text)  # the loop may have taken its last step, and never raise it
+            # This rank may be anywhere, and others wait for parameters that it will never send.
             unit.mesh.data.watchdog.fail(self.failure)
             raise self.failure from error
 
     def _compute(self, update: Update) -> None:
-        """Compute one update where the unit's state is used, and show the new parameters to the device."""
+        """Compute one update where the unit's state is used, and copy the new parameters to the device."""
         unit, placement = update.unit, update.unit.shard.placement
         on_host = placement.updated_on_host
         with unit.shard.acquired(changed=True, step=True, in_update=True):
             if placement.state_offloaded:
                 self._next.remove(unit)
-                self._read_ahead()  # meanwhile others may have been written
+                self._read_ahead()  # by now other states may have been written
                 self.on_update("update", unit.plan.name)
             grad = update.grad.to(placement.update_device)
             changes, before = unit.shard.changes, None
@@ -186,23 +186,23 @@ class UnitUpdater:
                 unit.gathering.updated()
 
     def _read_ahead(self) -> None:
-        """Start to read the state of as many units as there is room for, in order; behind the last one the first."""
+        """Start to read the state of as many units as memory allows, in order; after the last one the first."""
         for unit in (*self._next, *self._submitted):
             if not unit.shard.placement.state_store.fetch():
                 break
 
 
 def copy_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group as they are now; schedulers write into tensors and lists, too."""
+    """A copy of the current hyperparameters of a group; schedulers write into tensors and lists, too."""
     values = {key: value for key, value in group.items() if key != "params"}
     tensors = {key: value.detach().clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
     return copy.deepcopy({key: value for key, value in values.items() if key not in tensors}) | tensors
 
 
 def send_before_exit(units: Sequence[Unit]) -> None:
-    """Before this process ends by itself, have its last parameters reach those ranks that still want to read them.
+    """Before this process exits normally, deliver its last parameters to the ranks that may still read them.
 
-    The messages of a process that is gone are lost with it. One that dies of an exception does not wait for others.
+    The messages of an exited process are lost. A process that dies of an exception does not wait for others.
     """
     refs = [weakref.ref(unit) for unit in units]
     owner = os.getpid()
@@ -214,7 +214,7 @@ def send_before_exit(units: Sequence[Unit]) -> None:
             try:
                 unit.wait_sent()
             except RuntimeError:
-                return  # others are gone, or the update has failed: nobody waits for anything of ours
+                return  # other ranks are gone, or the update has failed: no rank waits for us
 
     atexit.register(send)
     weakref.finalize(units[0], atexit.unregister, send).atexit = False
